@@ -1,0 +1,59 @@
+# make demo | test | bench | venv | clean
+#
+# Needs Python 3.11 or newer, make and pip; everything else goes into .venv.
+# Another torch wheel, for example without CUDA:
+#   make demo TORCH="torch==2.13.0+cpu --extra-index-url <index of that wheel>"
+# Other options for pip, for example a mirror: PIP_OPTIONS="--index-url <mirror>"
+
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+PIP_OPTIONS ?=
+DEMO ?=
+BENCH ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+FOR_DEMO := $(VENV)/.for-demo
+FOR_TEST := $(VENV)/.for-test
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
+
+.PHONY: help venv demo test bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train MNIST through a parameter server, in Sync and in Async"
+	@echo "make test    ruff, mypy, import-linter and the test suite"
+	@echo "make bench   measure against the rivals; the table of the README"
+	@echo "make venv    only make .venv"
+	@echo "make clean   remove .venv, caches and runs/"
+
+venv: $(FOR_TEST)
+
+$(FOR_DEMO): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (once; torch is large) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -c constraints.txt -e ".[examples]" $(TORCH)
+	@touch $@
+
+$(FOR_TEST): $(FOR_DEMO)
+	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
+	@$(PIP) -c constraints.txt -e ".[examples,dev,ray]" $(TORCH)
+	@touch $@
+
+demo: $(FOR_DEMO)
+	@$(BIN)/python examples/mnist.py $(DEMO)
+
+test: $(FOR_TEST)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest
+
+bench: $(FOR_TEST)
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+clean:
+	rm -rf $(VENV) runs build dist src/*.egg-info \
+		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + || true
