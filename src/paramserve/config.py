@@ -1,0 +1,91 @@
+"""Limits, deadlines and the settings that travel to a process when it starts.
+
+Every wait, queue and buffer in the package has its limit here, by name, with its unit last.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Limits(Struct, frozen=True):
+    """Bounds that no peer can exceed. The defaults fit one machine."""
+
+    header_bytes_max: int = 16 << 20
+    """A frame's header, once the peer is known (a `Place` names every tensor of a model)."""
+    handshake_bytes_max: int = 4096
+    """What an unknown peer may send before it is known."""
+    handshake_timeout_s: float = 5.0
+    """How long an unknown peer may take to say who it is."""
+    handshakes_max: int = 64
+    """Unknown peers at one time; the next one is closed at once."""
+    payload_bytes_max: int = 16 << 30
+    """A frame's payload over TCP."""
+    arena_bytes_max: int = 64 << 30
+    """All arenas of one client, as mapped by one server."""
+    arenas_max: int = 32
+    outstanding_max: int = 16
+    """Requests of one client that one shard may hold unanswered."""
+    clients_max: int = 4096
+    connections_max: int = 8192
+    send_buffer_bytes_max: int = 256 << 20
+    """Replies that a peer has not read; past it the peer is cut off."""
+    snapshots_max: int = 64
+    """Snapshots kept for a reader; past it the oldest is dropped and counted."""
+    log_records_max: int = 10_000
+    """`worker.log` records kept by the coordinator for each worker; the oldest go first."""
+
+
+class Deadlines(Struct, frozen=True):
+    """How long each wait may take, in seconds."""
+
+    request_s: float = 120.0
+    """Push, pull, define and tick, unless the call names its own `timeout_s`."""
+    start_s: float = 60.0
+    """From the launch of the processes until all servers are known."""
+    stop_s: float = 1.0
+    """From the wish to stop until the processes that remain are killed."""
+    reconnect_s: float = 1.0
+    """A broken connection to a server is tried again this long; then it is `ServerGone`."""
+    resend_s: float = 0.25
+    """A shard repeats what the lead shard has not answered."""
+    heartbeat_s: float = 1.0
+    stall_s: float = 15.0
+    """Without a heartbeat for this long, a process counts as dead."""
+    first_compile_s: float = 300.0
+    """How long a server may be silent while it compiles the kernels of a rule."""
+
+
+class PolicySpec(Struct, frozen=True):
+    """A consistency policy or rule by name: what crosses a process instead of code."""
+
+    name: str
+    options: dict[str, float | str | bool] = {}
+
+
+class CoordinatorConfig(Struct, frozen=True):
+    """What the coordinator is told when it starts."""
+
+    servers: int
+    workers: int
+    directory: str
+    """Folder (0700) for Unix sockets; the coordinator listens at `<directory>/c.sock`."""
+    consistency: PolicySpec
+    limits: Limits = Limits()
+    deadlines: Deadlines = Deadlines()
+
+
+class ServerConfig(Struct, frozen=True):
+    """What a server is told when it starts."""
+
+    shard: int
+    servers: int
+    workers: int
+    coordinator: str
+    """Address: `unix:<path>` or `tcp:<host>:<port>`."""
+    directory: str
+    consistency: PolicySpec
+    tcp_bind: str = ""
+    """`host:port` to listen on besides the Unix socket; empty: no TCP."""
+    limits: Limits = Limits()
+    deadlines: Deadlines = Deadlines()

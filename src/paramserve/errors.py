@@ -1,0 +1,138 @@
+"""Every error that paramserve raises by itself, as a tree by what the caller can do.
+
+`ValueError` and `TypeError` stay for a wrong argument, found before anything is sent.
+An error's text always has the form *what failed. Applied: yes | no | unknown. To fix: ...*
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Applied = Literal["yes", "no", "unknown"]
+
+
+class ParamServeError(Exception):
+    """Base of all errors below.
+
+    Args:
+        failed: what failed, who, expected, actual.
+        applied: whether the values on the servers were changed.
+        fix: what to do about it.
+    """
+
+    def __init__(self, failed: str, *, applied: Applied = "no", fix: str) -> None:
+        super().__init__(failed)
+        self.failed = failed
+        self.applied: Applied = applied
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.failed}. Applied: {self.applied}. To fix: {self.fix}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self).__name__, self.failed, self.applied, self.fix)
+
+
+class Timeout(ParamServeError):
+    """A wait reached its deadline; the text names who is missing."""
+
+
+class PushTimeout(Timeout):
+    """No answer to a push. Repeating is safe: it is applied at most once."""
+
+
+class PullTimeout(Timeout):
+    """The values were not there in time."""
+
+
+class ConnectTimeout(Timeout):
+    """Nobody answered at an address, or the cluster was not complete in time."""
+
+
+class DefineTimeout(Timeout):
+    """A parameter was not defined in time by the one whose values define it."""
+
+
+class RunTimeout(Timeout):
+    """A run took longer than its `timeout_s`; it was stopped."""
+
+
+class ServerGone(ParamServeError):
+    """A server process ended, or hangs. Its values are lost."""
+
+
+class CoordinatorGone(ParamServeError):
+    """The coordinator process ended. Servers and workers cannot be told apart from strangers."""
+
+
+class WorkerFailed(ParamServeError):
+    """A worker raised, was killed or could not start; the text holds its traceback."""
+
+
+class WorkerFenced(ParamServeError):
+    """The cluster counts this worker as dead, or a newer incarnation took its place."""
+
+
+class ClientClosed(ParamServeError):
+    """The client was closed, its run has stopped, or it was made before a fork."""
+
+
+class Overloaded(ParamServeError):
+    """A limit was reached; the text names the limit."""
+
+
+class ProtocolError(ParamServeError):
+    """The other side sent what the protocol does not allow, or refused to speak with us."""
+
+
+class NotAuthenticated(ProtocolError):
+    """The peer does not hold the cluster's token, or belongs to another user."""
+
+
+class UnknownName(ParamServeError):
+    """No parameter, block or group has this name."""
+
+
+class UnknownRule(ParamServeError):
+    """The servers were not started with this rule or policy."""
+
+
+class DefineMismatch(ParamServeError):
+    """A name was defined again with another shape, dtype, rule or group."""
+
+
+class ShapeMismatch(ParamServeError):
+    """A gradient or value has another shape than its parameter, or their number is wrong."""
+
+
+class DtypeMismatch(ParamServeError):
+    """A gradient or value has a dtype that does not convert to its parameter's dtype."""
+
+
+class NonFinite(ParamServeError):
+    """A gradient or value holds NaN or Inf."""
+
+
+class HyperMismatch(ParamServeError):
+    """Workers brought different hyper-parameters, clipping or weights to one synchronous clock."""
+
+
+class NotAMember(ParamServeError):
+    """A client that is no live worker pushed to a group that steps in Sync."""
+
+
+def _tree(root: type[ParamServeError]) -> dict[str, type[ParamServeError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+KINDS = _tree(ParamServeError)
+"""Errors by name: what a server may send, and all that a client will build from a name."""
+
+
+def rebuild(kind: str, failed: str, applied: str, fix: str) -> ParamServeError:
+    """Make the error that another process named; an unknown name becomes a `ProtocolError`."""
+    known: Applied = applied if applied in ("yes", "no") else "unknown"  # type: ignore[assignment]
+    return KINDS.get(kind, ProtocolError)(failed, applied=known, fix=fix)

@@ -1,0 +1,477 @@
+"""Everything that crosses a process: the header of each frame as a typed struct.
+
+A frame is a fixed prelude (`transport/framing.py`), one of these structs in msgpack, and a raw
+payload. Bulk values never lie in a header. Where a part of a request has an `arena`, number 0 means
+that its bytes follow in the frame's payload (or come back in the reply's), part after part, each
+padded to `ALIGN`; another number names a shared arena of this client, and `offset` says where in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from paramserve.config import PolicySpec
+
+PROTOCOL_VERSION = 1
+ALIGN = 64
+"""Bytes: slots and parts of a payload start at multiples of this (a cache line, an AVX-512 word)."""
+
+VALUE = 0
+"""`field` of a block that holds its values; 1, 2, ... are its rule's state arrays."""
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """One tensor of a block."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class BlockSpec(Struct, frozen=True, array_like=True):
+    """Tensors defined together: same group, dtype and rule; `cuts` say which shard holds what.
+
+    `cuts` has one entry more than there are shards: shard k holds the elements
+    [cuts[k], cuts[k + 1]) of the tensors laid end to end.
+    """
+
+    block: int
+    group: int
+    group_name: str
+    dtype: str
+    rule: PolicySpec | None
+    pieces: tuple[Piece, ...]
+    cuts: tuple[int, ...]
+
+
+# --- client to shard: numbered requests -------------------------------------------------------
+
+
+class Gradient(Struct, frozen=True, array_like=True):
+    """One block's gradient. `active` lists its pieces (None: all); `hyper` None: the defined ones."""
+
+    block: int
+    arena: int
+    offset: int
+    active: tuple[int, ...] | None = None
+    hyper: tuple[float, ...] | None = None
+
+
+class Place(Struct, frozen=True, array_like=True):
+    """Where a block's values are to be written."""
+
+    block: int
+    arena: int
+    offset: int
+
+
+class Define(Struct, frozen=True, array_like=True, tag="define"):
+    """Create a block with these values. Of two attempts the higher one's values stand."""
+
+    seq: int
+    spec: BlockSpec
+    attempt: int
+    arena: int
+    offset: int
+
+
+class Step(Struct, frozen=True, array_like=True, tag="step"):
+    """Push, tick and pull of one group in one message; each may be absent.
+
+    `clock` is the client's clock before this step. `base` is the version that the gradients were
+    computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
+    gradient for this clock. `clip_norm` 0: no clipping.
+    """
+
+    seq: int
+    group: int
+    clock: int
+    tick: bool
+    push: tuple[Gradient, ...]
+    pull: tuple[Place, ...]
+    base: int = 0
+    weight: float = 1.0
+    skip: bool = False
+    clip_norm: float = 0.0
+
+
+class Assign(Struct, frozen=True, array_like=True, tag="assign"):
+    """Overwrite values or state. `counts`, if given, sets the update count of each piece."""
+
+    seq: int
+    block: int
+    field: int
+    arena: int
+    offset: int
+    active: tuple[int, ...] | None = None
+    counts: tuple[int, ...] | None = None
+
+
+class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
+    """Read one field of one block: values or rule state."""
+
+    seq: int
+    block: int
+    field: int
+    arena: int
+    offset: int
+
+
+class Watch(Struct, frozen=True, array_like=True, tag="watch"):
+    """Keep a snapshot of a group at every `every`-th version, at most `keep`; 0 ends it."""
+
+    seq: int
+    group: int
+    every: int
+    keep: int
+
+
+class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
+    """Read the oldest kept snapshot of a version past `after`, if there is one."""
+
+    seq: int
+    group: int
+    after: int
+    pull: tuple[Place, ...]
+
+
+ShardRequest = Define | Step | Assign | Fetch | Watch | TakeSnapshot
+
+
+class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):
+    """Ask why a group's steps are waiting. Not numbered: it changes nothing."""
+
+    group: int
+
+
+class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
+    """Ask what a shard has done so far; the answer is a `ServerBeat`. Not numbered."""
+
+
+class Bye(Struct, frozen=True, array_like=True, tag="bye"):
+    """The client ends by its own wish; its session is forgotten."""
+
+
+# --- shard to client ---------------------------------------------------------------------------
+
+
+class Done(Struct, frozen=True, array_like=True, tag="done"):
+    """A request took effect.
+
+    `version` is the group's version on this shard after it, `clock` the smallest clock of the live
+    workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
+    policy says. `counts`: update counts of the pieces (`Fetch`). `taken`: the version of the
+    snapshot in the payload, or -1 (`TakeSnapshot`). `dropped`: snapshots that no one took in time.
+    """
+
+    seq: int
+    version: int = 0
+    clock: int = 0
+    staleness: int = 0
+    skipped: bool = False
+    counts: tuple[int, ...] = ()
+    taken: int = -1
+    dropped: int = 0
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """A request was refused whole; its number is used up."""
+
+    seq: int
+    kind: str
+    failed: str
+    applied: str
+    fix: str
+
+
+class Waiting(Struct, frozen=True, array_like=True, tag="waiting"):
+    """Answer to `Inquire`: who the group waits for (ranks with their clocks), or what."""
+
+    group: int
+    clock: int
+    missing: tuple[tuple[int, int], ...]
+    reason: str
+
+
+class GroupReport(Struct, frozen=True, array_like=True):
+    """What a shard has done for one group."""
+
+    name: str
+    version: int
+    clocks: tuple[tuple[int, int], ...]
+    """(rank, clock) of each live worker."""
+    skipped: int
+    staleness: tuple[tuple[int, int, int, int], ...]
+    """(rank, pushes, sum of staleness, largest staleness)."""
+
+
+class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
+    """A server's heartbeat to the coordinator, and its answer to `AskReport`."""
+
+    shard: int
+    groups: tuple[GroupReport, ...]
+    clients: int = 0
+    value_bytes: int = 0
+
+
+ShardReply = Done | Refused | Waiting | ServerBeat
+
+
+# --- shard to shard ----------------------------------------------------------------------------
+
+
+class Ready(Struct, frozen=True, array_like=True, tag="ready"):
+    """Collect: this shard holds, unapplied, what `contributors` brought for `clock`.
+
+    `refusal` (kind, failed, fix) is empty or says why the clock cannot be applied; `skip`: a
+    contributor asked to skip; `weight`: their sum. With clipping, `squared_norm` is that of this
+    shard's part of the sum of gradients, before `scale`; both are 0 without.
+    """
+
+    group: int
+    clock: int
+    shard: int
+    contributors: tuple[int, ...]
+    finite: bool
+    skip: bool
+    weight: float
+    clip_norm: float = 0.0
+    squared_norm: float = 0.0
+    refusal: tuple[str, ...] = ()
+
+
+class Propose(Struct, frozen=True, array_like=True, tag="propose"):
+    """The shards hold different sets: bring `Ready` again for exactly these contributors."""
+
+    group: int
+    clock: int
+    contributors: tuple[int, ...]
+
+
+class Commit(Struct, frozen=True, array_like=True, tag="commit"):
+    """The lead's one decision about a clock: apply these contributors' gradients times `scale`.
+
+    No contributors: apply nothing; `refusal` says why, or the clock is skipped and counted.
+    """
+
+    group: int
+    clock: int
+    contributors: tuple[int, ...]
+    scale: float
+    refusal: tuple[str, ...] = ()
+
+
+PeerMessage = Ready | Propose | Commit
+
+
+# --- to and from the coordinator -----------------------------------------------------------------
+
+
+class Register(Struct, frozen=True, array_like=True, tag="register"):
+    """A server is up and reachable at these addresses."""
+
+    call: int
+    shard: int
+    pid: int
+    addresses: tuple[str, ...]
+
+
+class Join(Struct, frozen=True, array_like=True, tag="join"):
+    """A client asks for its identity and the servers. `rank` -1: not a worker."""
+
+    call: int
+    rank: int
+    pid: int
+
+
+class Joined(Struct, frozen=True, array_like=True, tag="joined"):
+    call: int
+    client: int
+    incarnation: int
+    workers: int
+    epoch: int
+    servers: tuple[tuple[str, ...], ...]
+    """Addresses of each shard's server, in shard order."""
+    consistency: PolicySpec
+
+
+class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
+    """Give these tensors a block, or find the one that has exactly them.
+
+    `define` False: wait for somebody else to define it.
+    """
+
+    call: int
+    group: str
+    dtype: str
+    rule: PolicySpec | None
+    pieces: tuple[Piece, ...]
+    define: bool
+    wait_s: float
+
+
+class Placed(Struct, frozen=True, array_like=True, tag="placed"):
+    """`attempt` 0: it is defined already; else the caller must define it on the shards."""
+
+    call: int
+    spec: BlockSpec
+    attempt: int
+
+
+class Defined(Struct, frozen=True, array_like=True, tag="defined"):
+    """The block of this attempt has its values on all shards."""
+
+    call: int
+    block: int
+    attempt: int
+
+
+class Lookup(Struct, frozen=True, array_like=True, tag="lookup"):
+    """Which blocks hold these names (None: all blocks)? Waits up to `wait_s` for unknown ones."""
+
+    call: int
+    names: tuple[str, ...] | None
+    wait_s: float
+
+
+class Found(Struct, frozen=True, array_like=True, tag="found"):
+    call: int
+    blocks: tuple[BlockSpec, ...]
+
+
+class Record(Struct, frozen=True, array_like=True):
+    """One `worker.log(...)`: seconds since the epoch, the worker's clock, and its values."""
+
+    time_s: float
+    rank: int
+    clock: int
+    values: dict[str, float]
+
+
+class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
+    """Heartbeat of a client, with what it logged since the last one."""
+
+    clock: int
+    records: tuple[Record, ...] = ()
+
+
+class Member(Struct, frozen=True, array_like=True):
+    """One rank as the coordinator sees it. `state`: "expected", "live", "left" or "dead"."""
+
+    rank: int
+    client: int
+    incarnation: int
+    state: str
+
+
+class Members(Struct, frozen=True, array_like=True, tag="members"):
+    """Coordinator to servers: the membership, whole, with a number that only grows."""
+
+    number: int
+    members: tuple[Member, ...]
+    servers: tuple[tuple[str, ...], ...] = ()
+    """Addresses of each shard's server, once all are up."""
+
+
+class Leave(Struct, frozen=True, array_like=True, tag="leave"):
+    """A client ends by its own wish, after its last reply."""
+
+    call: int
+
+
+class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
+    """The driver saw a worker's or server's process end."""
+
+    call: int
+    kind: str
+    number: int
+
+
+class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
+    """The driver asks how the run stands; records after `after_record` are included."""
+
+    call: int
+    after_record: int = 0
+
+
+class Status(Struct, frozen=True, array_like=True, tag="status-is"):
+    call: int
+    members: tuple[Member, ...]
+    servers: tuple[ServerBeat, ...]
+    silent_servers: tuple[int, ...]
+    """Shards whose server has not been heard of for `stall_s`."""
+    records: tuple[Record, ...]
+    next_record: int
+    dropped_records: int = 0
+
+
+class Ok(Struct, frozen=True, array_like=True, tag="ok"):
+    call: int
+
+
+class Failed(Struct, frozen=True, array_like=True, tag="failed"):
+    """The coordinator refuses a call."""
+
+    call: int
+    kind: str
+    failed: str
+    applied: str
+    fix: str
+
+
+CoordinatorRequest = Register | Join | PlaceBlock | Defined | Lookup | Leave | MarkDead | AskStatus
+CoordinatorNotice = WorkerBeat | ServerBeat
+CoordinatorReply = Joined | Placed | Found | Status | Ok | Failed
+
+
+# --- first message on a connection ---------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """First frame on every connection, sent after the peer proved to belong here.
+
+    `role`: "client" (to a shard or the coordinator), "attach" (one more arena for a client),
+    "server" (a shard to its lead, or a server to the coordinator). `window`: requests that the
+    client leaves unanswered at most. `arenas` lists (number, bytes)
+    of the arenas whose descriptors came along; `nonce` lies at the start of the last one.
+    """
+
+    role: str
+    client: int = 0
+    incarnation: int = 0
+    rank: int = -1
+    window: int = 4
+    arenas: tuple[tuple[int, int], ...] = ()
+    nonce: bytes = b""
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """Answer to `Hello`: `nonce` as read from the arena."""
+
+    nonce: bytes = b""
+
+
+Message = (
+    Hello
+    | Welcome
+    | ShardRequest
+    | Inquire
+    | AskReport
+    | Bye
+    | ShardReply
+    | PeerMessage
+    | CoordinatorRequest
+    | CoordinatorNotice
+    | CoordinatorReply
+    | Members
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+encode = _ENCODER.encode
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder that accepts only messages of this type (a struct or a union of them)."""
+    return msgspec.msgpack.Decoder(kind)
