@@ -1,0 +1,86 @@
+"""What a rule is: how a gradient changes a value. Pure maths over explicit state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Hyper = tuple[float, ...]
+
+
+class Run(NamedTuple):
+    """Elements [start, stop) of a block that are updated alike: neighbours with one count."""
+
+    start: int
+    stop: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which no run needs
+    """Updates that these elements have had before this one."""
+
+
+class PushInfo(NamedTuple):
+    """Who pushed, and how old the values were from which the gradient was computed."""
+
+    worker: int
+    clock: int
+    version: int
+    staleness: int
+    weight: float
+    scale: float
+    """The gradient is multiplied by this, in the block's dtype, before the rule sees it."""
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A stateless update rule. An instance carries default hyper-parameters and nothing else.
+
+    The shard calls `prepare` once for a dtype before the first `apply` (it may take seconds: it
+    compiles), `init_state` when a block is defined, `apply` for each update, serially. A rule
+    must not keep references to the arrays, resize them, read a clock or draw random numbers.
+    """
+
+    name: ClassVar[str]
+    hyper_names: ClassVar[tuple[str, ...]]
+    """Order of the values in a hyper tuple."""
+    state_names: ClassVar[tuple[str, ...]]
+    """All state arrays that the rule can have, in torch's words where torch has the rule."""
+
+    def hyper(self) -> Hyper:
+        """This instance's hyper-parameters, in the order of `hyper_names`."""
+        ...
+
+    def check(self, hyper: Hyper) -> None:
+        """Raise `ValueError` if a hyper tuple has the wrong length or a value out of its range."""
+        ...
+
+    def states(self, hyper: Hyper) -> tuple[str, ...]:
+        """Names of the state arrays that these hyper-parameters need, a prefix of `state_names`."""
+        ...
+
+    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        """One array of shape [size] for each of `states(self.hyper())`."""
+        ...
+
+    def prepare(self, dtype: np.dtype[Any]) -> None:
+        """Compile or load every kernel that `apply` can need for this dtype."""
+        ...
+
+    def apply(
+        self,
+        value: Array,
+        gradient: Array,
+        state: tuple[Array, ...],
+        hyper: Hyper,
+        runs: Sequence[Run],
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        """Update `value` [size] and `state` in place from `gradient` [size], only within `runs`.
+
+        With `out` [size], the updated values of the runs are written there as well in the same
+        pass (what lies outside the runs is not the rule's business). `gradient` is not changed.
+        """
+        ...

@@ -1,0 +1,14 @@
+"""The kernels, imported at their first use: Numba takes 0.2 s, and a client may never need it."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def compiled() -> ModuleType:
+    """The module `paramserve.rules.kernels`."""
+    from paramserve.rules import kernels
+
+    return kernels

@@ -1,0 +1,124 @@
+"""Stochastic gradient descent, as `torch.optim.SGD` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paramserve.rules.allowed import FINITE, FLAG, NOT_NEGATIVE, Allowed, check_hyper
+from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.compiled import compiled
+
+
+@dataclass(frozen=True)
+class SGD:
+    """value -= lr * gradient, with weight decay, momentum and Nesterov's momentum.
+
+    In this order: `maximize` negates the gradient g; g += weight_decay * value; with momentum,
+    buffer = g in the first update and momentum * buffer + (1 - dampening) * g later, and
+    g = g + momentum * buffer with `nesterov`, else buffer; value -= lr * g.
+
+    Whether a block has a momentum buffer is decided when it is defined, by `momentum` != 0.
+
+    Example:
+        >>> client.define("w", np.zeros(3), rule=SGD(lr=0.1, momentum=0.9))
+
+    Raises:
+        ValueError: a number is out of its range, or `nesterov` without momentum or with dampening.
+    Source: torch.optim.SGD, whose first update takes the whole gradient into the buffer, also with
+        dampening; Sutskever et al., ICML 2013.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    name: ClassVar[str] = "SGD"
+    allowed: ClassVar[Mapping[str, Allowed]] = {
+        "lr": NOT_NEGATIVE,
+        "momentum": NOT_NEGATIVE,
+        "dampening": FINITE,
+        "weight_decay": NOT_NEGATIVE,
+        "nesterov": FLAG,
+        "maximize": FLAG,
+    }
+    hyper_names: ClassVar[tuple[str, ...]] = tuple(allowed)
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def __post_init__(self) -> None:
+        self.check(self.hyper())
+
+    def hyper(self) -> Hyper:
+        return (
+            float(self.lr),
+            float(self.momentum),
+            float(self.dampening),
+            float(self.weight_decay),
+            float(self.nesterov),
+            float(self.maximize),
+        )
+
+    def check(self, hyper: Hyper) -> None:
+        check_hyper(self.name, self.allowed, hyper)
+        _, momentum, dampening, _, nesterov, _ = hyper
+        if nesterov and (momentum == 0.0 or dampening != 0.0):
+            raise ValueError(
+                "nesterov of SGD needs momentum above 0 and dampening 0, "
+                f"not momentum {momentum} and dampening {dampening}"
+            )
+
+    def states(self, hyper: Hyper) -> tuple[str, ...]:
+        return self.state_names if hyper[1] != 0.0 else ()
+
+    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        return tuple(np.zeros(size, dtype) for _ in self.states(self.hyper()))
+
+    def prepare(self, dtype: np.dtype[Any]) -> None:
+        kernels = compiled()
+        kernels.load(dtype, kernels.sgd)
+        if self.states(self.hyper()):
+            kernels.load(dtype, kernels.sgd_momentum)
+
+    def apply(
+        self,
+        value: Array,
+        gradient: Array,
+        state: tuple[Array, ...],
+        hyper: Hyper,
+        runs: Sequence[Run],
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        """As `Rule.apply`.
+
+        Raises:
+            ValueError: `hyper` has momentum and the block was defined without. Nothing was applied.
+        """
+        lr, momentum, dampening, decay, nesterov, maximize = hyper
+        scale = -push.scale if maximize else push.scale
+        target = out if out is not None else value[:0]
+        if momentum == 0.0:
+            sgd = compiled().sgd
+            for start, stop, _ in runs:
+                sgd(value, gradient, target, start, stop, scale, decay, lr)
+            return
+        if not state:
+            raise ValueError(
+                f"SGD with momentum {momentum} needs a momentum_buffer, and this block was "
+                "defined without momentum. Applied: no. To fix: define it with "
+                "SGD(momentum=...) above 0"
+            )
+        direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
+        sgd_momentum = compiled().sgd_momentum
+        for start, stop, count in runs:
+            keep, take = (momentum, 1.0 - dampening) if count else (0.0, 1.0)
+            sgd_momentum(
+                value, gradient, state[0], target, start, stop,
+                scale, decay, keep, take, direct, through, lr,
+            )  # fmt: skip

@@ -1,0 +1,86 @@
+"""Every built-in rule, and one as a user would write it, passes the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from paramserve.rules import SGD, Adam, Add, Array, Hyper, PushInfo, Rule, Run
+from paramserve.rules.registry import BUILT_IN
+from paramserve.testing.rule_suite import RuleSuite
+
+RULES: list[Rule] = [
+    Add(),
+    SGD(lr=0.1),
+    SGD(lr=0.1, weight_decay=0.01, maximize=True),
+    SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    Adam(lr=0.1),
+    Adam(lr=0.1, betas=(0.5, 0.9), weight_decay=0.1, maximize=True),
+    Adam(lr=0.1, weight_decay=0.1, decoupled=True),
+]
+
+
+@dataclass(frozen=True)
+class SignDescent:
+    """value -= lr * sign(gradient), in plain numpy and with a count of its own as state."""
+
+    lr: float
+
+    name: ClassVar[str] = "SignDescent"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
+    state_names: ClassVar[tuple[str, ...]] = ("updates",)
+
+    def hyper(self) -> Hyper:
+        return (float(self.lr),)
+
+    def check(self, hyper: Hyper) -> None:
+        if len(hyper) != 1 or not hyper[0] >= 0:
+            raise ValueError(f"lr must be at least 0, not {hyper}")
+
+    def states(self, hyper: Hyper) -> tuple[str, ...]:
+        return self.state_names
+
+    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        return (np.zeros(size, dtype),)
+
+    def prepare(self, dtype: np.dtype[Any]) -> None:
+        pass
+
+    def apply(
+        self,
+        value: Array,
+        gradient: Array,
+        state: tuple[Array, ...],
+        hyper: Hyper,
+        runs: Sequence[Run],
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        (updates,) = state
+        for start, stop, _ in runs:
+            at = slice(start, stop)
+            updates[at] += 1
+            value[at] -= value.dtype.type(hyper[0]) * np.sign(
+                gradient[at] * value.dtype.type(push.scale)
+            )
+            if out is not None:
+                out[at] = value[at]
+
+
+class TestBuiltIn(RuleSuite):
+    @pytest.fixture(autouse=True, params=RULES, ids=str)
+    def _rule(self, request: pytest.FixtureRequest) -> None:
+        self.rule = request.param
+
+
+class TestUsersOwn(RuleSuite):
+    rule = SignDescent(lr=0.1)
+
+
+def test_every_built_in_rule_is_in_the_suite() -> None:
+    assert {type(rule) for rule in RULES} == set(BUILT_IN.values())

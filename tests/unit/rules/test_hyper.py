@@ -1,0 +1,92 @@
+"""What rules refuse, when they are made and with each push."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserve.rules import SGD, Adam, Add, PushInfo, Run
+
+PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": -0.1}, "lr"),
+        ({"lr": math.nan}, "lr"),
+        ({"lr": math.inf}, "lr"),
+        ({"lr": 0.1, "momentum": -0.5}, "momentum"),
+        ({"lr": 0.1, "dampening": math.nan}, "dampening"),
+        ({"lr": 0.1, "weight_decay": -1e-4}, "weight_decay"),
+        ({"lr": 0.1, "maximize": 2}, "maximize"),
+        ({"lr": 0.1, "nesterov": True}, "nesterov"),
+        ({"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
+    ],
+)
+def test_sgd_out_of_range_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} of SGD"):
+        SGD(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": -1}, "lr"),
+        ({"betas": (1.0, 0.9)}, "beta1"),
+        ({"betas": (0.9, -0.1)}, "beta2"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": math.nan}, "weight_decay"),
+        ({"decoupled": 0.5}, "decoupled"),
+    ],
+)
+def test_adam_out_of_range_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} of Adam"):
+        Adam(**options)
+
+
+def test_adam_wrong_number_of_betas_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 hyper-parameters"):
+        Adam(betas=(0.9,))  # type: ignore[arg-type]  # the mistake under test
+
+
+def test_adam_betas_as_a_list_are_a_tuple() -> None:
+    assert Adam(betas=[0.9, 0.99]) == Adam(betas=(0.9, 0.99))  # type: ignore[arg-type]  # as above
+
+
+def test_add_takes_no_hyper_parameter() -> None:
+    with pytest.raises(ValueError, match="Add takes 0 hyper-parameters"):
+        Add().check((1.0,))
+
+
+def test_hyper_flags_are_floats() -> None:
+    assert SGD(lr=1, momentum=0.9, nesterov=True).hyper() == (1.0, 0.9, 0.0, 0.0, 1.0, 0.0)
+    assert Adam(decoupled=True).hyper() == (1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0)
+
+
+def test_sgd_needs_a_buffer_only_with_momentum() -> None:
+    rule = SGD(lr=0.1)
+    assert rule.states(rule.hyper()) == ()
+    assert rule.states(SGD(lr=0.1, momentum=0.9).hyper()) == ("momentum_buffer",)
+
+
+def test_sgd_momentum_on_a_block_without_buffer_is_refused_before_writing() -> None:
+    rule, value, out = SGD(lr=0.1), np.ones(4), np.zeros(4)
+    rule.prepare(value.dtype)
+    hyper = SGD(lr=0.1, momentum=0.9).hyper()
+    with pytest.raises(ValueError, match=r"momentum_buffer.*Applied: no\. To fix:"):
+        rule.apply(value, np.ones(4), (), hyper, [Run(0, 4, 0)], PUSH, out)
+    np.testing.assert_array_equal(value, 1.0)
+    np.testing.assert_array_equal(out, 0.0)
+
+
+def test_sgd_momentum_zero_on_a_block_with_buffer_leaves_it_alone() -> None:
+    rule, value = SGD(lr=0.1, momentum=0.9), np.ones(4)
+    rule.prepare(value.dtype)
+    buffer = np.full(4, 7.0)
+    rule.apply(value, np.ones(4), (buffer,), SGD(lr=0.1).hyper(), [Run(0, 4, 3)], PUSH)
+    np.testing.assert_array_equal(value, 0.9)
+    np.testing.assert_array_equal(buffer, 7.0)

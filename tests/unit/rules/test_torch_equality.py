@@ -1,0 +1,149 @@
+"""SGD and Adam go where torch's go: 100 updates of several tensors, some of them left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paramserve.rules import SGD, Adam, PushInfo, Rule, Run
+
+UPDATES = 100
+SIZES = (7, 33, 1)
+STARTS = (0, 7, 40)
+TOLERANCE = {np.float64: 1e-10, np.float32: 2e-5}
+"""Relative. The promise is 1e-6 for float64; float32 gets 100 updates of a rounding of 6e-8, of
+values that pass near zero."""
+Reference = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    for rule in (SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam()):
+        for dtype in TOLERANCE:
+            rule.prepare(np.dtype(dtype))
+
+
+def gradients(dtype: type[Any]) -> list[list[np.ndarray[Any, Any] | None]]:
+    """For each update, one gradient or None for each tensor; the scheme leaves no tensor out
+    always, and the second one out first."""
+    rng = np.random.default_rng(5)
+    return [
+        [
+            None if (update + 2 * i) % 5 == 2 else rng.standard_normal(size).astype(dtype)
+            for i, size in enumerate(SIZES)
+        ]
+        for update in range(UPDATES)
+    ]
+
+
+def by_torch(reference: Reference, start: np.ndarray[Any, Any], steps: Any) -> Sequence[Any]:
+    """The tensors after all updates, and the optimizer's state of each."""
+    cut = np.split(start, STARTS[1:])
+    parameters = [torch.tensor(each, requires_grad=True) for each in cut]
+    optimizer = reference(parameters)
+    for step in steps:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = None if gradient is None else torch.tensor(gradient)
+        optimizer.step()
+    values = np.concatenate([each.detach().numpy() for each in parameters])
+    return values, [optimizer.state[each] for each in parameters]
+
+
+def by_rule(rule: Rule, start: np.ndarray[Any, Any], steps: Any) -> Sequence[Any]:
+    """The same as one block of three pieces."""
+    value, counts = start.copy(), [0] * len(SIZES)
+    state = rule.init_state(value.size, value.dtype)
+    push = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
+    for step in steps:
+        gradient, runs = np.full_like(value, np.nan), []
+        for i, (at, size, piece) in enumerate(zip(STARTS, SIZES, step, strict=True)):
+            if piece is not None:
+                gradient[at : at + size] = piece
+                runs.append(Run(at, at + size, counts[i]))
+                counts[i] += 1
+        rule.apply(value, gradient, state, rule.hyper(), runs, push)
+    return value, state
+
+
+def assert_same_way(rule: Rule, reference: Reference, dtype: type[Any]) -> None:
+    start = np.random.default_rng(1).standard_normal(sum(SIZES)).astype(dtype)
+    steps = gradients(dtype)
+    theirs, their_state = by_torch(reference, start, steps)
+    ours, our_state = by_rule(rule, start, steps)
+    rtol = TOLERANCE[dtype]
+    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * np.abs(theirs).max() / 10)
+    for name, array in zip(rule.states(rule.hyper()), our_state, strict=True):
+        expected = np.concatenate([each[name].numpy() for each in their_state])
+        np.testing.assert_allclose(array, expected, rtol=rtol, atol=rtol / 10, err_msg=name)
+
+
+SGD_OPTIONS = [
+    {
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "maximize": maximize,
+    }
+    for momentum, dampening, weight_decay, nesterov, maximize in itertools.product(
+        (0.0, 0.9), (0.0, 0.3), (0.0, 0.05), (False, True), (False, True)
+    )
+    if not nesterov or (momentum and not dampening)
+]
+ADAM_OPTIONS = [
+    {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    for betas, eps, weight_decay, maximize in itertools.product(
+        ((0.9, 0.999), (0.4, 0.8)), (1e-8, 1e-3), (0.0, 0.05), (False, True)
+    )
+]
+
+
+def words(options: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items() if value)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=words)
+def test_sgd_equals_torch(options: dict[str, Any], dtype: type[Any]) -> None:
+    assert_same_way(
+        SGD(lr=0.05, **options),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, foreach=False, **options),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("decoupled", [False, True], ids=["Adam", "AdamW"])
+@pytest.mark.parametrize("options", ADAM_OPTIONS, ids=words)
+def test_adam_equals_torch(options: dict[str, Any], decoupled: bool, dtype: type[Any]) -> None:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    assert_same_way(
+        Adam(lr=0.01, decoupled=decoupled, **options),
+        lambda parameters: kind(parameters, lr=0.01, foreach=False, **options),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+def test_hyper_that_changes_with_each_push_equals_a_torch_schedule(dtype: type[Any]) -> None:
+    rng = np.random.default_rng(2)
+    start, steps = rng.standard_normal(9).astype(dtype), rng.standard_normal((20, 9)).astype(dtype)
+    parameter = torch.tensor(start, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, foreach=False)
+    value, rule = start.copy(), SGD(lr=1.0, momentum=0.9)
+    state = rule.init_state(9, value.dtype)
+    push = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
+    for count, step in enumerate(steps):
+        lr, momentum = 0.1 / (count + 1), 0.9 - 0.02 * count
+        optimizer.param_groups[0] |= {"lr": lr, "momentum": momentum}
+        parameter.grad = torch.tensor(step)
+        optimizer.step()
+        hyper = SGD(lr=lr, momentum=momentum).hyper()
+        rule.apply(value, step, state, hyper, [Run(0, 9, count)], push)
+    expected = parameter.detach().numpy()
+    np.testing.assert_allclose(value, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 10)
