@@ -1,0 +1,137 @@
+"""Shared memory of one client: it makes, seals and passes it, servers check and map it.
+
+It has no name in any file system and is gone when the last process that maps it is. How it is cut
+into slots is the client's business, except that its first `RESERVED_BYTES` belong to the transport.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from typing import Final
+
+import numpy as np
+
+from paramserve.errors import Overloaded, ProtocolError
+from paramserve.messages import ALIGN
+from paramserve.transport.framing import ByteArray
+
+NONCE_BYTES: Final = 16
+RESERVED_BYTES: Final = ALIGN
+"""At the start of an arena: each new connection writes its nonce here. Slots begin after it."""
+
+# Linux's fcntl numbers (fcntl.h, kernel ABI); Python names them only where libc did when it was
+# built.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_SEAL_SEAL: Final = 1
+_SEAL_SHRINK: Final = 2
+_SEAL_GROW: Final = 4
+
+
+class Arena:
+    """Memory that a client shares with the servers of its host.
+
+    Attributes:
+        number: 1, 2, ...: what messages call it.
+        nbytes: its size.
+        fd: the descriptor that is passed to servers; None where the system has no `memfd`, and
+            then the memory is this process's own.
+        memory: uint8 [nbytes], writable, zero at first.
+    """
+
+    def __init__(self, number: int, fd: int | None, mapping: mmap.mmap) -> None:
+        self.number = number
+        self.nbytes = len(mapping)
+        self.fd = fd
+        self.memory: ByteArray = np.frombuffer(mapping, np.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int, number: int) -> Arena:
+        """Allocate `nbytes` of shared memory that can neither shrink nor grow.
+
+        Raises:
+            ValueError: a size under `RESERVED_BYTES`, or a number under 1.
+            Overloaded: the system has not this much memory. Nothing is left allocated.
+        """
+        if nbytes < RESERVED_BYTES or number < 1:
+            raise ValueError(
+                f"an arena needs at least {RESERVED_BYTES} bytes and a number from 1, "
+                f"got {nbytes} bytes and number {number}"
+            )
+        if not hasattr(os, "memfd_create"):
+            return cls(number, None, mmap.mmap(-1, nbytes))
+        fd = os.memfd_create("paramserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Allocated now: a full machine is an error here, and not SIGBUS at a later write.
+            os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+            mapping = mmap.mmap(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise
+            raise Overloaded(
+                f"no shared memory for an arena of {nbytes} bytes: {error.strerror}",
+                fix="free memory, use fewer workers on this machine, or a smaller model",
+            ) from error
+        return cls(number, fd, mapping)
+
+    def close(self) -> None:
+        """Give up the descriptor and this object's hold on the memory; repeating is safe.
+
+        The memory itself goes when the last array on it does, here and in the servers.
+        """
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+        self.memory = np.empty(0, np.uint8)
+
+
+def map_arena(fd: int, nbytes: int, limits_left: int) -> ByteArray:
+    """Map an arena that a client passed, after checking it, and close the descriptor in any case.
+
+    Args:
+        fd: the received descriptor.
+        nbytes: the size that the client names; the array has this size.
+        limits_left: bytes that this client may still have mapped.
+    Returns:
+        uint8 [nbytes], shared and writable; the mapping lives as long as an array on it.
+    Raises:
+        Overloaded: larger than `limits_left`. Nothing is mapped.
+        ProtocolError: not a sealed `memfd`, or smaller than it is said to be. Nothing is mapped.
+    """
+    try:
+        if nbytes > limits_left:
+            raise Overloaded(
+                f"an arena of {nbytes} bytes was refused: "
+                f"{limits_left} bytes are left to the client",
+                fix="raise arena_bytes_max, or close unused clients",
+            )
+        _check(fd, nbytes)
+        return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    except OSError as error:
+        raise _refused(f"it cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _check(fd: int, nbytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        raise _refused("it is no memfd") from error
+    if not seals & _SEAL_SHRINK:
+        # A client that shrinks its arena would kill the server with SIGBUS.
+        raise _refused("it is not sealed against shrinking")
+    size = os.fstat(fd).st_size
+    if nbytes < RESERVED_BYTES or size < nbytes:
+        raise _refused(f"it is said to have {nbytes} bytes and has {size}")
+
+
+def _refused(why: str) -> ProtocolError:
+    return ProtocolError(
+        f"an arena was refused: {why}", fix="make arenas with paramserve.transport.Arena.create"
+    )

@@ -1,0 +1,123 @@
+"""Who is the peer: the uid behind a Unix socket, a mutual HMAC over TCP.
+
+Over TCP both sides prove that they hold the cluster's token without showing it, in three messages
+of fixed size, before anything of variable size is read:
+
+    server: magic, version, nonce s     client: nonce c, HMAC(token, "client" s c)
+    server: HMAC(token, "server" s c)   or `REFUSAL`
+
+Pure functions over bytes, apart from `peer_uid`. It keeps strangers out; it neither hides nor
+protects what follows from somebody on the path (that takes TLS).
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+from typing import Final
+
+from paramserve.errors import NotAuthenticated, ProtocolError
+from paramserve.messages import PROTOCOL_VERSION
+
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+TOKEN_BYTES_MIN: Final = 16
+"""128 bits: who listens in on a handshake must not find the token by trying."""
+AUTH_MAGIC: Final = b"PSRA"
+_CHALLENGE: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s")
+CHALLENGE_BYTES: Final = _CHALLENGE.size
+ANSWER_BYTES: Final = NONCE_BYTES + PROOF_BYTES
+REFUSAL: Final = bytes(PROOF_BYTES)
+"""In place of the server's proof: the client's was wrong. No HMAC has this value."""
+_UCRED: Final = struct.Struct("3i")
+
+
+def check_token(token: bytes) -> None:
+    """Raise `ValueError` if this is no token; the text does not show it."""
+    if len(token) < TOKEN_BYTES_MIN:
+        raise ValueError(
+            f"a cluster's token needs at least {TOKEN_BYTES_MIN} bytes, got {len(token)}; "
+            "make one with secrets.token_bytes(32)"
+        )
+
+
+def challenge(server_nonce: bytes) -> bytes:
+    """The server's first message."""
+    return _CHALLENGE.pack(AUTH_MAGIC, PROTOCOL_VERSION, 0, server_nonce)
+
+
+def read_challenge(data: bytes) -> bytes:
+    """The server's nonce out of its first message.
+
+    Raises:
+        ProtocolError: whoever listens there is no paramserve, or one of another version.
+    """
+    magic, version, _, nonce = _CHALLENGE.unpack(data)
+    if magic != AUTH_MAGIC:
+        raise ProtocolError(
+            f"the peer greets with {magic!r}, not with {AUTH_MAGIC!r}",
+            fix="check the address: something else listens there",
+        )
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}",
+            fix="run the same version of paramserve on both sides",
+        )
+    return bytes(nonce)
+
+
+def answer(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """The client's message: its nonce and its proof."""
+    return client_nonce + _proof(token, b"client", server_nonce, client_nonce)
+
+
+def check_answer(token: bytes, server_nonce: bytes, data: bytes) -> bytes:
+    """Check the client's message and return the server's proof.
+
+    Raises:
+        NotAuthenticated: the client does not hold the token. To be told by `REFUSAL`.
+    """
+    client_nonce, proof = data[:NONCE_BYTES], data[NONCE_BYTES:]
+    if not hmac.compare_digest(_proof(token, b"client", server_nonce, client_nonce), proof):
+        raise NotAuthenticated(
+            "a client's proof of the token is wrong", fix="give it this cluster's token"
+        )
+    return _proof(token, b"server", server_nonce, client_nonce)
+
+
+def check_proof(token: bytes, server_nonce: bytes, client_nonce: bytes, proof: bytes) -> None:
+    """Check the server's last message.
+
+    Raises:
+        NotAuthenticated: the server refused our proof, or does not hold the token itself.
+    """
+    if proof == REFUSAL:
+        raise NotAuthenticated(
+            "the server refused this side's token",
+            fix="use the token of the cluster at that address",
+        )
+    if not hmac.compare_digest(_proof(token, b"server", server_nonce, client_nonce), proof):
+        raise NotAuthenticated(
+            "the server does not hold this cluster's token",
+            fix="check the address: another cluster, or a stranger, listens there",
+        )
+
+
+def _proof(token: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(token, side + server_nonce + client_nonce, "sha256")
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket, as the kernel knows it.
+
+    Raises:
+        NotAuthenticated: this system does not tell.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        raise NotAuthenticated(
+            "this system does not tell who is at the other end of a Unix socket",
+            fix="use TCP with a token",
+        )
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)

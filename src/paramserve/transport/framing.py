@@ -1,0 +1,213 @@
+"""Frames as bytes: the fixed prelude, its checks, and cutting a byte stream into frames.
+
+A frame is a prelude, a header (one message in msgpack) and a payload whose parts are each padded
+to `ALIGN`. This module holds no socket; it reads no message, so it decides only on sizes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.config import Limits
+from paramserve.errors import ProtocolError
+from paramserve.messages import ALIGN, PROTOCOL_VERSION
+
+ByteArray = npt.NDArray[np.uint8]
+
+MAGIC: Final = b"PSRV"
+PRELUDE: Final = struct.Struct("<4sHHIQ")
+"""Magic, protocol version, 0, header bytes, payload bytes."""
+PRELUDE_BYTES: Final = PRELUDE.size
+BUFFER_BYTES: Final = 64 << 10
+"""What one read may bring; a longer header gets a buffer of its own while it arrives."""
+IO_PARTS_MAX: Final = 64
+"""Pieces of memory in one scatter-gather call (Linux allows 1024)."""
+
+# The first three fields as one number: a frame is accepted by one comparison.
+_WORDS: Final = struct.Struct("<QIQ")
+_FIRST: Final = int.from_bytes(PRELUDE.pack(MAGIC, PROTOCOL_VERSION, 0, 0, 0)[:8], "little")
+_PADDING: Final = memoryview(bytes(ALIGN))
+
+_pack = _WORDS.pack
+_unpack_from = _WORDS.unpack_from
+
+
+def prelude(header_bytes: int, payload_bytes: int) -> bytes:
+    """The bytes in front of a header of this size."""
+    return _pack(_FIRST, header_bytes, payload_bytes)
+
+
+def parse_prelude(
+    buffer: bytes | bytearray | memoryview, *, header_max: int, payload_max: int, start: int = 0
+) -> tuple[int, int]:
+    """Check the prelude at `start` and return (header bytes, payload bytes).
+
+    Raises:
+        ProtocolError: wrong magic or version, or a size over its limit. Nothing was read past it.
+    """
+    first, header_bytes, payload_bytes = _unpack_from(buffer, start)
+    if first != _FIRST or header_bytes > header_max or payload_bytes > payload_max:
+        raise _refusal(bytes(buffer[start : start + PRELUDE_BYTES]), header_max, payload_max)
+    return header_bytes, payload_bytes
+
+
+def check_sizes(header_bytes: int, payload_bytes: int, limits: Limits) -> None:
+    """Refuse a frame as its prelude would be refused; for a frame that has none."""
+    parse_prelude(
+        prelude(header_bytes, payload_bytes),
+        header_max=limits.header_bytes_max,
+        payload_max=limits.payload_bytes_max,
+    )
+
+
+def header_not_sent(size: int, limit: int) -> ProtocolError:
+    """The error for a header that this side does not even send."""
+    return ProtocolError(
+        f"a header of {size} bytes was not sent, the limit is {limit}",
+        fix="send fewer names at once, or raise header_bytes_max",
+    )
+
+
+def _refusal(data: bytes, header_max: int, payload_max: int) -> ProtocolError:
+    magic, version, zero, header_bytes, payload_bytes = PRELUDE.unpack(data)
+    if magic != MAGIC:
+        what, fix = f"starts with {magic!r}, not with {MAGIC!r}", "connect only paramserve here"
+    elif version != PROTOCOL_VERSION:
+        what = f"has protocol version {version}, this side speaks {PROTOCOL_VERSION}"
+        fix = "run the same version of paramserve on both sides"
+    elif zero != 0:
+        what, fix = f"has {zero} in a field that must be 0", "run the same version on both sides"
+    elif header_bytes > header_max:
+        what = f"has a header of {header_bytes} bytes, the limit is {header_max}"
+        fix = "send fewer names at once, or raise header_bytes_max"
+    else:
+        what = f"has a payload of {payload_bytes} bytes, the limit is {payload_max}"
+        fix = "send less at once, or raise payload_bytes_max"
+    return ProtocolError(f"a frame was refused: it {what}", fix=fix)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to a multiple of `ALIGN`: what a part of `size` bytes takes on the wire."""
+    return (size + ALIGN - 1) & -ALIGN
+
+
+def on_wire(parts: Sequence[ByteArray]) -> tuple[list[memoryview], int]:
+    """The parts of a payload with the padding between them, without a copy, and their sum."""
+    views: list[memoryview] = []
+    total = 0
+    for part in parts:
+        size = part.nbytes
+        if not size:
+            continue
+        views.append(part.data)
+        total += padded(size)
+        if size % ALIGN:
+            views.append(_PADDING[: -size % ALIGN])
+    return views, total
+
+
+def drop(views: deque[memoryview], count: int) -> None:
+    """Take the first `count` bytes, which are done, off a queue of memory."""
+    while count:
+        size = len(views[0])
+        if size > count:
+            views[0] = views[0][count:]
+            return
+        views.popleft()
+        count -= size
+
+
+def aligned_empty(size: int) -> ByteArray:
+    """An uninitialised array [size] whose first byte lies at a multiple of `ALIGN`."""
+    raw = np.empty(size + ALIGN, np.uint8)
+    start = -int(raw.ctypes.data) % ALIGN
+    return raw[start : start + size]
+
+
+class FrameReader:
+    """Cuts a stream into frames: `space()` says where bytes go, `filled(n)` that n have come.
+
+    It returns headers. The payload of the frame whose header came last is `payload_bytes` long and
+    must be taken by the caller (`take` gives what has been read of it; the rest is still to come)
+    before `next` is asked for another header. At most one header over `BUFFER_BYTES` is held.
+    """
+
+    def __init__(self, header_max: int, payload_max: int) -> None:
+        self.payload_bytes = 0
+        self._header_max = header_max
+        self._payload_max = payload_max
+        self._usual = memoryview(bytearray(BUFFER_BYTES))
+        self._buffer = self._usual
+        self._start = 0
+        self._end = 0
+
+    def space(self) -> memoryview:
+        """Where the next bytes of the stream belong; never empty."""
+        end = self._end
+        return self._buffer[end:] if end else self._buffer
+
+    def filled(self, count: int) -> bytes | None:
+        """Note that `count` bytes were put into `space()`; return the next header, if it is whole.
+
+        Raises:
+            ProtocolError: as `parse_prelude`. The stream cannot be read any further.
+        """
+        self._end += count
+        return self.next()
+
+    def more(self, count: int) -> None:
+        """Note that `count` bytes of a payload, and what follows it, were put into `space()`."""
+        self._end += count
+
+    def next(self) -> bytes | None:
+        """The header of the next frame if all of it is here."""
+        start = self._start
+        have = self._end - start
+        if have < PRELUDE_BYTES:
+            if have:
+                self._make_room(PRELUDE_BYTES)
+            return None
+        first, header_bytes, payload_bytes = _unpack_from(self._buffer, start)
+        if first != _FIRST or header_bytes > self._header_max or payload_bytes > self._payload_max:
+            data = bytes(self._buffer[start : start + PRELUDE_BYTES])
+            raise _refusal(data, self._header_max, self._payload_max)
+        stop = start + PRELUDE_BYTES + header_bytes
+        if stop > self._end:
+            self._make_room(PRELUDE_BYTES + header_bytes)
+            return None
+        header = bytes(self._buffer[start + PRELUDE_BYTES : stop])
+        self.payload_bytes = payload_bytes
+        self._advance(stop)
+        return header
+
+    def take(self, into: memoryview) -> int:
+        """Move bytes that were read past a header to the front of `into`; return how many."""
+        count = min(len(into), self._end - self._start)
+        if count:
+            stop = self._start + count
+            into[:count] = self._buffer[self._start : stop]
+            self._advance(stop)
+        return count
+
+    def _advance(self, start: int) -> None:
+        if start == self._end:
+            self._start = self._end = 0
+            self._buffer = self._usual
+        else:
+            self._start = start
+
+    def _make_room(self, size: int) -> None:
+        """Let the unfinished frame's first `size` bytes fit, moving what is here if need be."""
+        if size <= len(self._buffer) - self._start:
+            return
+        rest = bytes(self._buffer[self._start : self._end])
+        if size > len(self._buffer):
+            self._buffer = memoryview(bytearray(size))
+        self._buffer[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)

@@ -1,0 +1,154 @@
+"""The server's side of a handshake: from an accepted socket to a peer that is known.
+
+Nothing of variable size is read before the peer's uid or token is checked, nothing is decoded
+before its size is. It works on the raw socket, because asyncio drops descriptors, and reads exactly
+what it needs: whatever the peer sends behind its hello stays in the kernel for the connection.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import secrets
+import socket
+from typing import Final
+
+import msgspec
+
+from paramserve.config import Limits
+from paramserve.errors import NotAuthenticated, ProtocolError
+from paramserve.messages import Hello, Welcome, decoder
+from paramserve.transport import auth
+from paramserve.transport.arena import NONCE_BYTES, map_arena
+from paramserve.transport.framing import PRELUDE_BYTES, ByteArray, parse_prelude
+
+_HELLO: Final = decoder(Hello)
+_CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def check_uid(sock: socket.socket) -> None:
+    """Raise `NotAuthenticated` unless the peer of a Unix socket is this process's user."""
+    uid, own = auth.peer_uid(sock), os.geteuid()
+    if uid != own:
+        raise NotAuthenticated(
+            f"a process of user {uid} connected to a socket of user {own}",
+            fix="run all parts as the same user, or use TCP with a token",
+        )
+
+
+async def check_token(sock: socket.socket, token: bytes) -> None:
+    """Prove the token to each other; see `auth`. Raises `NotAuthenticated`."""
+    nonce = secrets.token_bytes(auth.NONCE_BYTES)
+    _send(sock, auth.challenge(nonce))
+    data, _ = await _read(sock, auth.ANSWER_BYTES)
+    try:
+        proof = auth.check_answer(token, nonce, data)
+    except NotAuthenticated:
+        _send(sock, auth.REFUSAL)
+        raise
+    _send(sock, proof)
+
+
+async def read_hello(
+    sock: socket.socket, limits: Limits, *, arenas_max: int
+) -> tuple[Hello, dict[int, ByteArray]]:
+    """Read the hello of a peer that is known, and map the arenas that come with it.
+
+    Raises:
+        ProtocolError, Overloaded: what the peer sent is not allowed. Nothing stays mapped or open.
+    """
+    fds: list[int] = []
+    try:
+        data, received = await _read(sock, PRELUDE_BYTES, arenas_max)
+        fds += received
+        header_bytes, _ = parse_prelude(
+            data, header_max=limits.handshake_bytes_max - PRELUDE_BYTES, payload_max=0
+        )
+        data, _ = await _read(sock, header_bytes)
+        hello = _HELLO.decode(data)
+        return hello, _map(hello, fds, limits)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"a hello was refused: {error}", fix="run the same version of paramserve on both sides"
+        ) from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def welcome(hello: Hello, arenas: dict[int, ByteArray]) -> Welcome:
+    """The answer: the nonce as it stands in the last arena shows that the memory is shared."""
+    if not hello.arenas:
+        return Welcome()
+    return Welcome(arenas[hello.arenas[-1][0]][:NONCE_BYTES].tobytes())
+
+
+def _map(hello: Hello, fds: list[int], limits: Limits) -> dict[int, ByteArray]:
+    """Map each arena of the hello; takes those descriptors that it deals with out of `fds`."""
+    numbers = {number for number, _ in hello.arenas}
+    if len(hello.arenas) != len(fds) or len(numbers) != len(fds) or min(numbers, default=1) < 1:
+        raise ProtocolError(
+            f"a hello was refused: it names arenas {hello.arenas}, "
+            f"{len(fds)} descriptors came with it",
+            fix="number arenas from 1, each once, and send one descriptor for each",
+        )
+    arenas: dict[int, ByteArray] = {}
+    left = limits.arena_bytes_max
+    for number, nbytes in hello.arenas:
+        arenas[number] = map_arena(fds.pop(0), nbytes, left)
+        left -= nbytes
+    return arenas
+
+
+async def _read(sock: socket.socket, size: int, fds_max: int = 0) -> tuple[bytes, list[int]]:
+    """Read exactly `size` bytes, and up to `fds_max` descriptors that lie at them."""
+    data = bytearray()
+    fds: list[int] = []
+    room = socket.CMSG_SPACE(fds_max * array.array("i").itemsize) if fds_max else 0
+    try:
+        while len(data) < size:
+            await _until_readable(sock)
+            try:
+                part, ancillary, flags, _ = sock.recvmsg(size - len(data), room, _CLOEXEC)
+            except BlockingIOError:
+                continue
+            for level, kind, raw in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    found = array.array("i")
+                    found.frombytes(raw[: len(raw) - len(raw) % found.itemsize])
+                    fds += found
+            if flags & socket.MSG_CTRUNC:
+                raise ProtocolError(
+                    f"a hello was refused: more than {fds_max} descriptors came with it",
+                    fix="use fewer arenas, or raise arenas_max",
+                )
+            if not part:
+                raise ConnectionResetError("the peer closed within its handshake")
+            data += part
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return bytes(data), fds
+
+
+async def _until_readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake() -> None:
+        loop.remove_reader(sock)
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(sock, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    if sock.send(data) != len(data):
+        raise ConnectionAbortedError("the peer reads nothing of its handshake")

@@ -1,0 +1,365 @@
+"""The client's end of one connection: blocking, polled in the thread that calls.
+
+It reaches a peer (same host first), says hello, and moves frames. It retries nothing that was sent,
+and a lock is the caller's business: one thread at a time, apart from `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from paramserve.config import Deadlines, Limits
+from paramserve.errors import Applied, ConnectTimeout, ParamServeError, ProtocolError, rebuild
+from paramserve.messages import ALIGN, Hello, Refused, Welcome, encode
+from paramserve.transport import forks
+from paramserve.transport.arena import NONCE_BYTES, Arena
+from paramserve.transport.dial import check_addresses, dial, is_unix, remaining
+from paramserve.transport.framing import (
+    BUFFER_BYTES,
+    IO_PARTS_MAX,
+    ByteArray,
+    FrameReader,
+    drop,
+    header_not_sent,
+    on_wire,
+    padded,
+    prelude,
+)
+
+logger = logging.getLogger("paramserve")
+
+_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Refused)
+_LIMITS: Final = Limits()
+_IO_TIMEOUT_S: Final = Deadlines().request_s
+_RETRY_S: Final = 0.02
+"""Between attempts to reach a peer that is not there yet."""
+
+
+class Link:
+    """A connection to a server or the coordinator.
+
+    Attributes:
+        address: the one of the addresses that was reached.
+        shared: whether the peer has mapped the arenas that `connect` was given.
+        payload_bytes: what is left to read of the payload whose header came last.
+    """
+
+    def __init__(
+        self, sock: socket.socket, address: str, hello: Hello, limits: Limits, io_timeout_s: float
+    ) -> None:
+        self.address = address
+        self.shared = False
+        self.payload_bytes = 0
+        self._sock = sock
+        self._hello = hello
+        self._limits = limits
+        self._io_timeout_s = io_timeout_s
+        self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
+        self._pid = os.getpid()
+        self._closed = False
+        sock.setblocking(False)
+        self._poll_in = select.poll()
+        self._poll_in.register(sock, select.POLLIN)
+        self._poll_out = select.poll()
+        self._poll_out.register(sock, select.POLLOUT)
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        hello: Hello,
+        *,
+        token: bytes = b"",
+        arenas: Sequence[Arena] = (),
+        timeout_s: float,
+        limits: Limits = _LIMITS,
+        io_timeout_s: float = _IO_TIMEOUT_S,
+    ) -> Link:
+        """Reach a peer at one of its addresses, over a Unix socket if that can be done.
+
+        While nobody answers it tries again, all addresses in turn, until `timeout_s`. Why a Unix
+        address was passed over is logged once. The hello's `arenas` and `nonce` are set here.
+
+        Args:
+            addresses: `unix:<path>` or `tcp:<host>:<port>`.
+            token: the cluster's token; needed for TCP.
+            arenas: shared with the peer over a Unix socket. The first `RESERVED_BYTES` of the
+                last one are written.
+            io_timeout_s: a started send or payload that moves no byte for this long has failed.
+        Raises:
+            ValueError: an address that is none, or TCP without a token.
+            ConnectTimeout: nobody answered. Nothing was applied.
+            NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one.
+            ParamServeError: the peer refused the hello; this is its error.
+        """
+        deadline = time.monotonic() + timeout_s
+        order = tuple(sorted(addresses, key=is_unix, reverse=True))
+        check_addresses(order, token)
+        while True:
+            failures: list[tuple[str, Exception]] = []
+            for address in order:
+                try:
+                    link = cls._open(address, hello, token, arenas, deadline, limits, io_timeout_s)
+                except (OSError, ParamServeError) as error:
+                    failures.append((address, error))
+                    continue
+                for passed, why in failures:
+                    logger.warning("using %s, because %s failed: %s", address, passed, why)
+                return link
+            for _, failure in failures:
+                if isinstance(failure, ParamServeError):
+                    raise failure
+            if time.monotonic() + _RETRY_S >= deadline:
+                raise _nobody(failures, timeout_s) from failures[-1][1]
+            time.sleep(_RETRY_S)
+
+    @classmethod
+    def _open(
+        cls,
+        address: str,
+        hello: Hello,
+        token: bytes,
+        arenas: Sequence[Arena],
+        deadline: float,
+        limits: Limits,
+        io_timeout_s: float,
+    ) -> Link:
+        sock = dial(address, token, deadline)
+        try:
+            link = cls(sock, address, hello, limits, io_timeout_s)
+            passed = arenas if is_unix(address) else ()
+            link._greet(hello, [arena for arena in passed if arena.fd is not None], deadline)
+        except BaseException:
+            sock.close()
+            raise
+        forks.watch(link)
+        return link
+
+    def _greet(self, hello: Hello, arenas: Sequence[Arena], deadline: float) -> None:
+        named = tuple((arena.number, arena.nbytes) for arena in arenas)
+        header = encode(msgspec.structs.replace(hello, arenas=named, nonce=b""))
+        data = prelude(len(header), 0) + header
+        if len(data) > self._limits.handshake_bytes_max:
+            raise ProtocolError(
+                f"a hello of {len(data)} bytes was not sent, the limit is "
+                f"{self._limits.handshake_bytes_max}",
+                fix="use fewer arenas, or raise handshake_bytes_max",
+            )
+        nonce = secrets.token_bytes(NONCE_BYTES) if arenas else b""
+        if arenas:
+            arenas[-1].memory[:NONCE_BYTES] = memoryview(nonce)
+        fds = [arena.fd for arena in arenas if arena.fd is not None]
+        sent = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
+        if sent != len(data):
+            raise ConnectionAbortedError("the peer reads nothing of its handshake")
+        reply = self.receive(remaining(deadline))
+        if reply is None:
+            raise TimeoutError("no answer to the hello in time")
+        try:
+            answer = _ANSWER.decode(reply)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(
+                f"the answer to a hello was no welcome: {error}",
+                fix="run the same version of paramserve on both sides",
+            ) from error
+        if isinstance(answer, Refused):
+            raise rebuild(answer.kind, answer.failed, _applied(answer.applied), answer.fix)
+        if answer.nonce != nonce:
+            raise ProtocolError(
+                "the server read another nonce than was written: the memory is not shared",
+                fix="nothing; TCP is used where there is an address for it",
+            )
+        self.shared = bool(arenas)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a `poll` over several links; -1 once closed.
+
+        After it shows readable, call `receive(0)` until it returns None: frames that came
+        together are held here, not in the socket.
+        """
+        return self._sock.fileno()
+
+    def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
+        """Send one frame; when it returns, the payload's arrays may change.
+
+        Raises:
+            ProtocolError: the header is over `header_bytes_max`. Nothing was sent.
+            ConnectionError: the peer is gone, or took nothing for `io_timeout_s`; the link is of
+                no further use. Whether the frame had an effect is unknown.
+            ClientClosed: closed here, or this is a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise forks.forked(self.address, self._pid)
+        if len(header) > self._limits.header_bytes_max:
+            raise header_not_sent(len(header), self._limits.header_bytes_max)
+        if payload:
+            views, total = on_wire(payload)
+            views.insert(0, memoryview(prelude(len(header), total) + header))
+            self._send_all(deque(views))
+            return
+        data = prelude(len(header), 0) + header
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._failed(error) from error
+        if sent < len(data):
+            self._send_all(deque([memoryview(data)[sent:]]))
+
+    def _send_all(self, views: deque[memoryview]) -> None:
+        while views:
+            try:
+                drop(views, self._sock.sendmsg(islice(views, IO_PARTS_MAX)))
+            except BlockingIOError:
+                self._wait(self._poll_out, "the peer took nothing")
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The header of the next frame, or None if none was complete in time.
+
+        If the frame has a payload, `payload_bytes` is its size (with the padding), and it has to
+        be read or skipped before the next call. A frame that has come in part is kept.
+
+        Raises:
+            ConnectionError: the peer is gone.
+            ProtocolError: it sent what is no frame; the link is of no further use.
+            ClientClosed: closed here, or this is a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise forks.forked(self.address, self._pid)
+        if self.payload_bytes:
+            raise RuntimeError("read or skip the payload before the next receive")
+        reader = self._reader
+        header = reader.next()
+        deadline = 0.0
+        while header is None:
+            if timeout_s > 0:
+                if not deadline:
+                    deadline = time.monotonic() + timeout_s
+                if not self._poll_in.poll(timeout_s * 1000):
+                    return None
+                timeout_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                count = self._sock.recv_into(reader.space())
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise self._failed(error) from error
+            if not count:
+                raise self._failed(ConnectionResetError("the peer closed the connection"))
+            header = reader.filled(count)
+        self.payload_bytes = reader.payload_bytes
+        return header
+
+    def read_payload(self, into: Sequence[ByteArray]) -> None:
+        """Read the whole payload of the frame whose header came last; the padding is dropped.
+
+        Raises:
+            ValueError: the arrays do not have the payload's size. Nothing was read.
+            ConnectionError: the peer is gone, or sent nothing for `io_timeout_s`.
+        """
+        total = sum(padded(part.nbytes) for part in into)
+        if total != self.payload_bytes:
+            raise ValueError(
+                f"the payload has {self.payload_bytes} bytes, the arrays for it take {total}"
+            )
+        scrap = memoryview(bytearray(ALIGN))
+        for part in into:
+            self._read(part.data)
+            self._read(scrap[: -part.nbytes % ALIGN])
+
+    def skip_payload(self) -> None:
+        """Read the payload of the frame whose header came last and drop it."""
+        scrap = memoryview(bytearray(min(self.payload_bytes, 1 << 20)))
+        while self.payload_bytes:
+            self._read(scrap[: self.payload_bytes])
+
+    def _read(self, rest: memoryview) -> None:
+        reader = self._reader
+        self.payload_bytes -= len(rest)
+        rest = rest[reader.take(rest) :]
+        while rest:
+            # A small part is read together with what follows it, a large one into its place.
+            direct = len(rest) >= BUFFER_BYTES
+            try:
+                count = self._sock.recv_into(rest if direct else reader.space())
+            except BlockingIOError:
+                self._wait(self._poll_in, "the peer sent nothing")
+                continue
+            except OSError as error:
+                raise self._failed(error) from error
+            if not count:
+                raise self._failed(ConnectionResetError("the peer closed within a payload"))
+            if not direct:
+                reader.more(count)
+                count = reader.take(rest)
+            rest = rest[count:]
+
+    def attach(self, arena: Arena, *, timeout_s: float) -> None:
+        """Share one more arena with the peer, over a connection made for that alone.
+
+        When it returns, the peer has mapped the arena and knows it by its number.
+
+        Raises:
+            ValueError: this link shares no memory (`shared` is False).
+            ParamServeError: as `connect`. The peer knows no such arena.
+        """
+        if not self.shared or arena.fd is None:
+            raise ValueError(f"the link to {self.address} shares no memory, send payloads instead")
+        hello = msgspec.structs.replace(self._hello, role="attach")
+        Link.connect(
+            [self.address], hello, arenas=[arena], timeout_s=timeout_s, limits=self._limits
+        ).close()
+
+    def close(self) -> None:
+        """End the connection; repeating is safe. A call that waits in another thread raises."""
+        self._closed = True
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def abandon(self) -> None:
+        """Close the descriptor in a forked child; the parent's connection goes on."""
+        self._closed = True
+        self._sock.close()
+
+    def _wait(self, poll: select.poll, what: str) -> None:
+        if not poll.poll(self._io_timeout_s * 1000):
+            late = f"{what} for {self._io_timeout_s:.1f} s"
+            raise self._failed(ConnectionAbortedError(late))
+
+    def _failed(self, error: OSError) -> Exception:
+        """What to raise after the socket failed: it was closed here, or the peer is gone."""
+        if self._closed:
+            return forks.ended(self.address)
+        self._sock.close()
+        if isinstance(error, ConnectionError):
+            return error
+        return ConnectionAbortedError(f"the connection to {self.address} failed: {error}")
+
+
+def _applied(word: str) -> Applied:
+    return "no" if word == "no" else "yes" if word == "yes" else "unknown"
+
+
+def _nobody(failures: list[tuple[str, Exception]], timeout_s: float) -> ConnectTimeout:
+    tried = ", ".join(f"{address} ({error})" for address, error in failures)
+    return ConnectTimeout(
+        f"connect timed out: nobody answered at {tried}; waited {timeout_s:.1f} s",
+        fix="look whether the process that should listen there still runs, or raise timeout_s",
+    )

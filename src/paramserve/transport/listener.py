@@ -1,0 +1,229 @@
+"""Listening: sockets that accept peers, have them prove who they are, and hand them to a handler.
+
+Bad peers are closed, counted in `Listener.refused` and logged at debug; none of them raises out
+of the event loop. What an unknown peer can hold is one of `handshakes_max` sockets, for at most
+`handshake_timeout_s`, with at most `handshake_bytes_max` bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from paramserve.config import Limits
+from paramserve.errors import NotAuthenticated, ParamServeError
+from paramserve.transport import auth, handshake
+from paramserve.transport.connection import (
+    Connection,
+    Handler,
+    Kind,
+    StreamConnection,
+    refusal,
+)
+from paramserve.transport.framing import prelude
+
+__all__ = ["Connection", "Handler", "Listener", "listen_tcp", "listen_unix"]
+
+logger = logging.getLogger("paramserve")
+
+_BACKLOG: Final = 128
+_ACCEPTS_AT_ONCE: Final = 32
+_NO_DESCRIPTORS_PAUSE_S: Final = 0.1
+"""How long to leave peers waiting when this process has no descriptor left."""
+
+
+class Listener:
+    """A listening socket and the connections that came through it.
+
+    Attributes:
+        address: `unix:<path>` or `tcp:<host>:<port>`, as a client takes it.
+        refused: peers that were closed before the handler saw them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        kind: Kind,
+        address: str,
+        handler: Handler,
+        limits: Limits,
+        *,
+        token: bytes = b"",
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.refused = 0
+        self._sock = sock
+        self._kind: Kind = kind
+        self._handler = handler
+        self._limits = limits
+        self._token = token
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
+        self._connections: set[StreamConnection] = set()
+        self._closed = False
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Stop listening, end all handshakes and connections; repeating is safe."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self._on_close()
+        for task in list(self._handshakes):
+            task.cancel()
+        for conn in list(self._connections):
+            conn.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            sock.setblocking(False)
+            if (
+                len(self._handshakes) >= self._limits.handshakes_max
+                or len(self._connections) >= self._limits.connections_max
+            ):
+                self._refused(sock, "too many peers at one time")
+                continue
+            task = self._loop.create_task(self._admit(sock))
+            self._handshakes[task] = sock
+            task.add_done_callback(self._handshake_ended)
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a moment: the socket stays readable and would keep the loop busy."""
+        logger.warning("cannot accept at %s: %s", self.address, error)
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(_NO_DESCRIPTORS_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _handshake_ended(self, task: asyncio.Task[None]) -> None:
+        sock = self._handshakes.pop(task)
+        if task.cancelled():
+            sock.close()
+            return
+        error = task.exception()
+        if error is not None:
+            context = {"message": f"the handler at {self.address} failed", "exception": error}
+            self._loop.call_exception_handler(context)
+
+    async def _admit(self, sock: socket.socket) -> None:
+        """One handshake, from the accepted socket to the handler."""
+        known = False
+        try:
+            async with asyncio.timeout(self._limits.handshake_timeout_s):
+                await self._authenticate(sock)
+                known = True
+                arenas_max = self._limits.arenas_max if self._kind == "unix" else 0
+                hello, arenas = await handshake.read_hello(
+                    sock, self._limits, arenas_max=arenas_max
+                )
+        except (ParamServeError, OSError) as error:
+            if known and isinstance(error, ParamServeError):
+                _tell(sock, error)
+            self._refused(sock, str(error) or type(error).__name__)
+            return
+        conn = StreamConnection(
+            sock, self._kind, hello, arenas, self._handler, self._limits, self._forget
+        )
+        self._connections.add(conn)
+        conn.open(handshake.welcome(hello, arenas))
+
+    async def _authenticate(self, sock: socket.socket) -> None:
+        if self._kind == "unix":
+            handshake.check_uid(sock)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await handshake.check_token(sock, self._token)
+
+    def _forget(self, conn: StreamConnection) -> None:
+        self._connections.discard(conn)
+
+    def _refused(self, sock: socket.socket, reason: str) -> None:
+        self.refused += 1
+        logger.debug("a peer was refused at %s: %s", self.address, reason)
+        sock.close()
+
+
+def _tell(sock: socket.socket, error: ParamServeError) -> None:
+    header = refusal(error)
+    with contextlib.suppress(OSError):
+        sock.send(prelude(len(header), 0) + header)
+
+
+async def listen_unix(path: str, handler: Handler, limits: Limits) -> Listener:
+    """Listen at a Unix socket of mode 0600 for peers of this user. `close` unlinks it.
+
+    Raises:
+        ParamServeError: the path is taken, too long, or cannot be written. Nothing is left there.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        raise NotAuthenticated(
+            "Unix sockets cannot be used: this system does not tell who connects", fix="use TCP"
+        )
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # On Linux the file gets the socket's mode: there is no moment when others could connect.
+        os.fchmod(sock.fileno(), 0o600)
+        sock.bind(path)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(
+            f"unix:{path}", error, "use another, shorter or writable, path"
+        ) from error
+
+    def unlink() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    return Listener(sock, "unix", f"unix:{path}", handler, limits, on_close=unlink)
+
+
+async def listen_tcp(
+    host: str, port: int, token: bytes, handler: Handler, limits: Limits
+) -> tuple[Listener, str]:
+    """Listen at a TCP port (0: any free one) for peers that hold the token.
+
+    Whether `host` may be other than loopback is the caller's to decide.
+
+    Returns:
+        The listener and the actual `host:port`.
+    Raises:
+        ValueError: the token is too short.
+        ParamServeError: the port is taken, or the host is not this machine's.
+    """
+    auth.check_token(token)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        fix = "choose another host or port (0: any free port)"
+        raise _cannot_listen(f"tcp:{host}:{port}", error, fix) from error
+    bound = sock.getsockname()[1]
+    place = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    return Listener(sock, "tcp", f"tcp:{place}", handler, limits, token=token), place
+
+
+def _cannot_listen(address: str, error: OSError, fix: str) -> ParamServeError:
+    taken = error.errno == errno.EADDRINUSE
+    why = "another process listens there" if taken else error.strerror or str(error)
+    return ParamServeError(f"could not listen at {address}: {why}", fix=fix)

@@ -1,0 +1,266 @@
+"""A handler that sends each frame back, reachable over any transport, for the transport tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from paramserve.config import Limits
+from paramserve.errors import (
+    WorkerFenced,
+)
+from paramserve.messages import Hello, Ok, Refused, Welcome, decoder, encode
+from paramserve.transport.arena import Arena
+from paramserve.transport.connection import Connection
+from paramserve.transport.dial import dial
+from paramserve.transport.framing import ByteArray, prelude
+from paramserve.transport.inprocess import InProcessLink, InProcessListener
+from paramserve.transport.link import Link
+from paramserve.transport.listener import Listener, listen_tcp, listen_unix
+
+TOKEN = secrets.token_bytes(32)
+WAIT_S = 10.0
+ARENA_BYTES = 1 << 16
+AnyLink = Link | InProcessLink
+ALL, STREAMS = ("inprocess", "unix", "tcp"), ("unix", "tcp")
+
+
+class Echo:
+    """Sends each frame back; some hellos and headers make it do something else."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.opened_by: list[Hello] = []
+        self.headers: list[bytes] = []
+        self.closed_by: list[int] = []
+        self.arenas: dict[int, ByteArray] = {}
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        if hello.role == "server":
+            raise WorkerFenced("this handler takes no servers", fix="be a client")
+        if hello.role == "bug":
+            raise ZeroDivisionError
+        self.arenas.update(conn.arenas)
+        with self.changed:
+            self.opened_by.append(hello)
+            self.changed.notify_all()
+        if hello.rank == 77:
+            conn.send(b"sent while opening", [np.arange(3, dtype=np.uint8)])
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        with self.changed:
+            self.headers.append(header)
+            self.changed.notify_all()
+        word, _, rest = header.partition(b" ")
+        if word == b"decode":
+            decoder(Ok).decode(rest)
+        elif word == b"double":
+            memory = self.arenas[int(rest)]
+            np.multiply(memory, 2, out=memory)
+            conn.send(b"doubled")
+        elif word == b"flood":
+            for _ in range(100):
+                conn.send(b"drop", [np.zeros(int(rest), np.uint8)])
+        elif word == b"bug":
+            raise ZeroDivisionError
+        elif word == b"leave":
+            conn.close()
+        else:
+            conn.send(header, [payload] if payload is not None else ())
+
+    def closed(self, conn: Connection) -> None:
+        with self.changed:
+            self.closed_by.append(conn.hello.client)
+            for number in conn.arenas:
+                self.arenas.pop(number, None)
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S)
+
+
+class Host:
+    """A handler that can be reached over one transport."""
+
+    def __init__(self, kind: str, directory: Path, limits: Limits) -> None:
+        self.kind = kind
+        self.handler = Echo()
+        self.limits = limits
+        self.path = str(directory / "s.sock")
+        self.shares_memory = kind != "tcp"
+        self.listener: Listener | InProcessListener
+        if kind == "inprocess":
+            self.listener = InProcessListener(self.handler, limits)
+        else:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+            self._thread.start()
+            self.listener = self.on_loop(self._listen)
+        self.address = self.listener.address
+
+    async def _listen(self) -> Listener:
+        if self.kind == "unix":
+            return await listen_unix(self.path, self.handler, self.limits)
+        listener, place = await listen_tcp("127.0.0.1", 0, TOKEN, self.handler, self.limits)
+        assert listener.address == f"tcp:{place}"
+        return listener
+
+    def on_loop(self, start: Callable[[], object]) -> object:
+        return asyncio.run_coroutine_threadsafe(start(), self._loop).result(WAIT_S)
+
+    @property
+    def refused(self) -> int:
+        assert isinstance(self.listener, Listener)
+        return self.listener.refused
+
+    def connect(
+        self,
+        hello: Hello | None = None,
+        *,
+        arenas: list[Arena] | None = None,
+        limits: Limits | None = None,
+    ) -> AnyLink:
+        hello = hello if hello is not None else Hello("client", client=1)
+        arenas = arenas if arenas is not None else []
+        if isinstance(self.listener, InProcessListener):
+            return InProcessLink.connect(self.listener, hello, arenas=arenas)
+        limits = limits if limits is not None else Limits()
+        return Link.connect(
+            [self.address], hello, token=TOKEN, arenas=arenas, timeout_s=WAIT_S, limits=limits
+        )
+
+    def stranger(self) -> socket.socket:
+        """A socket that is connected and has said nothing."""
+        place = self.address.partition(":")[2]
+        if self.kind == "unix":
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(place)
+        else:
+            sock = socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])))
+        sock.settimeout(WAIT_S)
+        return sock
+
+    def proven(self) -> socket.socket:
+        """A socket whose uid or token was accepted and whose hello is to come."""
+        sock = dial(self.address, TOKEN, time.monotonic() + WAIT_S)
+        sock.settimeout(WAIT_S)
+        return sock
+
+    def known(self, client: int = 1) -> socket.socket:
+        """A socket of a peer that has been welcomed."""
+        sock = self.proven()
+        sock.sendall(frame(encode(Hello("client", client=client))))
+        assert msgspec.msgpack.decode(read_frame(sock), type=Welcome) == Welcome()
+        return sock
+
+    def close(self) -> None:
+        if isinstance(self.listener, InProcessListener):
+            self.listener.close()
+            return
+
+        async def stop() -> None:
+            self.listener.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        if self._loop.is_closed():
+            return
+        self.on_loop(stop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+
+
+MakeHost = Callable[..., Host]
+
+
+@contextlib.contextmanager
+def hosts_in(directory: Path) -> Iterator[MakeHost]:
+    """Gives a function that makes hosts, and closes them at the end."""
+    hosts: list[Host] = []
+
+    def make(kind: str, limits: Limits | None = None) -> Host:
+        hosts.append(Host(kind, directory, limits if limits is not None else Limits()))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+def frame(header: bytes, payload: bytes = b"") -> bytes:
+    return prelude(len(header), len(payload)) + header + payload
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise EOFError(data)
+        data += part
+    return data
+
+
+def read_frame(sock: socket.socket) -> bytes:
+    return read_exactly(sock, int.from_bytes(read_exactly(sock, 20)[8:12], "little"))
+
+
+def receive(link: AnyLink) -> bytes:
+    header = link.receive(WAIT_S)
+    assert header is not None
+    return header
+
+
+def ping(link: AnyLink, header: bytes = b"ping") -> None:
+    link.send(header)
+    assert receive(link) == header
+
+
+def refusal_before_the_end(sock: socket.socket) -> Refused:
+    """What a peer is told before it is cut off."""
+    refused = msgspec.msgpack.decode(read_frame(sock), type=Refused)
+    assert refused.seq == 0
+    assert_cut_off(sock)
+    return refused
+
+
+def assert_cut_off(sock: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert sock.recv(1) == b""
+    sock.close()
+
+
+def assert_ends(link: AnyLink) -> list[bytes]:
+    """Read until the connection ends; what came before that."""
+    headers = []
+    with pytest.raises(ConnectionError):  # noqa: PT012 - reads until it raises
+        while True:
+            headers.append(receive(link))
+            link.skip_payload()
+    link.close()
+    return headers
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what no handler tells: descriptors, counters."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

@@ -1,0 +1,133 @@
+"""Arenas: sealed when made, checked before they are mapped."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from paramserve.errors import Overloaded, ProtocolError
+from paramserve.transport.arena import RESERVED_BYTES, Arena, map_arena
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
+
+SIZE = 1 << 16
+F_GET_SEALS, SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1034, 1, 2, 4
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def passed(arena: Arena) -> int:
+    """The descriptor as a server would receive it."""
+    assert arena.fd is not None
+    return os.dup(arena.fd)
+
+
+def test_arena_is_sealed_and_allocated() -> None:
+    arena = Arena.create(SIZE, 3)
+    assert arena.fd is not None
+    assert (arena.number, arena.nbytes, arena.memory.nbytes) == (3, SIZE, SIZE)
+    assert fcntl.fcntl(arena.fd, F_GET_SEALS) == SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+    assert os.fstat(arena.fd).st_blocks * 512 >= SIZE
+    assert not os.get_inheritable(arena.fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 0)
+    arena.close()
+
+
+def test_mapped_arena_is_the_same_memory() -> None:
+    arena = Arena.create(SIZE, 1)
+    memory = map_arena(passed(arena), SIZE, SIZE)
+    arena.memory[100] = 7
+    assert memory[100] == 7
+    memory[200] = 8
+    assert arena.memory[200] == 8
+    arena.close()
+
+
+def test_mapping_outlives_the_client_and_leaves_no_descriptor() -> None:
+    before = open_fds()
+    arena = Arena.create(SIZE, 1)
+    memory = map_arena(passed(arena), SIZE, SIZE)
+    arena.memory[0] = 9
+    arena.close()
+    arena.close()
+    part = memory[:10]
+    del memory
+    assert part[0] == 9
+    del part
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("nbytes", [SIZE + 1, 0, -1])
+def test_arena_smaller_than_said_is_refused(nbytes: int) -> None:
+    arena = Arena.create(SIZE, 1)
+    before = open_fds()
+    with pytest.raises(ProtocolError, match="is said to have"):
+        map_arena(passed(arena), nbytes, 1 << 40)
+    assert open_fds() == before
+    arena.close()
+
+
+def test_arena_over_the_limit_is_refused_before_it_is_looked_at() -> None:
+    arena = Arena.create(SIZE, 1)
+    before = open_fds()
+    with pytest.raises(Overloaded, match=f"{SIZE - 1} bytes are left"):
+        map_arena(passed(arena), SIZE, SIZE - 1)
+    assert open_fds() == before
+    arena.close()
+
+
+def test_unsealed_memory_is_refused() -> None:
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    with pytest.raises(ProtocolError, match="not sealed against shrinking"):
+        map_arena(fd, SIZE, SIZE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_pipe_in_place_of_memory_is_refused() -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(ProtocolError, match="no memfd"):
+        map_arena(reading, SIZE, SIZE)
+    os.close(writing)
+
+
+def test_without_memfd_the_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    arena = Arena.create(SIZE, 1)
+    assert arena.fd is None
+    arena.memory[:] = 5
+    assert int(arena.memory.sum()) == 5 * SIZE
+    arena.close()
+
+
+def test_no_memory_left_is_overloaded_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = open_fds()
+    with pytest.raises(Overloaded, match="arena of 65536 bytes"):
+        Arena.create(SIZE, 1)
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize(("nbytes", "number"), [(0, 1), (RESERVED_BYTES - 1, 1), (SIZE, 0)])
+def test_impossible_arena_is_a_value_error(nbytes: int, number: int) -> None:
+    with pytest.raises(ValueError, match="an arena needs"):
+        Arena.create(nbytes, number)
+
+
+def test_arena_starts_at_a_page() -> None:
+    arena = Arena.create(SIZE, 1)
+    assert arena.memory.ctypes.data % mmap.PAGESIZE == 0
+    assert arena.memory.dtype == np.uint8
+    arena.close()
