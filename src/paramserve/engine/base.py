@@ -1,0 +1,128 @@
+"""The contract of an engine: what it is asked to start, and what it tells about it.
+
+An engine does not know what a coordinator, server or worker is. It runs an entry function in a
+new process, hands it a payload and a secret that no other process can read, and tells what the
+process reports and when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process to start.
+
+    Args:
+        name: shown in process lists and messages, for instance "worker 1".
+        entry: "package.module:function"; the function gets a `child.Bootstrap`.
+        payload: what the entry is told. Only the process sees it.
+        secret: the cluster's token. Only the process sees it.
+        environment: set on top of the driver's environment before the interpreter starts.
+        directory: a folder that the process removes if the driver dies; empty: none.
+    """
+
+    name: str
+    entry: str
+    payload: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        module, colon, function = self.entry.partition(":")
+        if not (module and colon and function):
+            raise ValueError(f"entry must be 'package.module:function', got {self.entry!r}")
+
+
+class Failure(Struct, frozen=True, array_like=True):
+    """Body of the report "failed": the exception that left the entry."""
+
+    kind: str
+    """Name of its class."""
+    text: str
+    traceback: str
+
+
+class Process(Protocol):
+    """One started process. All methods may be called from any thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; its exit code; minus the signal's number if a signal ended it."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ask it to end in order. Does nothing if it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """End it, and the processes that it started, at once. Does nothing if it has ended."""
+        ...
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status, or None if it still runs after `timeout_s`."""
+        ...
+
+
+class Reported(NamedTuple):
+    """The process called `Bootstrap.report`."""
+
+    process: Process
+    kind: str
+    body: bytes
+
+
+class Ended(NamedTuple):
+    """The process has ended; all that it reported came before this."""
+
+    process: Process
+    status: int
+
+
+Event = Reported | Ended
+
+
+class Fleet(Protocol):
+    """Processes that were started together and end together."""
+
+    def launch(self, role: Role) -> Process:
+        """Start a process; returns without waiting for it to be up.
+
+        Raises:
+            OSError: the process could not be started.
+        """
+        ...
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        """What has happened since the last call; waits up to `timeout_s` if nothing has.
+
+        For one thread at a time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kill what still runs, wait for its end and free every descriptor. May be repeated.
+
+        Not while another thread is in `events`.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Settings of an engine; one may serve many runs, also at the same time."""
+
+    def open(self) -> Fleet:
+        """A new, empty fleet. The caller closes it."""
+        ...

@@ -1,0 +1,269 @@
+"""The `Local` engine: child processes of the driver, on this machine.
+
+A child gets its instructions by an inherited descriptor without a name, never by argv or
+environment, and reports over a pipe. It leads a process group of its own, so that what it
+started itself (DataLoader workers) ends with it, and so that a terminal's Ctrl-C reaches the
+driver only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+
+from paramserve.engine.base import Ended, Event, Reported, Role
+from paramserve.engine.child import REPORT_HEAD_BYTES, Package
+
+_START = """\
+import os, sys
+source = os.fdopen({source}, "rb")
+path = source.read(int(source.readline())).decode("utf-8", "surrogateescape")
+sys.path[:] = path.split("\\0")
+from paramserve.engine.child import main
+main(source, {reports}, {driver})
+"""
+"""Sets the driver's `sys.path` first: the package and the user's modules may lie anywhere on it."""
+
+READ_BYTES = 1 << 20
+POLL_S = 0.05
+"""How often children are asked for where the system has no pidfd (macOS)."""
+CLOSE_S = 10.0
+"""A killed process is gone at once, unless the kernel holds it (a dead disk, a debugger)."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """Start processes as children of this one.
+
+    Args:
+        python: the interpreter; this process's own if None.
+    """
+
+    python: str | None = None
+
+    def open(self) -> LocalFleet:
+        """A new, empty fleet. The caller closes it."""
+        python = self.python if self.python is not None else sys.executable
+        return LocalFleet(python)
+
+
+class LocalProcess:
+    """A child process. See `base.Process`."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], reports_fd: int) -> None:
+        self.name = name
+        self._popen = popen
+        self._status: int | None = None
+        self._ended = threading.Condition()
+        self._received = bytearray()
+        self.reports_fd = reports_fd
+        self.pidfd = _pidfd_of(popen.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        self._reap()
+        return self._status
+
+    def interrupt(self) -> None:
+        with self._ended:
+            if self._status is None:
+                self._popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        with self._ended:
+            if self._status is None:
+                self._kill_group()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status, or None if it still runs after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = POLL_S / 64
+        while self.exit_status is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            with self._ended:
+                self._ended.wait(min(left_s, pause_s))
+            pause_s = min(2 * pause_s, POLL_S)
+        return self._status
+
+    def drain(self) -> tuple[list[Reported], bool]:
+        """Whole reports that have come, and whether more can come."""
+        more = True
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.reports_fd, READ_BYTES):
+                self._received += data
+            more = False
+        reports = []
+        while (report := self._next_report()) is not None:
+            reports.append(report)
+        return reports, more
+
+    def _next_report(self) -> Reported | None:
+        if len(self._received) < REPORT_HEAD_BYTES:
+            return None
+        name_end = REPORT_HEAD_BYTES + int.from_bytes(self._received[:4], "little")
+        end = name_end + int.from_bytes(self._received[4:REPORT_HEAD_BYTES], "little")
+        if len(self._received) < end:
+            return None
+        kind = self._received[REPORT_HEAD_BYTES:name_end].decode()
+        body = bytes(self._received[name_end:end])
+        del self._received[:end]
+        return Reported(self, kind, body)
+
+    def _reap(self) -> None:
+        """Note the exit status if it has ended, and end what it left behind.
+
+        The process group is killed before the zombie is collected: until then nobody else can
+        get its number. Without `waitid` (macOS before Python 3.13) it is killed right after.
+        """
+        with self._ended:
+            if self._status is not None:
+                return
+            if hasattr(os, "waitid"):
+                try:
+                    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                    if os.waitid(os.P_PID, self.pid, options) is not None:
+                        self._kill_group()
+                except ChildProcessError:
+                    pass  # somebody else collected it: its number may be a stranger's by now
+            self._status = self._popen.poll()
+            if self._status is not None:
+                if not hasattr(os, "waitid"):
+                    self._kill_group()
+                self._ended.notify_all()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class LocalFleet:
+    """Children of this process. See `base.Fleet`."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._selector = selectors.DefaultSelector()
+        self._running: list[LocalProcess] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def launch(self, role: Role) -> LocalProcess:
+        """Start a child; returns without waiting for it to be up."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this fleet is closed")
+            process = self._spawn(role)
+            self._running.append(process)
+            self._selector.register(process.reports_fd, selectors.EVENT_READ)
+            if process.pidfd is not None:
+                self._selector.register(process.pidfd, selectors.EVENT_READ)
+            return process
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        """What has happened since the last call; waits up to `timeout_s` if nothing has."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            if any(process.pidfd is None for process in self._running):
+                left_s = min(left_s, POLL_S)
+            self._selector.select(left_s)
+            found = [event for process in tuple(self._running) for event in self._look(process)]
+            if found or time.monotonic() >= deadline:
+                return found
+
+    def close(self) -> None:
+        """Kill what still runs, wait for its end and free every descriptor. May be repeated."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.kill()
+            deadline = time.monotonic() + CLOSE_S
+            for process in tuple(self._running):
+                process.wait(deadline - time.monotonic())
+                self._forget(process)
+            self._selector.close()
+
+    def _look(self, process: LocalProcess) -> list[Event]:
+        status = process.exit_status  # asked before the reports: an end is told after them
+        reports, more = process.drain()
+        if not more:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(process.reports_fd)
+        if status is None:
+            return [*reports]
+        with self._lock:
+            self._forget(process)
+        return [*reports, Ended(process, status)]
+
+    def _forget(self, process: LocalProcess) -> None:
+        self._running.remove(process)
+        for fd in (process.reports_fd, process.pidfd):
+            if fd is not None:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(fd)
+                os.close(fd)
+
+    def _spawn(self, role: Role) -> LocalProcess:
+        reports_fd, child_reports_fd = os.pipe()
+        os.set_blocking(reports_fd, False)
+        try:
+            with _parcel(role) as source:
+                start = _START.format(
+                    source=source.fileno(), reports=child_reports_fd, driver=os.getpid()
+                )
+                popen = subprocess.Popen(
+                    [self._python, "-c", start, f"paramserve {role.name}"],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(source.fileno(), child_reports_fd),
+                    env={**os.environ, **role.environment},
+                    process_group=0,
+                )
+        except BaseException:
+            os.close(reports_fd)
+            raise
+        finally:
+            os.close(child_reports_fd)
+        return LocalProcess(role.name, popen, reports_fd)
+
+
+def _parcel(role: Role) -> BinaryIO:
+    """A file without a name that holds what the child needs, at its start.
+
+    Not a pipe: a pipe takes 64 KiB and then waits for a child that has yet to start.
+    """
+    path = "\0".join(sys.path).encode("utf-8", "surrogateescape")
+    package = Package(role.name, role.entry, role.payload, role.secret, role.directory)
+    if hasattr(os, "memfd_create"):
+        parcel: BinaryIO = os.fdopen(os.memfd_create("paramserve"), "w+b")
+    else:
+        parcel = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    parcel.write(b"%d\n" % len(path) + path)
+    parcel.write(msgspec.msgpack.encode(package))
+    parcel.seek(0)
+    return parcel
+
+
+def _pidfd_of(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # forbidden in this container
+        return None

@@ -1,0 +1,343 @@
+"""What every engine promises, over every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
+from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
+from paramserve.engine.local import Local
+
+HERE = Path(__file__).parent
+SECRET = b"the-cluster-token-0123456789abcd"
+WAIT_S = 20.0
+ENGINES: list[Engine] = [Local()]
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
+
+
+@pytest.fixture(params=ENGINES, ids=lambda engine: type(engine).__name__)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.syspath_prepend(HERE)
+    chosen: Engine = request.param
+    return chosen
+
+
+@pytest.fixture
+def fleet(engine: Engine) -> Iterator[Fleet]:
+    with contextlib.closing(engine.open()) as opened:
+        yield opened
+
+
+def role(entry: str, payload: bytes = b"", **more: object) -> Role:
+    return Role(f"a {entry}", f"engine_entries:{entry}", payload, SECRET, **more)  # type: ignore[arg-type] # keywords of Role
+
+
+def until_ended(fleet: Fleet, count: int = 1) -> list[Event]:
+    seen: list[Event] = []
+    while sum(isinstance(event, Ended) for event in seen) < count:
+        found = fleet.events(WAIT_S)
+        assert found, f"nothing happened after {seen}"
+        seen += found
+    return seen
+
+
+def report_of(fleet: Fleet, kind: str) -> bytes:
+    while True:
+        found = fleet.events(WAIT_S)
+        assert found, f"no report {kind!r} came"
+        for event in found:
+            if isinstance(event, Reported) and event.kind == kind:
+                return event.body
+            assert not isinstance(event, Ended), event
+
+
+def status_of(events: list[Event]) -> int:
+    last = events[-1]
+    assert isinstance(last, Ended), events
+    return last.status
+
+
+def bodies(events: list[Event]) -> dict[str, bytes]:
+    return {event.kind: event.body for event in events if isinstance(event, Reported)}
+
+
+@contextlib.contextmanager
+def ends(pid: int, within_s: float = 2.0) -> Iterator[None]:
+    """Check that a process, anybody's child, ends during this block or soon after."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:  # ended already
+        yield
+        return
+    try:
+        yield
+        assert select.select([fd], [], [], within_s)[0], f"process {pid} still runs"
+    finally:
+        os.close(fd)
+
+
+# --- what an entry is given and what it tells --------------------------------------------------
+
+
+def test_entry_is_told_its_name_payload_and_secret(fleet: Fleet) -> None:
+    fleet.launch(role("echo", b"what to do"))
+    told = bodies(until_ended(fleet))
+    assert told == {"name": b"a echo", "payload": b"what to do", "secret": SECRET}
+
+
+def test_large_payload_and_report_arrive_whole_before_the_end(fleet: Fleet) -> None:
+    payload = os.urandom(5 << 20)
+    fleet.launch(role("echo", payload))
+    seen = until_ended(fleet)
+    assert [type(event) for event in seen] == [Reported, Reported, Reported, Ended]
+    assert bodies(seen)["payload"] == payload
+
+
+def test_launch_does_not_wait_for_a_child_to_read_a_large_payload(fleet: Fleet) -> None:
+    process = fleet.launch(role("pause", bytes(8 << 20)))
+    assert process.exit_status is None
+
+
+def test_environment_is_added_to_the_drivers(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMSERVE_TEST_DRIVER", "kept")
+    fleet.launch(role("environment", b"OMP_NUM_THREADS", environment={"OMP_NUM_THREADS": "3"}))
+    fleet.launch(role("environment", b"PARAMSERVE_TEST_DRIVER"))
+    values = {e.body for e in until_ended(fleet, 2) if isinstance(e, Reported)}
+    assert values == {b"3", b"kept"}
+
+
+def test_several_processes_are_told_apart(fleet: Fleet) -> None:
+    first = fleet.launch(role("exit_with", b"4"))
+    second = fleet.launch(role("exit_with", b"5"))
+    ended = {e.process: e.status for e in until_ended(fleet, 2) if isinstance(e, Ended)}
+    assert ended == {first: 4, second: 5}
+
+
+def test_entry_must_name_module_and_function() -> None:
+    with pytest.raises(ValueError, match=r"package\.module:function"):
+        Role("x", "no_function", b"", b"")
+
+
+# --- how it ends --------------------------------------------------------------------------------
+
+
+def test_entry_that_returns_ends_with_0(fleet: Fleet) -> None:
+    process = fleet.launch(role("echo"))
+    assert status_of(until_ended(fleet)) == 0
+    assert process.exit_status == 0
+
+
+def test_exit_code_is_told(fleet: Fleet) -> None:
+    fleet.launch(role("exit_with", b"7"))
+    seen = until_ended(fleet)
+    assert status_of(seen) == 7
+    assert bodies(seen) == {}
+
+
+def test_entry_that_raises_reports_the_exception(fleet: Fleet) -> None:
+    fleet.launch(role("fail", b"such key"))
+    seen = until_ended(fleet)
+    failure = msgspec.msgpack.decode(bodies(seen)["failed"], type=Failure)
+    assert failure.kind == "LookupError"
+    assert failure.text == "no such key here"
+    assert "engine_entries.py" in failure.traceback
+    assert status_of(seen) == EXIT_FAILED
+
+
+def test_entry_that_does_not_exist_reports_that(fleet: Fleet) -> None:
+    fleet.launch(Role("lost", "no_such_module_here:main", b"", SECRET))
+    failure = msgspec.msgpack.decode(bodies(until_ended(fleet))["failed"], type=Failure)
+    assert failure.kind == "ModuleNotFoundError"
+
+
+def test_kill_ends_a_process_that_hears_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    process = fleet.launch(role("spin", bytes(tmp_path / "marker")))
+    report_of(fleet, "up")
+    process.interrupt()
+    assert process.wait(0.05) is None
+    process.kill()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    assert status_of(until_ended(fleet)) == -signal.SIGKILL
+    process.kill()
+    process.interrupt()
+
+
+def test_interrupt_ends_in_order(fleet: Fleet) -> None:
+    process = fleet.launch(role("pause"))
+    report_of(fleet, "up")
+    process.interrupt()
+    seen = until_ended(fleet)
+    assert bodies(seen) == {"cleaned": b""}
+    assert status_of(seen) == EXIT_TERMINATED
+
+
+def test_ctrl_c_is_ignored_in_children(fleet: Fleet) -> None:
+    fleet.launch(role("interrupt_self"))
+    seen = until_ended(fleet)
+    assert bodies(seen) == {"survived": b""}
+    assert status_of(seen) == 0
+
+
+def test_children_are_outside_the_terminals_process_group(fleet: Fleet) -> None:
+    process = fleet.launch(role("pause"))
+    assert os.getpgid(process.pid) != os.getpgrp()
+
+
+@needs_pidfd
+@pytest.mark.parametrize("how", ["kill", "end"])
+def test_what_a_child_started_ends_with_it(fleet: Fleet, how: str) -> None:
+    process = fleet.launch(role("start_another", how.encode()))
+    if how == "end":
+        with ends(int(bodies(until_ended(fleet))["started"])):
+            return
+    with ends(int(report_of(fleet, "started"))):
+        process.kill()
+
+
+# --- secrets and leaks --------------------------------------------------------------------------
+
+
+@needs_proc
+def test_secret_and_payload_are_in_no_argv_or_environment(fleet: Fleet) -> None:
+    process = fleet.launch(role("pause", b"the-payload-of-this-role"))
+    report_of(fleet, "up")
+    for name in ("cmdline", "environ"):
+        public = Path(f"/proc/{process.pid}/{name}").read_bytes()
+        assert public
+        for hidden in (SECRET, SECRET.hex().encode(), b"the-payload-of-this-role"):
+            assert hidden not in public
+
+
+def test_role_does_not_print_its_secret() -> None:
+    shown = repr(role("echo", b"the-payload"))
+    assert "token" not in shown
+    assert "the-payload" not in shown
+
+
+def test_child_passes_no_descriptor_on(fleet: Fleet) -> None:
+    fleet.launch(role("descriptors"))
+    assert bodies(until_ended(fleet))["kept"] == b"[]"
+
+
+def test_close_ends_everything_and_frees_descriptors_and_threads(engine: Engine) -> None:
+    descriptors, threads = sorted(os.listdir("/dev/fd")), threading.active_count()
+    fleet = engine.open()
+    running = [fleet.launch(role("pause")) for _ in range(3)]
+    ended = fleet.launch(role("exit_with", b"0"))
+    until_ended(fleet)
+    fleet.close()
+    fleet.close()
+    assert ended.exit_status == 0
+    assert all(process.exit_status is not None for process in running)
+    assert sorted(os.listdir("/dev/fd")) == descriptors
+    assert threading.active_count() == threads
+
+
+def test_closed_fleet_starts_nothing(fleet: Fleet) -> None:
+    fleet.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        fleet.launch(role("echo"))
+
+
+def test_two_fleets_of_one_engine_do_not_meet(engine: Engine) -> None:
+    with contextlib.closing(engine.open()) as one, contextlib.closing(engine.open()) as other:
+        process = one.launch(role("pause"))
+        other.launch(role("echo"))
+        assert len(until_ended(other)) == 4
+        other.close()
+        assert process.exit_status is None
+
+
+def test_local_interpreter_that_does_not_exist_leaves_nothing_open() -> None:
+    descriptors = sorted(os.listdir("/dev/fd"))
+    with (
+        contextlib.closing(Local(python="/no/such/python").open()) as fleet,
+        pytest.raises(FileNotFoundError),
+    ):
+        fleet.launch(role("echo"))
+    assert sorted(os.listdir("/dev/fd")) == descriptors
+
+
+# --- the driver's death ------------------------------------------------------------------------
+
+DRIVER = """
+import os, sys, threading
+sys.path.insert(0, {here!r})
+from paramserve.engine.base import Reported, Role
+from paramserve.engine.local import Local
+
+fleet = Local().open()
+roles = [
+    Role("a", "engine_entries:pause", b"", b"", directory={directory!r}),
+    Role("b", "engine_entries:spin", {marker!r}, b""),
+    Role("c", "engine_entries:start_another", b"wait", b""),
+]
+# Launched by a thread that ends: the children must follow the process, not the thread.
+starter = threading.Thread(target=lambda: [fleet.launch(role) for role in roles])
+starter.start()
+starter.join()
+seen = []
+while len(seen) < 3:
+    seen += [e for e in fleet.events(20.0) if isinstance(e, Reported)]
+if {forks!r}:
+    keeper = os.fork()  # holds copies of the driver's pipes when the driver is gone
+    if keeper == 0:
+        sys.stdin.read()
+        os._exit(0)
+pids = [e.process.pid for e in seen] + [int(e.body) for e in seen if e.kind == "started"]
+print(*pids, flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_pidfd
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with-a-fork-that-lives-on"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "returns"])
+def test_local_drivers_death_leaves_nothing(
+    tmp_path: Path, forks: bool, how: signal.Signals | None
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "s0.sock").touch()
+    marker = tmp_path / "callback-ran"
+    script = DRIVER.format(
+        here=str(HERE), directory=str(directory), marker=bytes(marker), forks=forks
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert driver.stdout is not None
+    assert driver.stdin is not None
+    with driver.stdout, driver.stdin, contextlib.ExitStack() as stack:
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 4
+        for pid in pids:
+            stack.enter_context(ends(pid))
+        if how is None:
+            driver.stdin.close()
+        else:
+            driver.send_signal(how)
+        driver.wait(WAIT_S)
+        stack.close()
+        assert marker.exists()
+        assert not directory.exists()
+
+
+def test_process_contract_is_met_by_local() -> None:
+    with contextlib.closing(Local().open()) as fleet:
+        process: Process = fleet.launch(role("pause"))
+        assert process.wait(0.0) is None
+        assert process.name == "a pause"
