@@ -1,0 +1,272 @@
+"""The coordinator's whole logic as `step(event, now) -> Decided`: membership, names, records.
+
+Calls that cannot be answered yet (a join before all servers are up, a wait for a define) are kept
+with their deadline and looked at again after every change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paramserve.config import CoordinatorConfig
+from paramserve.core.directory import Directory
+from paramserve.core.membership import DEAD, LEFT, Membership
+from paramserve.errors import DefineTimeout, ParamServeError, UnknownName
+from paramserve.ids import NO_RANK
+from paramserve.messages import (
+    AskStatus,
+    CoordinatorNotice,
+    CoordinatorReply,
+    CoordinatorRequest,
+    Defined,
+    Failed,
+    Found,
+    Join,
+    Joined,
+    Leave,
+    Lookup,
+    MarkDead,
+    Members,
+    Ok,
+    PlaceBlock,
+    Placed,
+    Record,
+    Register,
+    ServerBeat,
+    Status,
+    WorkerBeat,
+)
+
+WAITING_MAX = 4096
+"""Calls that may wait at one time."""
+
+
+class Called(NamedTuple):
+    """A request on a connection (numbered by the role)."""
+
+    connection: int
+    message: CoordinatorRequest
+
+
+class Noticed(NamedTuple):
+    """A heartbeat on a connection."""
+
+    connection: int
+    message: CoordinatorNotice
+
+
+class ConnectionLost(NamedTuple):
+    """A connection ended, by whatever cause."""
+
+    connection: int
+
+
+class TimePassed(NamedTuple):
+    """Look at deadlines and at who has been silent."""
+
+
+CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed
+
+
+@dataclass
+class Decided:
+    """What the role must do: answer calls, and tell all servers of a new membership."""
+
+    replies: list[tuple[int, CoordinatorReply]] = field(default_factory=list)
+    members: Members | None = None
+
+
+@dataclass
+class Party:
+    """Who speaks on a connection."""
+
+    client: int = 0
+    rank: int = NO_RANK
+    shard: int | None = None
+
+
+class _Waiting(NamedTuple):
+    connection: int
+    message: Join | PlaceBlock | Lookup
+    deadline: float
+
+
+class Coordination:
+    """The coordinator without its sockets."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.membership = Membership(config.servers, config.workers)
+        self.directory = Directory(config.servers)
+        self._parties: dict[int, Party] = {}
+        self._waiting: list[_Waiting] = []
+        self._records: deque[Record] = deque()
+        self._records_max = config.limits.log_records_max * max(1, config.workers)
+        self._first_record = 0
+        self._now = 0.0
+        self._decided = Decided()
+
+    def step(self, event: CoordinatorEvent, now: float) -> Decided:
+        """Let one event happen at `now` (seconds on a clock that never goes back)."""
+        self._now = now
+        decided = self._decided = Decided()
+        before = self.membership.number
+        match event:
+            case Called():
+                self._called(event.connection, event.message)
+            case Noticed():
+                self._noticed(event.connection, event.message)
+            case ConnectionLost():
+                self._lost(event.connection)
+            case TimePassed():
+                for waiting in self._waiting:  # who waits for an answer cannot send a heartbeat
+                    self.membership.heard_worker(self._parties[waiting.connection].rank, now)
+                for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
+                    self._ended(rank, DEAD)
+        self._retry_waiting()
+        if self.membership.number != before:
+            decided.members = self.membership.snapshot()
+        return decided
+
+    def _reply(self, connection: int, message: CoordinatorReply) -> None:
+        self._decided.replies.append((connection, message))
+
+    def _called(self, connection: int, message: CoordinatorRequest) -> None:
+        try:
+            reply = self._answer(connection, message)
+        except ParamServeError as error:
+            reply = failure(message.call, error)
+        if reply is not None:
+            self._reply(connection, reply)
+            return
+        assert isinstance(message, Join | PlaceBlock | Lookup)
+        wait_s = self.config.deadlines.start_s if isinstance(message, Join) else message.wait_s
+        self._waiting.append(_Waiting(connection, message, self._now + wait_s))
+        if len(self._waiting) > WAITING_MAX:
+            oldest = self._waiting.pop(0)
+            self._reply(oldest.connection, failure(oldest.message.call, self._late(oldest)))
+
+    def _answer(self, connection: int, message: CoordinatorRequest) -> CoordinatorReply | None:
+        """The reply to a call; None: not yet."""
+        party = self._parties.setdefault(connection, Party())
+        match message:
+            case Register():
+                self.membership.register(message, self._now)
+                party.shard = message.shard
+            case Join():
+                return self._join(party, message)
+            case PlaceBlock():
+                placed = self.directory.place(message, party.client)
+                return None if placed is None else Placed(message.call, *placed)
+            case Defined():
+                self.directory.defined(message.block, message.attempt)
+            case Lookup():
+                found = self.directory.find(message.names)
+                return None if found is None else Found(message.call, found)
+            case Leave():
+                self.directory.client_gone(party.client)
+                self._ended(party.rank, LEFT, party.client)
+            case MarkDead():
+                self._ended(message.number, DEAD)
+            case AskStatus():
+                return self._status(message)
+        return Ok(message.call)
+
+    def _join(self, party: Party, message: Join) -> Joined | None:
+        if not self.membership.complete:
+            return None
+        client, incarnation = self.membership.join(message, self._now)
+        party.client, party.rank = client, message.rank
+        return Joined(
+            message.call,
+            client,
+            incarnation,
+            self.membership.workers,
+            0,
+            self.membership.addresses(),
+            self.config.consistency,
+        )
+
+    def _ended(self, rank: int, state: str, client: int | None = None) -> None:
+        member = self.membership.members.get(rank)
+        if member is not None and self.membership.ended(rank, state, client):
+            self.directory.client_gone(member.client)
+
+    def _noticed(self, connection: int, message: CoordinatorNotice) -> None:
+        party = self._parties.setdefault(connection, Party())
+        if isinstance(message, ServerBeat):
+            if party.shard == message.shard:
+                self.membership.heard_server(message, self._now)
+            return
+        if isinstance(message, WorkerBeat):
+            member = self.membership.members.get(party.rank)
+            if member is not None and member.client == party.client:
+                self.membership.heard_worker(party.rank, self._now)
+            self._records.extend(message.records)
+            while len(self._records) > self._records_max:
+                self._records.popleft()
+                self._first_record += 1
+
+    def _lost(self, connection: int) -> None:
+        self._waiting = [w for w in self._waiting if w.connection != connection]
+        party = self._parties.pop(connection, None)
+        if party is not None and party.client:
+            self.directory.client_gone(party.client)
+            self._ended(party.rank, DEAD, party.client)
+
+    def _status(self, message: AskStatus) -> Status:
+        start = max(message.after_record, self._first_record)
+        skip = start - self._first_record
+        return Status(
+            message.call,
+            self.membership.snapshot().members,
+            tuple(entry.beat for _, entry in sorted(self.membership.servers.items())),
+            self.membership.silent_servers(self._now, self.config.deadlines.stall_s),
+            tuple(self._records)[skip:],
+            self._first_record + len(self._records),
+            self._first_record,
+        )
+
+    def _retry_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            try:
+                reply = self._answer(each.connection, each.message)
+            except ParamServeError as error:
+                reply = failure(each.message.call, error)
+            if reply is None and each.deadline <= self._now:
+                reply = failure(each.message.call, self._late(each))
+            if reply is None:
+                self._waiting.append(each)
+            else:
+                self._reply(each.connection, reply)
+
+    def _late(self, waiting: _Waiting) -> ParamServeError:
+        message = waiting.message
+        if isinstance(message, Join):
+            missing = sorted(set(range(self.config.servers)) - set(self.membership.servers))
+            return ParamServeError(
+                f"the servers of shards {missing} did not come up in time",
+                fix="look at their output, or raise start_s",
+            )
+        if isinstance(message, Lookup):
+            known = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}
+            names = [name for name in message.names or () if name not in known]
+            return UnknownName(
+                f"no parameter is named {', '.join(map(repr, names[:5]))}; "
+                f"defined: {', '.join(sorted(known)[:10]) or 'nothing yet'}",
+                fix="define it first, or correct the name",
+            )
+        names = [piece.name for piece in message.pieces[:3]]
+        return DefineTimeout(
+            f"group {message.group!r} with {', '.join(map(repr, names))} was not defined in "
+            f"{message.wait_s:.1f} s",
+            fix="look at the one who defines it (rank 0), or raise timeout_s",
+        )
+
+
+def failure(call: int, error: ParamServeError) -> Failed:
+    """An error as the reply that carries it."""
+    return Failed(call, type(error).__name__, error.failed, error.applied, error.fix)

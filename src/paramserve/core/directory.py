@@ -1,0 +1,164 @@
+"""Which block holds which names, and who is defining it: one answer for the whole cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, cut, size_of
+from paramserve.errors import DefineMismatch, ParamServeError
+from paramserve.messages import BlockSpec, PlaceBlock
+
+NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
+"""Names are shown in errors and tables: no control characters."""
+PIECES_MAX = 100_000
+"""Tensors in one block."""
+
+
+class Stage(Enum):
+    OPEN = "open"
+    """Its definer went away before the values were everywhere: the next one may define it."""
+    DEFINING = "defining"
+    DEFINED = "defined"
+
+
+@dataclass
+class Entry:
+    """One block. `attempt` counts the clients that began to define it."""
+
+    spec: BlockSpec
+    attempt: int
+    definer: int
+    stage: Stage
+
+
+class Directory:
+    """All blocks of a cluster, in the order in which they were placed."""
+
+    def __init__(self, shards: int) -> None:
+        self._entries: list[Entry] = []
+        self._groups: dict[str, int] = {}
+        self._by_name: dict[tuple[str, str], Entry] = {}
+        self._loads = [0] * shards
+        """Bytes of values on each shard."""
+
+    def place(self, call: PlaceBlock, client: int) -> tuple[BlockSpec, int] | None:
+        """The block for these tensors, and the attempt with which this client must define it.
+
+        Returns:
+            Attempt 0: it is defined. None: somebody else is defining it, or has to; ask again.
+        Raises:
+            DefineMismatch: a name is defined with another shape, dtype, rule or group.
+            ParamServeError: the tensors cannot be placed. In both cases nothing was applied.
+        """
+        entry = self._known(call)
+        if entry is not None and entry.stage is Stage.DEFINED:
+            return entry.spec, 0
+        if not call.define:
+            return None
+        if entry is None:
+            entry = self._new(call, client)
+        elif entry.stage is Stage.OPEN:
+            entry.stage, entry.definer = Stage.DEFINING, client
+            entry.attempt += 1
+        elif entry.definer != client:
+            return None
+        return entry.spec, entry.attempt
+
+    def defined(self, block: int, attempt: int) -> None:
+        """The definer has the values on all shards."""
+        if 0 <= block < len(self._entries) and self._entries[block].attempt == attempt:
+            self._entries[block].stage = Stage.DEFINED
+
+    def client_gone(self, client: int) -> None:
+        """What this client was defining is open to the next one who asks."""
+        for entry in self._entries:
+            if entry.stage is Stage.DEFINING and entry.definer == client:
+                entry.stage = Stage.OPEN
+
+    def find(self, names: tuple[str, ...] | None) -> tuple[BlockSpec, ...] | None:
+        """Defined blocks with these names (None: all); None if one of them is not defined yet."""
+        ready = [entry.spec for entry in self._entries if entry.stage is Stage.DEFINED]
+        if names is None:
+            return tuple(ready)
+        wanted = set(names)
+        found = [s for s in ready if any(piece.name in wanted for piece in s.pieces)]
+        have = {piece.name for spec in found for piece in spec.pieces}
+        return tuple(found) if wanted <= have else None
+
+    def _known(self, call: PlaceBlock) -> Entry | None:
+        entries = {
+            id(entry): entry
+            for piece in call.pieces
+            if (entry := self._by_name.get((call.group, piece.name))) is not None
+        }
+        if not entries:
+            return None
+        entry = next(iter(entries.values()))
+        if len(entries) > 1 or entry.spec.pieces != call.pieces:
+            raise _mismatch(call, entry.spec, "names and shapes", entry.spec.pieces, call.pieces)
+        if entry.spec.dtype != call.dtype:
+            raise _mismatch(call, entry.spec, "dtype", entry.spec.dtype, call.dtype)
+        theirs, ours = entry.spec.rule, call.rule
+        if not call.define and theirs is not None and ours is not None:
+            # One that waits brings its hyper-parameters with each push.
+            same = theirs.name == ours.name
+        else:
+            same = theirs == ours
+        if not same:
+            raise _mismatch(call, entry.spec, "rule", theirs, ours)
+        return entry
+
+    def _new(self, call: PlaceBlock, client: int) -> Entry:
+        _check(call)
+        size, itemsize = size_of(call.pieces), np.dtype(call.dtype).itemsize
+        cuts = cut(size, itemsize, self._loads)
+        for shard in range(len(self._loads)):
+            self._loads[shard] += (cuts[shard + 1] - cuts[shard]) * itemsize
+        group = self._groups.setdefault(call.group, len(self._groups))
+        spec = BlockSpec(
+            len(self._entries), group, call.group, call.dtype, call.rule, call.pieces, cuts
+        )
+        entry = Entry(spec, 1, client, Stage.DEFINING)
+        self._entries.append(entry)
+        for piece in call.pieces:
+            self._by_name[call.group, piece.name] = entry
+        return entry
+
+
+def _mismatch(
+    call: PlaceBlock, spec: BlockSpec, what: str, theirs: object, ours: object
+) -> DefineMismatch:
+    names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
+    return DefineMismatch(
+        f"{names} in group {spec.group_name!r} is defined with {what} {_short(theirs)}, "
+        f"now {_short(ours)} came",
+        fix="define a name with one shape, dtype, rule and group, or choose another name",
+    )
+
+
+def _short(thing: object) -> str:
+    text = repr(thing)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _check(call: PlaceBlock) -> None:
+    """Refuse what no shard could hold; the client checks the same before it asks."""
+    wrong = None
+    allowed = DTYPES if call.rule is not None else PLAIN_DTYPES
+    names = [piece.name for piece in call.pieces]
+    if not names or len(names) > PIECES_MAX:
+        wrong = f"{len(names)} tensors in one block, allowed are 1 to {PIECES_MAX}"
+    elif len(set(names)) != len(names):
+        wrong = "a name stands twice in one define"
+    elif call.dtype not in allowed:
+        wrong = f"dtype {call.dtype!r}, allowed are {', '.join(allowed)}"
+    elif not all(NAME.fullmatch(name) for name in (*names, call.group)):
+        wrong = "a name is empty, longer than 512 characters or has control characters"
+    elif any(length < 0 for piece in call.pieces for length in piece.shape):
+        wrong = "a negative length in a shape"
+    if wrong is not None:
+        raise ParamServeError(f"define in group {call.group!r}: {wrong}", fix="correct the define")

@@ -1,0 +1,102 @@
+"""Which shard holds which elements: by bytes, in equal parts, decided once per block.
+
+The tensors of a block are laid end to end; shard k holds one contiguous range of that. Rules are
+element-wise, so a range may begin in the middle of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from paramserve.config import PolicySpec
+from paramserve.messages import ALIGN, BlockSpec, Piece
+
+SPLIT_BYTES_MIN = 64 << 10
+"""A block below this stays whole on one shard: a second message would cost more than it spares."""
+
+DTYPES = ("float32", "float64")
+"""What rules update."""
+PLAIN_DTYPES = (*DTYPES, "int64")
+"""What blocks without a rule (model buffers) may hold."""
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    """Elements of all pieces together."""
+    return sum(prod(piece.shape) for piece in pieces)
+
+
+def cut(size: int, itemsize: int, loads: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of the shards' ranges for a block of `size` elements.
+
+    Args:
+        size: elements in the block.
+        itemsize: bytes of one element.
+        loads: bytes that each shard holds already.
+    Returns:
+        `len(loads) + 1` element offsets, not falling; inner ones on multiples of `ALIGN` bytes.
+    """
+    shards = len(loads)
+    if shards == 1 or size * itemsize < SPLIT_BYTES_MIN:
+        owner = min(range(shards), key=lambda shard: (loads[shard], shard))
+        return tuple(0 if shard <= owner else size for shard in range(shards + 1))
+    step = max(1, ALIGN // itemsize)
+    inner = [round(k * size / shards / step) * step for k in range(1, shards)]
+    return (0, *inner, size)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block as its clients see it: the tensors that were defined together."""
+
+    spec: BlockSpec
+
+    @cached_property
+    def id(self) -> int:
+        return self.spec.block
+
+    @cached_property
+    def group(self) -> int:
+        return self.spec.group
+
+    @cached_property
+    def group_name(self) -> str:
+        return self.spec.group_name
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.spec.dtype)
+
+    @cached_property
+    def rule(self) -> PolicySpec | None:
+        return self.spec.rule
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.spec.pieces
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Element offset of each piece, and the end of the last."""
+        offsets = [0]
+        for piece in self.pieces:
+            offsets.append(offsets[-1] + prod(piece.shape))
+        return tuple(offsets)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements."""
+        return self.starts[-1]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def range(self, shard: int) -> tuple[int, int]:
+        """Elements [low, high) that this shard holds; low == high where it holds none."""
+        return self.spec.cuts[shard], self.spec.cuts[shard + 1]

@@ -1,0 +1,163 @@
+"""The client's end of a session with one shard: numbering, retry, and who owns a slot when.
+
+A request keeps its number and its slots from the moment it is submitted until its reply has been
+read, through any number of connections. A timeout frees nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from paramserve.errors import ParamServeError, rebuild
+from paramserve.messages import ALIGN, Done, Refused, ShardRequest
+
+SLOT_ALIGN = ALIGN
+
+
+class Operation:
+    """One call of the user, spread over shards: done when every shard has answered.
+
+    The first refusal counts: the shards check alike, so that a refused request is refused by all.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self.waiting = shards
+        self.replies: dict[int, Done] = {}
+        self.error: ParamServeError | None = None
+        self._on_complete: Callable[[], None] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.waiting == 0
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this once when it is complete, by whoever brings the last answer; or now."""
+        if self.complete:
+            action()
+        else:
+            self._on_complete = action
+
+    def answered(self, shard: int, reply: Done | Refused) -> None:
+        """One shard's answer has been read."""
+        if isinstance(reply, Refused):
+            if self.error is None:
+                self.error = rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        else:
+            self.replies[shard] = reply
+        self._count()
+
+    def failed(self, error: ParamServeError) -> None:
+        """One shard will never answer."""
+        if self.error is None:
+            self.error = error
+        self._count()
+
+    def _count(self) -> None:
+        self.waiting -= 1
+        if self.waiting == 0 and self._on_complete is not None:
+            self._on_complete()
+
+
+@dataclass
+class Sent:
+    """A request that is not answered yet."""
+
+    message: ShardRequest
+    operation: Operation
+
+
+class ClientSession:
+    """Numbered requests to one shard.
+
+    `window` requests may be unanswered; more wait their turn here, at most `queue_max`.
+    """
+
+    def __init__(self, shard: int, window: int) -> None:
+        self.shard = shard
+        self.window = window
+        self.unanswered: deque[Sent] = deque()
+        """Numbered, oldest first: what is sent again on a new connection."""
+        self.last = 0
+        """The highest number given out."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the next request must wait for a reply."""
+        return len(self.unanswered) >= self.window
+
+    def submit(self, message: ShardRequest, operation: Operation) -> ShardRequest:
+        """Number a request and remember it; returns what to send. The session must not be full."""
+        assert not self.full, "the caller waits for a reply first"
+        self.last += 1
+        numbered = structs.replace(message, seq=self.last)
+        self.unanswered.append(Sent(numbered, operation))
+        return numbered
+
+    def sent(self, seq: int) -> Sent | None:
+        """The unanswered request of this number; None if it was answered before."""
+        for each in self.unanswered:
+            if each.message.seq == seq:
+                return each
+        return None
+
+    def on_reply(self, reply: Done | Refused) -> Sent | None:
+        """Take a reply; None if that number was answered before (a repeated answer)."""
+        found = self.sent(reply.seq)
+        if found is not None:
+            self.unanswered.remove(found)
+            found.operation.answered(self.shard, reply)
+        return found
+
+    def to_resend(self) -> list[ShardRequest]:
+        """After a new connection: everything unanswered, in order, with its old number."""
+        return [each.message for each in self.unanswered]
+
+    def abandon(self, error: ParamServeError) -> None:
+        """The shard is gone for good: everything unanswered fails."""
+        while self.unanswered:
+            self.unanswered.popleft().operation.failed(error)
+
+
+@dataclass
+class SlotPool:
+    """Which parts of a client's arenas are free: exact sizes, since steps repeat their sizes.
+
+    A slot is taken in the step that gives it out. It never moves and is never split, so that two
+    requests can never share bytes.
+    """
+
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    """(arena, offset)."""
+    _free: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _room: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add_arena(self, number: int, start: int, nbytes: int) -> None:
+        """An arena whose bytes from `start` (aligned) can be given out."""
+        self._room[number] = (start, nbytes)
+
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """A free slot of at least `nbytes`: (arena, offset). None: a new arena is needed."""
+        size = -(-max(nbytes, 1) // SLOT_ALIGN) * SLOT_ALIGN
+        free = self._free.get(size)
+        if free:
+            slot = free.pop()
+            self.taken.add(slot)
+            return slot
+        for number, (start, end) in self._room.items():
+            if start + size <= end:
+                self._room[number] = (start + size, end)
+                slot = (number, start)
+                self._sizes[slot] = size
+                self.taken.add(slot)
+                return slot
+        return None
+
+    def give_back(self, slot: tuple[int, int]) -> None:
+        """The last owner of a slot lets go of it."""
+        self.taken.remove(slot)
+        self._free.setdefault(self._sizes[slot], []).append(slot)

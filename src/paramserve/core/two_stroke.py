@@ -1,0 +1,181 @@
+"""Sync over several shards: collect on each, one decision by the lead, commit on all.
+
+A shard that holds a clock's gradients tells the group's lead shard (`Ready`); the lead answers all
+with one `Commit`; only then does a value change. Whatever could differ between shards (a worker
+that died between two of its messages, a NaN, clipping by the global norm, a hyper-parameter that
+does not match) is decided here, once. One shard is its own lead.
+
+Both messages may be lost, repeated or late: `Ready` is repeated until its `Commit` arrives, and a
+`Ready` for the clock committed last is answered with that `Commit` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.block import ShardBlock
+from paramserve.core.consistency import Consistency
+from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+
+Array = npt.NDArray[Any]
+
+CLIP_EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+
+
+def lead_of(group: int, shards: int) -> int:
+    """The shard that decides for a group: spread over the shards, known to all without asking."""
+    return group % shards
+
+
+@dataclass
+class Contribution:
+    """One worker's gradients of one clock, unapplied, still in the memory where they arrived."""
+
+    step: Step
+    client: int
+    gradients: dict[int, tuple[Gradient, Array]]
+    """By block: the header part and this shard's elements."""
+    finite: bool
+
+
+@dataclass
+class Collect:
+    """What one shard holds of its group's present clock."""
+
+    held: dict[int, Contribution] = field(default_factory=dict)
+    """By rank."""
+    sent: Ready | None = None
+    """Waiting for the lead's answer since it was sent."""
+    repeat_at: float = 0.0
+
+    def clear(self) -> None:
+        self.held = {}
+        self.sent = None
+
+
+class Lead:
+    """The lead's side: gathers `Ready` of all shards for one clock and decides."""
+
+    def __init__(self, shards: int, policy: Consistency) -> None:
+        self._shards = shards
+        self._policy = policy
+        self._ready: dict[int, Ready] = {}
+        self._last: Commit | None = None
+
+    def on_ready(self, ready: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
+        """Take one shard's `Ready`; return what to send to which shard.
+
+        Args:
+            ready: from any shard, this one included.
+            clock: the first clock that is not committed yet.
+        """
+        if self._last is not None and ready.clock == self._last.clock:
+            return [(ready.shard, self._last)]
+        if ready.clock != clock:
+            return []
+        self._ready[ready.shard] = ready
+        if len(self._ready) < self._shards:
+            return []
+        sets = [frozenset(each.contributors) for each in self._ready.values()]
+        agreed = frozenset.intersection(*sets)
+        if all(each == agreed for each in sets):
+            return self._commit(clock)
+        proposal = Propose(ready.group, clock, tuple(sorted(agreed)))
+        differing = [s for s, each in self._ready.items() if set(each.contributors) != agreed]
+        for shard in differing:
+            del self._ready[shard]
+        return [(shard, proposal) for shard in sorted(differing)]
+
+    def _commit(self, clock: int) -> list[tuple[int, Commit | Propose]]:
+        parts = [self._ready[shard] for shard in sorted(self._ready)]
+        self._ready = {}
+        self._last = decide(parts, self._policy)
+        return [(shard, self._last) for shard in range(self._shards)]
+
+
+def decide(parts: Sequence[Ready], policy: Consistency) -> Commit:
+    """The one decision about a clock, from what all shards hold of it."""
+    first = parts[0]
+    nothing = Commit(first.group, first.clock, (), 0.0)
+    refusal = next((part.refusal for part in parts if part.refusal), ())
+    if refusal:
+        return Commit(first.group, first.clock, (), 0.0, refusal)
+    if any(part.skip for part in parts) or not first.contributors:
+        return nothing
+    if not all(part.finite for part in parts):
+        if policy.on_nonfinite == "skip":
+            return nothing
+        return Commit(first.group, first.clock, (), 0.0, NOT_FINITE)
+    scale = policy.scale(first.weight)
+    if first.clip_norm > 0.0:
+        norm = sqrt(sum(part.squared_norm for part in parts)) * scale
+        scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
+    return Commit(first.group, first.clock, first.contributors, scale)
+
+
+NOT_FINITE = (
+    "NonFinite",
+    "a gradient holds NaN or Inf on its shard although its worker found none",
+    "do not write to a gradient after it was pushed",
+)
+
+
+def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:
+    """Why these contributions cannot be one update: (kind, failed, fix), or empty."""
+    for what, values in (
+        ("clip_norm", [step.clip_norm for step in steps]),
+        ("hyper-parameters", [{g.block: g.hyper for g in step.push} for step in steps]),
+    ):
+        pushing = [(r, v) for r, v, step in zip(ranks, values, steps, strict=True) if step.push]
+        if any(value != pushing[0][1] for _, value in pushing):
+            texts = "; ".join(f"rank {rank}: {value}" for rank, value in pushing)
+            return (
+                "HyperMismatch",
+                f"the workers brought different {what} to one synchronous clock ({texts})",
+                "give every rank the same schedule, or use ps.Async()",
+            )
+    return ()
+
+
+def total(
+    contributions: Sequence[Contribution], block: ShardBlock, *, keep: bool
+) -> tuple[Array, tuple[int, ...] | None]:
+    """Weighted sum of one block's gradients in the order given (by rank), not scaled.
+
+    A piece that only some workers have a gradient for counts as zero for the others.
+
+    Args:
+        contributions: those that have the block, at least one.
+        keep: leave every gradient as it is. Without, the sum may be left in the first gradient's
+            own memory, which belongs to this shard until its worker is answered.
+    Returns:
+        The sum, [size of the shard's part], and the pieces that it has (None: all).
+    """
+    from paramserve.rules import kernels
+
+    parts = [(each.step.weight, *each.gradients[block.spec.block]) for each in contributions]
+    actives = [header.active for _, header, _ in parts]
+    if all(active is None for active in actives):
+        weight, _, target = parts[0]
+        if keep:
+            target = target.copy()
+        if weight != 1.0:
+            np.multiply(target, target.dtype.type(weight), out=target)
+        for weight, _, gradient in parts[1:]:
+            kernels.add_scaled_into(target, weight, gradient)
+        return target, None
+    target = np.zeros(block.size, block.dtype)
+    every = range(len(block.spec.pieces))
+    for weight, header, gradient in parts:
+        for piece in every if header.active is None else header.active:
+            start, stop = block.bounds(piece)
+            target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
+    union = {p for active in actives for p in (every if active is None else active)}
+    return target, tuple(sorted(union))
