@@ -1,0 +1,308 @@
+"""The client that users hold: pushes and pulls by name, for numpy, notebooks and tests.
+
+Under a policy that collects (Sync), pushes are put together here until `tick()` ends the step,
+because a clock's gradients travel in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client.by_block import BlockClient
+from paramserve.client.exchange import done
+from paramserve.client.names import as_tensors
+from paramserve.client.steps import StepOptions
+from paramserve.client.ticket import Ticket
+from paramserve.core.partition import Block
+from paramserve.errors import UnknownName
+from paramserve.messages import TakeSnapshot, Watch
+
+Array = npt.NDArray[Any]
+
+
+class Snapshot(NamedTuple):
+    """A group's values at one version, the same on all shards.
+
+    `dropped` counts earlier snapshots that were not read in time.
+    """
+
+    version: int
+    values: dict[str, Array]
+    dropped: int
+
+
+class Client(BlockClient):
+    """A connection to all servers; make one with `Cluster.client()` or get `worker.client`.
+
+    Usable from any thread. Not across a fork: a child makes its own. A pickled client becomes a new
+    one, with a new id, where it is unpickled.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._viewed: dict[int, Ticket] = {}
+        """By block: the ticket whose values a pull with copy=False left in their slot."""
+
+    def push(
+        self, name: str | Mapping[str, npt.ArrayLike], gradient: npt.ArrayLike | None = None
+    ) -> Ticket:
+        """Send gradients; the servers apply the rule. Returns when their bytes are captured.
+
+        Under a policy that collects (Sync) they are put together until `tick()`; two pushes to one
+        name add up there.
+
+        Args:
+            name: of one parameter, or a mapping from names to gradients of one group.
+            gradient: shape [*value shape], floating point.
+        Returns:
+            Ticket of the outcome.
+        Raises:
+            UnknownName, ShapeMismatch, DtypeMismatch, NonFinite: nothing was applied.
+        """
+        self._check()
+        with self._lock:
+            blocks, arrays = self._resolve(name, gradient)
+            if self._collects:
+                self._gradients.stage(blocks, arrays)
+                return self._steps.stage(blocks[0])
+            pushes, finite = self._gradients.capture(blocks, arrays)
+            return self._steps.send("push", blocks[0], pushes, (), StepOptions(skip=not finite))
+
+    def push_pull(
+        self,
+        gradients: Mapping[str, npt.ArrayLike],
+        *,
+        tick: bool = False,
+        copy: bool = True,
+        timeout_s: float | None = None,
+    ) -> dict[str, Array]:
+        """Push, and read the same names' values after it, in one message.
+
+        Args:
+            tick: end the step as well. Under Sync, a push without it is not yet in the values.
+            copy: as for `pull`.
+        Returns:
+            By name, the values.
+        Raises:
+            As `push` and `pull`.
+        """
+        self._check()
+        with self._lock:
+            blocks, arrays = self._resolve(gradients, None)
+            if self._collects:
+                self._gradients.stage(blocks, arrays)
+                self._steps.stage(blocks[0])
+            if self._collects and not tick:
+                tickets = self._send_pulls(blocks)
+            else:
+                group = blocks[0].group_name
+                pushes, finite = (
+                    self._gradients.staged(group)
+                    if self._collects
+                    else self._gradients.capture(blocks, arrays)
+                )
+                self._drop_views(blocks)
+                options = StepOptions(tick=tick, skip=not finite)
+                ticket = self._steps.send("push", blocks[0], pushes, blocks, options)
+                tickets = [(ticket, blocks)]
+        return self._read_pulls(tickets, list(gradients), None, copy, timeout_s)
+
+    def pull(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        out: Any = None,
+        copy: bool = True,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Read values.
+
+        Args:
+            names: one name, several, or None for all.
+            out: an array (or a mapping by name) of the right shape and dtype to read into.
+            copy: False gives read-only views that are valid until the next pull of these names.
+        Returns:
+            An array for one name, else a dict by name; yours to keep.
+        Raises:
+            UnknownName, ShapeMismatch: nothing was read.
+            PullTimeout: not there in `timeout_s`; the text says who is missing.
+        """
+        self._check()
+        wanted = [names] if isinstance(names, str) else names
+        with self._lock:
+            blocks = self._find(wanted)
+            if wanted is None:
+                wanted = [piece.name for block in blocks for piece in block.pieces]
+            targets = {names: out} if isinstance(names, str) and out is not None else out
+            tickets = self._send_pulls(blocks)
+        found = self._read_pulls(tickets, wanted, targets, copy, timeout_s)
+        return found[names] if isinstance(names, str) else found
+
+    def _send_pulls(self, blocks: Sequence[Block]) -> list[tuple[Ticket, list[Block]]]:
+        """One pull for each group; the caller holds the lock."""
+        self._drop_views(blocks)
+        groups: dict[int, list[Block]] = {}
+        for block in blocks:
+            groups.setdefault(block.group, []).append(block)
+        return [
+            (self._steps.send("pull", each[0], (), each, StepOptions()), each)
+            for each in groups.values()
+        ]
+
+    def _read_pulls(
+        self,
+        tickets: Sequence[tuple[Ticket, list[Block]]],
+        names: Sequence[str],
+        targets: Mapping[str, Array] | None,
+        copy: bool,
+        timeout_s: float | None,
+    ) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for ticket, blocks in tickets:
+            found |= self._values(ticket, blocks, names, targets, copy, timeout_s)
+        return {name: found[name] for name in names}
+
+    def gradient(self, name: str) -> Array:
+        """An array in shared memory for the gradient of `name`: fill it, push it, no copy.
+
+        Shape and dtype are the parameter's; what it holds at first is undefined. It is yours until
+        it is pushed.
+        """
+        self._check()
+        with self._lock:
+            block = self._find([name])[0]
+            return self._names.piece_of(block, name).view(self._gradients.slot(block))
+
+    def assign(
+        self,
+        name: str | Mapping[str, npt.ArrayLike],
+        value: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Overwrite values; returns when they are in place on all shards.
+
+        Raises:
+            UnknownName, ShapeMismatch, DtypeMismatch: nothing was applied.
+        """
+        self._check()
+        with self._lock:
+            blocks, arrays = self._resolve(name, value)
+            for block in blocks:
+                flat = np.empty(block.size, block.dtype)
+                active = []
+                for index, piece in enumerate(block.pieces):
+                    if piece.name in arrays:
+                        self._names.piece_of(block, piece.name).view(flat)[...] = arrays[piece.name]
+                        active.append(index)
+                self.store(block, 0, flat, active=tuple(active), timeout_s=timeout_s)
+
+    def tick(self, group: str = "default") -> Ticket:
+        """End this client's step on a group: its clock grows by one.
+
+        Under Sync, what was pushed since the last tick is this worker's part of the clock; the
+        ticket's outcome is there when all live workers have ended it.
+        """
+        self._check()
+        with self._lock:
+            block = self._group_block(group)
+            if block is None:
+                raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
+            pushes, finite = self._gradients.staged(group)
+            options = StepOptions(tick=True, skip=not finite)
+            return self._steps.send("tick", block, pushes, (), options)
+
+    def watch(self, group: str, every: int, keep: int = 8) -> bool:
+        """Have the shards keep a snapshot of a group at every `every`-th version, at most `keep`.
+
+        Returns:
+            False if nothing is defined in the group yet.
+        """
+        self._check()
+        with self._lock:
+            block = self._group_block(group)
+            if block is None:
+                return False
+            requests = [Watch(0, block.group, every, keep)] * len(self._exchange.shards)
+            self._steps.finish("watch", requests, self.timeout_s, ())
+            return True
+
+    def take_snapshot(self, group: str, after: int) -> Snapshot | None:
+        """The oldest kept snapshot of a version past `after` that all shards have, or None."""
+        self._check()
+        with self._lock:
+            known = self._group_block(group)
+            if known is None:
+                return None
+            blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
+            slots = [self._exchange.take(block.nbytes) for block in blocks]
+            places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
+            try:
+                while True:
+                    requests = [
+                        TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
+                        for shard in range(len(self._exchange.shards))
+                    ]
+                    replies = done(self._steps.finish("snapshot", requests, self.timeout_s, ()))
+                    taken = {reply.taken for reply in replies}
+                    if -1 in taken:
+                        return None
+                    if len(taken) == 1:
+                        break
+                    after = max(taken) - 1  # A shard has dropped the older ones.
+                values = {}
+                for block, slot in zip(blocks, slots, strict=True):
+                    flat = slot.array(block)
+                    for piece in self._names.pieces(block):
+                        values[piece.name] = piece.view(flat).copy()
+                return Snapshot(taken.pop(), values, max(reply.dropped for reply in replies))
+            finally:
+                self._exchange.give_back(slots)
+
+    def _resolve(
+        self, name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
+    ) -> tuple[list[Block], dict[str, Array]]:
+        """Blocks and checked arrays for a push or an assign."""
+        tensors = as_tensors(name, value, parameters=True)
+        blocks = self._find([tensor.name for tensor in tensors])
+        arrays = {tensor.name: self._names.checked(tensor) for tensor in tensors}
+        if len(blocks) > 1 and len({block.group for block in blocks}) > 1:
+            groups = sorted({block.group_name for block in blocks})
+            raise ValueError(f"one call goes to one group; these names are in {groups}")
+        return blocks, arrays
+
+    def _values(
+        self,
+        ticket: Ticket,
+        blocks: Sequence[Block],
+        names: Sequence[str],
+        targets: Mapping[str, Array] | None,
+        copy: bool,
+        timeout_s: float | None,
+    ) -> dict[str, Array]:
+        """Wait for a pull and hand its values over."""
+        outcome = ticket.result(timeout_s)
+        found: dict[str, Array] = {}
+        for block in blocks:
+            flat = outcome.values[block.id]
+            for piece in self._names.pieces(block):
+                if piece.name in names:
+                    target = None if targets is None else targets.get(piece.name)
+                    found[piece.name] = piece.read(flat, target, copy)
+        if copy or targets is not None:
+            ticket.release()
+        else:
+            with self._lock:
+                self._viewed.update((block.id, ticket) for block in blocks)
+        return found
+
+    def _drop_views(self, blocks: Sequence[Block]) -> None:
+        if self._viewed:
+            for block in blocks:
+                ticket = self._viewed.pop(block.id, None)
+                if ticket is not None:
+                    ticket.release()

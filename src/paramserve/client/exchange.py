@@ -1,0 +1,460 @@
+"""One client's exchange with all shards: links, sessions, slots; sends, waits and reconnects.
+
+It is synchronous: whoever waits polls the sockets in its own thread. Of several waiting threads one
+polls and the others wait for what it reads. It knows nothing of names, rules or groups' meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.config import Deadlines, Limits
+from paramserve.core.partition import Block
+from paramserve.core.session import ClientSession, Operation, Sent, SlotPool
+from paramserve.errors import ClientClosed, ParamServeError, ServerGone, rebuild
+from paramserve.messages import (
+    AskReport,
+    Assign,
+    Bye,
+    Define,
+    Done,
+    Fetch,
+    Hello,
+    Inquire,
+    Joined,
+    Refused,
+    ServerBeat,
+    ShardReply,
+    ShardRequest,
+    Step,
+    TakeSnapshot,
+    Waiting,
+    decoder,
+    encode,
+)
+from paramserve.transport.arena import RESERVED_BYTES, Arena
+from paramserve.transport.framing import padded
+from paramserve.transport.link import Link
+
+logger = logging.getLogger("paramserve")
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+
+FIRST_ARENA_BYTES = 1 << 20
+ARENA_GROWTH_BYTES_MAX = 64 << 20
+"""A new arena is as large as all before it, at most this, unless one slot needs more."""
+RECONNECT_PAUSE_S = 0.01
+"""Before a broken link is made anew: no tight loop around a server that refuses."""
+POLL_SLICE_S = 0.25
+"""A waiting thread looks this often whether the client was closed by another."""
+WINDOW = 4
+"""Requests of this client that one shard may have unanswered."""
+
+_decode = decoder(ShardReply).decode
+
+
+class Slot:
+    """Bytes of an arena, taken by this client until given back."""
+
+    __slots__ = ("_array", "arena", "bytes", "offset")
+
+    def __init__(self, arena: int, offset: int, memory: Bytes) -> None:
+        self.arena = arena
+        self.offset = offset
+        self.bytes = memory
+        self._array: Array | None = None
+
+    def array(self, block: Block) -> Array:
+        """The slot as [block.size] of the block's dtype."""
+        array = self._array
+        if array is None or array.size != block.size or array.dtype != block.dtype:
+            array = self._array = np.frombuffer(self.bytes, block.dtype, block.size)
+        return array
+
+
+class _Shard:
+    """One shard as this client reaches it."""
+
+    def __init__(self, number: int, addresses: Sequence[str], window: int) -> None:
+        self.number = number
+        self.addresses = addresses
+        self.session = ClientSession(number, window)
+        self.link: Link | None = None
+        self.gone: ParamServeError | None = None
+        self.told: Waiting | ServerBeat | None = None
+        """Last answer to a question that is not numbered."""
+
+
+class Exchange:
+    """Requests to shards and their answers.
+
+    Args:
+        joined: identity and addresses, from the coordinator.
+        rank: of the worker, or -1.
+    """
+
+    def __init__(
+        self, joined: Joined, rank: int, token: bytes, limits: Limits, deadlines: Deadlines
+    ) -> None:
+        self.blocks: dict[int, Block] = {}
+        """By id: what the parts of a request are measured by."""
+        self.shards = [_Shard(k, each, WINDOW) for k, each in enumerate(joined.servers)]
+        self._hello = Hello("client", joined.client, joined.incarnation, rank, WINDOW)
+        self._token = token
+        self._limits = limits
+        self._deadlines = deadlines
+        self._pool = SlotPool()
+        self._slots: dict[tuple[int, int], Slot] = {}
+        self._arenas: dict[int, Arena] = {}
+        self._condition = threading.Condition(threading.RLock())
+        self._polling = False
+        self._closed = False
+        self._poll = select.poll()
+        self._by_fileno: dict[int, _Shard] = {}
+        self._add_arena(FIRST_ARENA_BYTES)
+        try:
+            for shard in self.shards:
+                self._connect(shard, deadlines.start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- slots -------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of `nbytes`, its contents undefined.
+
+        Raises:
+            Overloaded: there is no memory for it, or a server refuses to map more.
+        """
+        with self._condition:
+            taken = self._pool.take(nbytes)
+            if taken is None:
+                have = sum(arena.nbytes for arena in self._arenas.values())
+                growth = min(have, ARENA_GROWTH_BYTES_MAX)
+                self._add_arena(max(nbytes + 2 * RESERVED_BYTES, growth))
+                taken = self._pool.take(nbytes)
+                assert taken is not None
+            slot = self._slots.get(taken)
+            if slot is None or slot.bytes.size < nbytes:
+                arena, offset = taken
+                memory = self._arenas[arena].memory[offset : offset + padded(nbytes)]
+                slot = self._slots[taken] = Slot(arena, offset, memory)
+            return slot
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """The caller, their owner, lets go of these slots."""
+        with self._condition:
+            for slot in slots:
+                self._pool.give_back((slot.arena, slot.offset))
+
+    def _add_arena(self, nbytes: int) -> None:
+        arena = Arena.create(nbytes, len(self._arenas) + 1)
+        try:
+            for shard in self.shards:
+                if shard.link is not None and shard.link.shared:
+                    hello = structs.replace(self._hello, role="attach")
+                    self._open(shard.link.address, hello, [arena]).close()
+        except BaseException:
+            arena.close()
+            raise
+        self._arenas[arena.number] = arena
+        self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
+
+    # --- links -------------------------------------------------------------------------------
+
+    def _open(self, address: str, hello: Hello, arenas: Sequence[Arena]) -> Link:
+        return Link.connect(
+            [address],
+            hello,
+            token=self._token,
+            arenas=arenas,
+            timeout_s=self._deadlines.reconnect_s,
+            limits=self._limits,
+        )
+
+    def _connect(self, shard: _Shard, timeout_s: float) -> None:
+        shard.link = link = Link.connect(
+            shard.addresses,
+            self._hello,
+            token=self._token,
+            arenas=list(self._arenas.values()),
+            timeout_s=timeout_s,
+            limits=self._limits,
+        )
+        self._by_fileno[link.fileno()] = shard
+        self._poll.register(link.fileno(), select.POLLIN)
+
+    def _disconnect(self, shard: _Shard) -> None:
+        link, shard.link = shard.link, None
+        if link is not None:
+            if self._by_fileno.pop(link.fileno(), None) is not None:
+                self._poll.unregister(link.fileno())
+            link.close()
+
+    def _reconnect(self, shard: _Shard, why: Exception) -> None:
+        """Make a broken link anew and send again what is unanswered; or give the shard up."""
+        self._disconnect(shard)
+        if self._closed:
+            return
+        time.sleep(RECONNECT_PAUSE_S)
+        try:
+            self._connect(shard, self._deadlines.reconnect_s)
+            for message in shard.session.to_resend():
+                self._transmit(shard, message)
+        except ConnectionError:
+            return  # It broke again: the next read sees that.
+        except (ParamServeError, OSError) as error:
+            logger.debug("shard %d is given up: %s; before: %s", shard.number, error, why)
+            self._give_up(shard, error)
+
+    def _give_up(self, shard: _Shard, error: Exception) -> None:
+        self._disconnect(shard)
+        unknown = isinstance(error, OSError) or type(error).__name__ == "ConnectTimeout"
+        if unknown or not isinstance(error, ParamServeError):
+            error = ServerGone(
+                f"server of shard {shard.number} at {shard.addresses[0]} does not answer",
+                applied="unknown",
+                fix="look why its process ended; its values are lost, start again",
+            )
+        shard.gone = error
+        shard.session.abandon(error)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[ShardRequest], timeout_s: float) -> Operation:
+        """Send one request to each shard, in shard order; returns before they are answered.
+
+        If a session's window is full, this waits for its oldest answer first.
+
+        Raises:
+            ServerGone: a shard is gone. Applied: unknown.
+            ClientClosed: nothing was sent.
+        """
+        with self._condition:
+            if self._closed:
+                raise _closed()
+            for shard in self.shards:
+                if shard.gone is not None:
+                    raise again(shard.gone)
+            deadline = 0.0
+            operation = Operation(len(requests))
+            for shard, message in zip(self.shards, requests, strict=True):
+                while shard.session.full:
+                    deadline = deadline or time.monotonic() + timeout_s
+                    if not self._progress(deadline):
+                        raise self._full(shard, timeout_s)
+                if shard.gone is not None:
+                    operation.failed(shard.gone)
+                    continue
+                numbered = shard.session.submit(message, operation)
+                # A broken link is made anew by whoever reads it next, and this is sent again.
+                with contextlib.suppress(ConnectionError):
+                    self._transmit(shard, numbered)
+            return operation
+
+    def _full(self, shard: _Shard, timeout_s: float) -> ParamServeError:
+        return rebuild(
+            "PushTimeout",
+            f"shard {shard.number} left {shard.session.window} requests unanswered for "
+            f"{timeout_s:.1f} s",
+            "unknown",
+            "look at that server, or raise timeout_s",
+        )
+
+    def _transmit(self, shard: _Shard, message: ShardRequest) -> None:
+        link = shard.link
+        if link is None:
+            raise ConnectionError("not connected")
+        if link.shared:
+            link.send(encode(message))
+            return
+        inline, parts = self._inline(shard.number, message)
+        link.send(encode(inline), parts)
+
+    def _inline(self, shard: int, message: ShardRequest) -> tuple[ShardRequest, list[Bytes]]:
+        """The same request with its bytes in the frame instead of an arena."""
+        if isinstance(message, Step):
+            push = tuple(structs.replace(header, arena=0) for header in message.push)
+            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
+            parts = [self._part(shard, g.block, g.arena, g.offset) for g in message.push]
+            return structs.replace(message, push=push, pull=pull), parts
+        if isinstance(message, TakeSnapshot):
+            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
+            return structs.replace(message, pull=pull), []
+        if isinstance(message, Define):
+            number = message.spec.block
+            parts = [self._part(shard, number, message.arena, message.offset)]
+            return structs.replace(message, arena=0), parts
+        if isinstance(message, Assign):
+            parts = [self._part(shard, message.block, message.arena, message.offset)]
+            return structs.replace(message, arena=0), parts
+        if isinstance(message, Fetch):
+            return structs.replace(message, arena=0), []
+        return message, []
+
+    def _part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
+        block = self.blocks[number]
+        low, high = block.range(shard)
+        return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
+
+    # --- waiting -----------------------------------------------------------------------------
+
+    def wait(self, operation: Operation, timeout_s: float) -> bool:
+        """Wait until every shard has answered; False after `timeout_s`.
+
+        Raises:
+            ClientClosed: the client was closed meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            while not operation.complete and self._progress(deadline):
+                pass
+            return operation.complete
+
+    def poll(self, operation: Operation) -> bool:
+        """Read what has come, without waiting; whether the operation is complete."""
+        with self._condition:
+            if not operation.complete and not self._polling and not self._closed:
+                self._read(self._ready(0.0))
+                self._condition.notify_all()
+            return operation.complete
+
+    def _progress(self, deadline: float) -> bool:
+        """Read at least one answer, or let another thread do so; False past the deadline."""
+        if self._closed:
+            raise _closed()
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        if self._polling:
+            self._condition.wait(left)
+            return True
+        self._polling = True
+        self._condition.release()
+        try:
+            ready = self._ready(left)
+        finally:
+            self._condition.acquire()
+            self._polling = False
+        self._read(ready)
+        self._condition.notify_all()
+        return True
+
+    def _ready(self, timeout_s: float) -> list[_Shard]:
+        """Shards with something to read; those whose link is down among them."""
+        down = [shard for shard in self.shards if shard.link is None and shard.gone is None]
+        if down:
+            return down
+        found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
+        return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
+
+    def _read(self, ready: list[_Shard]) -> None:
+        for shard in ready:
+            try:
+                if shard.link is None:
+                    raise ConnectionError("not connected")
+                while (header := shard.link.receive(0.0)) is not None:
+                    self._take(shard, header)
+            except ConnectionError as error:
+                self._reconnect(shard, error)
+            except ParamServeError as error:
+                if isinstance(error, ClientClosed):
+                    raise
+                self._give_up(shard, error)
+
+    def _take(self, shard: _Shard, header: bytes) -> None:
+        assert shard.link is not None
+        reply = _decode(header)
+        if isinstance(reply, Waiting | ServerBeat):
+            shard.told = reply
+            return
+        if isinstance(reply, Refused) and reply.seq == 0:
+            raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        if shard.link.payload_bytes:
+            sent = shard.session.sent(reply.seq)
+            if sent is None:
+                shard.link.skip_payload()
+            else:
+                shard.link.read_payload(self._destinations(shard.number, sent))
+        shard.session.on_reply(reply)
+
+    def _destinations(self, shard: int, sent: Sent) -> list[Bytes]:
+        message = sent.message
+        if isinstance(message, Step | TakeSnapshot):
+            return [self._part(shard, p.block, p.arena, p.offset) for p in message.pull]
+        assert isinstance(message, Fetch)
+        return [self._part(shard, message.block, message.arena, message.offset)]
+
+    def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
+        """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
+        with self._condition:
+            asked = [shard for shard in self.shards if shard.session.unanswered]
+            answers = self._ask(asked, Inquire(group), timeout_s)
+            return [answer for answer in answers if isinstance(answer, Waiting)]
+
+    def reports(self, timeout_s: float) -> list[ServerBeat]:
+        """Ask all shards what they have done so far; what came within `timeout_s`."""
+        with self._condition:
+            answers = self._ask(self.shards, AskReport(), timeout_s)
+            return [answer for answer in answers if isinstance(answer, ServerBeat)]
+
+    def _ask(
+        self, shards: Sequence[_Shard], question: Inquire | AskReport, timeout_s: float
+    ) -> list[Waiting | ServerBeat]:
+        asked = [shard for shard in shards if shard.link is not None]
+        for shard in asked:
+            shard.told = None
+            with contextlib.suppress(ConnectionError):
+                assert shard.link is not None
+                shard.link.send(encode(question))
+        deadline = time.monotonic() + timeout_s
+        while any(shard.told is None for shard in asked) and self._progress(deadline):
+            pass
+        return [shard.told for shard in asked if shard.told is not None]
+
+    def idle(self) -> bool:
+        """Whether every request has been answered."""
+        return all(not shard.session.unanswered for shard in self.shards)
+
+    def close(self) -> None:
+        """Say goodbye, close the links, let go of the arenas. Repeating is safe."""
+        with self._condition:
+            if self._closed:
+                return
+            for shard in self.shards:
+                if shard.link is not None:
+                    with contextlib.suppress(ConnectionError, ParamServeError):
+                        shard.link.send(encode(Bye()))
+                self._disconnect(shard)
+            self._closed = True
+            for shard in self.shards:
+                shard.session.abandon(_closed())
+            for arena in self._arenas.values():
+                arena.close()
+            self._condition.notify_all()
+
+
+def again(error: ParamServeError) -> ParamServeError:
+    """A fresh copy of an error that is raised more than once: each has its own traceback."""
+    return rebuild(type(error).__name__, error.failed, error.applied, error.fix)
+
+
+def _closed() -> ClientClosed:
+    return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
+
+
+def done(operation: Operation) -> list[Done]:
+    """The shards' answers, in shard order; the operation is complete and has no error."""
+    return [reply for _, reply in sorted(operation.replies.items())]

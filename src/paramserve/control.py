@@ -1,0 +1,152 @@
+"""Calling the coordinator: one connection, one call at a time, from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from typing import TypeVar
+
+from msgspec import structs
+
+from paramserve.config import Limits
+from paramserve.errors import CoordinatorGone, Timeout, rebuild
+from paramserve.messages import (
+    CoordinatorNotice,
+    CoordinatorReply,
+    CoordinatorRequest,
+    Failed,
+    Hello,
+    Members,
+    decoder,
+    encode,
+)
+from paramserve.transport.link import Link
+
+R = TypeVar("R")
+
+REPLY_SLACK_S = 5.0
+"""How much longer than the coordinator's own deadline a caller waits for its answer."""
+
+_decode = decoder(CoordinatorReply | Members).decode
+
+
+class ControlLink:
+    """A connection to the coordinator.
+
+    Servers also get `Members` on it, unasked: `notices` has those that came in.
+    """
+
+    def __init__(self, link: Link, address: str) -> None:
+        self.address = address
+        self.notices: deque[Members] = deque()
+        self._link = link
+        self._lock = threading.Lock()
+        self._call = 0
+
+    @classmethod
+    def connect(
+        cls, address: str, hello: Hello, *, token: bytes, limits: Limits, timeout_s: float
+    ) -> ControlLink:
+        """Connect, trying again while nobody listens there yet.
+
+        Raises:
+            ConnectTimeout: nobody answered in `timeout_s`.
+            NotAuthenticated: the coordinator does not know the token.
+        """
+        link = Link.connect([address], hello, token=token, timeout_s=timeout_s, limits=limits)
+        return cls(link, address)
+
+    def call(
+        self,
+        message: CoordinatorRequest,
+        kind: type[R],
+        *,
+        timeout_s: float,
+        slack_s: float = REPLY_SLACK_S,
+    ) -> R:
+        """Send a request and wait for its reply.
+
+        Raises:
+            ParamServeError: the coordinator's own refusal.
+            CoordinatorGone: the connection broke. Whether the call had an effect is unknown.
+            Timeout: no reply in `timeout_s` + `slack_s`.
+        """
+        with self._lock:
+            self._call += 1
+            number = self._call
+            try:
+                self._link.send(encode(structs.replace(message, call=number)))
+                reply = self._await(number, time.monotonic() + timeout_s + slack_s)
+            except ConnectionError as error:
+                raise self._gone(error) from error
+        if reply is None:
+            raise Timeout(
+                f"the coordinator at {self.address} did not answer "
+                f"{type(message).__name__} in {timeout_s + slack_s:.1f} s",
+                applied="unknown",
+                fix="look whether its process runs",
+            )
+        if isinstance(reply, Failed):
+            raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        assert isinstance(reply, kind), f"{reply!r} answers {message!r}"
+        return reply
+
+    def _await(self, number: int, deadline: float) -> CoordinatorReply | None:
+        while (left := deadline - time.monotonic()) > 0:
+            header = self._link.receive(left)
+            if header is None:
+                continue
+            reply: CoordinatorReply | Members = _decode(header)
+            if isinstance(reply, Members):
+                self.notices.append(reply)
+            elif reply.call == number:
+                return reply
+        return None
+
+    def notify(self, message: CoordinatorNotice) -> bool:
+        """Send a heartbeat. False: the coordinator is gone, or a call is under way."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._link.send(encode(message))
+        except ConnectionError:
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def read_notices(self) -> list[Members]:
+        """What came unasked, without waiting.
+
+        Raises:
+            CoordinatorGone: the connection broke.
+        """
+        with self._lock:
+            try:
+                while (header := self._link.receive(0.0)) is not None:
+                    reply = _decode(header)
+                    if isinstance(reply, Members):
+                        self.notices.append(reply)
+            except ConnectionError as error:
+                raise self._gone(error) from error
+        notices = list(self.notices)
+        self.notices.clear()
+        return notices
+
+    def _gone(self, error: Exception) -> CoordinatorGone:
+        return CoordinatorGone(
+            f"the coordinator at {self.address} is gone ({error})",
+            applied="unknown",
+            fix="look why its process ended; the run cannot go on without it",
+        )
+
+    def fileno(self) -> int:
+        """For a loop that waits until something comes."""
+        return self._link.fileno()
+
+    def close(self) -> None:
+        """Close the connection; repeating is safe."""
+        with contextlib.suppress(ConnectionError):
+            self._link.close()

@@ -1,0 +1,103 @@
+"""The coordinator's process: moves messages for `core.coordination`, which decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+import msgspec
+
+from paramserve.config import CoordinatorConfig
+from paramserve.core.coordination import (
+    Called,
+    ConnectionLost,
+    Coordination,
+    CoordinatorEvent,
+    Noticed,
+    TimePassed,
+)
+from paramserve.engine.child import Bootstrap
+from paramserve.messages import (
+    CoordinatorNotice,
+    CoordinatorRequest,
+    Hello,
+    ServerBeat,
+    WorkerBeat,
+    decoder,
+    encode,
+)
+from paramserve.transport.framing import ByteArray
+from paramserve.transport.listener import Connection, listen_unix
+
+TICK_S = 0.1
+"""How often deadlines of waiting calls are looked at."""
+
+_decode = decoder(CoordinatorRequest | CoordinatorNotice).decode
+
+
+class CoordinatorRole:
+    """A `transport.Handler` around `Coordination`."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._coordination = Coordination(config)
+        self._loop = asyncio.get_running_loop()
+        self._numbers: dict[Connection, int] = {}
+        self._connections: dict[int, Connection] = {}
+        self._servers: set[int] = set()
+        """Connections of servers: they are told of every change of the membership."""
+        self._next = 1
+        self._loop.call_later(TICK_S, self._tick)
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        number, self._next = self._next, self._next + 1
+        self._numbers[conn] = number
+        self._connections[number] = conn
+        if hello.role == "server":
+            self._servers.add(number)
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        message = _decode(header)
+        number = self._numbers[conn]
+        if isinstance(message, WorkerBeat | ServerBeat):
+            self._step(Noticed(number, message))
+        else:
+            self._step(Called(number, message))
+
+    def closed(self, conn: Connection) -> None:
+        number = self._numbers.pop(conn)
+        del self._connections[number]
+        self._servers.discard(number)
+        self._step(ConnectionLost(number))
+
+    def _tick(self) -> None:
+        self._step(TimePassed())
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _step(self, event: CoordinatorEvent) -> None:
+        decided = self._coordination.step(event, self._loop.time())
+        for number, reply in decided.replies:
+            connection = self._connections.get(number)
+            if connection is not None:
+                connection.send(encode(reply))
+        if decided.members is not None:
+            header = encode(decided.members)
+            for number in sorted(self._servers):
+                self._connections[number].send(header)
+
+
+async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
+    path = os.path.join(config.directory, "c.sock")
+    listener = await listen_unix(path, CoordinatorRole(config), config.limits)
+    boot.report("ready", msgspec.msgpack.encode(listener.address))
+    try:
+        await asyncio.Event().wait()  # until SIGTERM, or until the driver is gone
+    finally:
+        listener.close()
+
+
+def main(boot: Bootstrap) -> None:
+    """Entry of the coordinator's process."""
+    config = msgspec.msgpack.decode(boot.payload, type=CoordinatorConfig)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(boot, config))

@@ -1,0 +1,350 @@
+"""The server's process: moves bytes for `core.shard`, which decides everything.
+
+One connection of a client at a time: a newer one ends the older before its first request is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paramserve.config import ServerConfig
+from paramserve.control import ControlLink
+from paramserve.core.consistency import build as build_policy
+from paramserve.core.shard import (
+    ClientBye,
+    ClientGone,
+    ClientHere,
+    DeadlineReached,
+    Effects,
+    Event,
+    FromShard,
+    Inquired,
+    MembersChanged,
+    Requested,
+    Shard,
+)
+from paramserve.engine.child import Bootstrap
+from paramserve.errors import CoordinatorGone, Overloaded, ParamServeError, ProtocolError
+from paramserve.loading import load_kernels, loaded
+from paramserve.messages import (
+    AskReport,
+    Bye,
+    Define,
+    Hello,
+    Inquire,
+    Ok,
+    PeerMessage,
+    Register,
+    ServerBeat,
+    ShardRequest,
+    decoder,
+    encode,
+)
+from paramserve.rules.base import Rule
+from paramserve.rules.registry import build as build_rule
+from paramserve.transport.framing import ByteArray
+from paramserve.transport.link import Link
+from paramserve.transport.listener import Connection, Listener, listen_tcp, listen_unix
+
+logger = logging.getLogger("paramserve")
+
+PEER_QUEUE_MAX = 1024
+"""Messages kept for a shard that is still being connected to; the oldest go, `Ready` repeats."""
+PEER_CONNECT_S = 5.0
+
+_decode_client = decoder(ShardRequest | Inquire | AskReport | Bye).decode
+_decode_peer = decoder(PeerMessage).decode
+
+
+@dataclass
+class _Party:
+    """Who is on a connection: a client, or (client 0) another server."""
+
+    client: int
+
+
+class _Peer:
+    """Messages to another shard: kept until the connection stands."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.queue: deque[bytes] = deque(maxlen=PEER_QUEUE_MAX)
+        self.connecting: asyncio.Task[None] | None = None
+
+
+class ServerRole:
+    """A `transport.Handler` around one `Shard`."""
+
+    def __init__(self, config: ServerConfig, token: bytes, control: ControlLink | None) -> None:
+        self.config = config
+        self.shard = Shard(
+            config.shard,
+            config.servers,
+            config.workers,
+            build_policy(config.consistency),
+            limits=config.limits,
+            resend_s=config.deadlines.resend_s,
+        )
+        self._token = token
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._parties: dict[Connection, _Party] = {}
+        self._clients: dict[int, Connection] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._addresses: tuple[tuple[str, ...], ...] = ()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
+        """Frames that came while kernels are being compiled, in order."""
+        self.orphaned = asyncio.Event()
+        """Set when the coordinator is gone."""
+        if control is not None:
+            self._loop.add_reader(control.fileno(), self._notices)
+        self._beat()
+
+    # --- what the transport tells --------------------------------------------------------------
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        if hello.role == "attach":
+            self._attach(conn, hello)
+        elif hello.role == "server":
+            self._parties[conn] = _Party(0)
+        elif hello.role == "client":
+            self._client(conn, hello)
+        else:
+            raise ProtocolError(f"a peer came as {hello.role!r}", fix="run the same version")
+
+    def _client(self, conn: Connection, hello: Hello) -> None:
+        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window)
+        effects = self.shard.step(event, self._loop.time())
+        if effects.refused is not None:
+            raise effects.refused
+        older = self._clients.get(hello.client)
+        if older is not None:
+            self._parties[older].client = -1
+            older.close()
+        self._parties[conn] = _Party(hello.client)
+        self._clients[hello.client] = conn
+        self._act(effects)
+
+    def _attach(self, conn: Connection, hello: Hello) -> None:
+        """Move the arena that came along to the client's main connection."""
+        self._parties[conn] = _Party(-1)
+        main = self._clients.get(hello.client)
+        if main is None or main.hello.incarnation != hello.incarnation:
+            raise ProtocolError(
+                f"client {hello.client} attached an arena without a connection",
+                fix="connect first",
+            )
+        total = sum(arena.nbytes for arena in (*main.arenas.values(), *conn.arenas.values()))
+        if total > self.config.limits.arena_bytes_max:
+            raise Overloaded(
+                f"client {hello.client} would have {total} bytes of arenas mapped, "
+                f"arena_bytes_max is {self.config.limits.arena_bytes_max}",
+                fix="use smaller blocks, or raise arena_bytes_max",
+            )
+        main.arenas.update(conn.arenas)
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        if self._loading is not None:
+            self._loading.append((conn, header, payload))
+            return
+        client = self._parties[conn].client
+        if client == 0:
+            self._happen(FromShard(_decode_peer(header)))
+            return
+        message = _decode_client(header)
+        if isinstance(message, Define) and not self._ready_for(message):
+            self._loading = [(conn, header, payload)]
+            return
+        if isinstance(message, Inquire):
+            self._happen(Inquired(client, message))
+        elif isinstance(message, AskReport):
+            conn.send(encode(self._report()))
+        elif isinstance(message, Bye):
+            self._happen(ClientBye(client))
+        elif client > 0:
+            memory = conn.arenas if payload is None else {**conn.arenas, 0: payload}
+            self._happen(Requested(client, message, memory))
+
+    def closed(self, conn: Connection) -> None:
+        client = self._parties.pop(conn).client
+        if client > 0 and self._clients.get(client) is conn:
+            del self._clients[client]
+            self._happen(ClientGone(client))
+
+    # --- what the shard wants ------------------------------------------------------------------
+
+    def _happen(self, event: Event) -> None:
+        self._act(self.shard.step(event, self._loop.time()))
+
+    def _act(self, effects: Effects) -> None:
+        for client, answer in effects.replies:
+            connection = self._clients.get(client)
+            if connection is not None:
+                payload = () if answer.payload is None else (answer.payload,)
+                connection.send(encode(answer.message), payload)
+        for shard, message in effects.peers:
+            self._to_peer(shard, encode(message))
+        for client in effects.drops:
+            connection = self._clients.get(client)
+            if connection is not None:
+                logger.warning("client %d broke the order of its requests; cut off", client)
+                connection.close()
+        if effects.deadline is not None and self._timer is None:
+            delay = max(0.0, effects.deadline - self._loop.time())
+            self._timer = self._loop.call_later(delay, self._deadline)
+
+    def _deadline(self) -> None:
+        self._timer = None
+        self._happen(DeadlineReached())
+
+    # --- kernels -------------------------------------------------------------------------------
+
+    def _ready_for(self, message: Define) -> bool:
+        """Whether a define can go on at once; otherwise its kernels are loaded in a thread."""
+        dtype: np.dtype[Any] = np.dtype(message.spec.dtype)
+        rule: Rule | None = None
+        with contextlib.suppress(ParamServeError, ValueError):  # the shard refuses it properly
+            if message.spec.rule is not None:
+                rule = build_rule(message.spec.rule)
+        if loaded(dtype, rule):
+            return True
+        task = self._loop.run_in_executor(None, load_kernels, dtype, rule)
+        task.add_done_callback(self._kernels_loaded)
+        return False
+
+    def _kernels_loaded(self, done: asyncio.Future[None]) -> None:
+        done.result()
+        frames, self._loading = self._loading or [], None
+        for conn, header, payload in frames:
+            if conn not in self._parties:
+                continue
+            try:
+                self.frame(conn, header, payload)
+            except (ParamServeError, msgspec.MsgspecError):
+                conn.close()
+
+    # --- other servers, the coordinator --------------------------------------------------------
+
+    def _to_peer(self, shard: int, header: bytes) -> None:
+        peer = self._peers.setdefault(shard, _Peer())
+        if peer.link is not None:
+            try:
+                peer.link.send(header)
+                return
+            except ConnectionError:
+                peer.link.close()
+                peer.link = None
+        peer.queue.append(header)
+        if peer.connecting is None and self._addresses:
+            peer.connecting = self._loop.create_task(self._connect(shard, peer))
+
+    async def _connect(self, shard: int, peer: _Peer) -> None:
+        hello = Hello("server", client=self.config.shard)
+        try:
+            peer.link = await asyncio.to_thread(
+                Link.connect,
+                self._addresses[shard],
+                hello,
+                token=self._token,
+                arenas=(),
+                timeout_s=PEER_CONNECT_S,
+                limits=self.config.limits,
+            )
+            while peer.queue:
+                peer.link.send(peer.queue.popleft())
+        except (ParamServeError, ConnectionError) as error:
+            logger.warning("shard %d cannot reach shard %d: %s", self.config.shard, shard, error)
+        finally:
+            peer.connecting = None
+
+    def _notices(self) -> None:
+        assert self._control is not None
+        try:
+            notices = self._control.read_notices()
+        except CoordinatorGone:
+            self._loop.remove_reader(self._control.fileno())
+            self.orphaned.set()
+            return
+        self.take_notices(notices)
+
+    def take_notices(self, notices: list[Any]) -> None:
+        """Memberships that the coordinator has sent."""
+        for members in notices:
+            if members.servers:
+                self._addresses = members.servers
+            self._happen(MembersChanged(members))
+
+    def _beat(self) -> None:
+        """Heartbeat; also the moment when the shard looks at its own deadlines."""
+        self._happen(DeadlineReached())
+        if self._control is not None:
+            self._control.notify(self._report())
+        self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
+
+    def _report(self) -> ServerBeat:
+        blocks = self.shard.blocks.values()
+        return ServerBeat(
+            self.config.shard,
+            self.shard.report(),
+            len(self.shard.sessions),
+            sum(block.nbytes for block in blocks),
+        )
+
+    def close(self) -> None:
+        """Stop listening to the coordinator, and close the links to other servers."""
+        if self._control is not None and not self.orphaned.is_set():
+            self._loop.remove_reader(self._control.fileno())
+        for peer in self._peers.values():
+            if peer.link is not None:
+                peer.link.close()
+
+
+async def _listen(config: ServerConfig, token: bytes, role: ServerRole) -> list[Listener]:
+    path = os.path.join(config.directory, f"s{config.shard}.sock")
+    listeners = [await listen_unix(path, role, config.limits)]
+    if config.tcp_bind:
+        host, _, port = config.tcp_bind.rpartition(":")
+        listener, _ = await listen_tcp(host, int(port), token, role, config.limits)
+        listeners.append(listener)
+    return listeners
+
+
+async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
+    control = await asyncio.to_thread(
+        ControlLink.connect,
+        config.coordinator,
+        Hello("server"),
+        token=boot.secret,
+        limits=config.limits,
+        timeout_s=config.deadlines.start_s,
+    )
+    role = ServerRole(config, boot.secret, control)
+    listeners = await _listen(config, boot.secret, role)
+    addresses = tuple(listener.address for listener in listeners)
+    try:
+        call = Register(0, config.shard, os.getpid(), addresses)
+        control.call(call, Ok, timeout_s=config.deadlines.start_s)
+        role.take_notices(control.read_notices())
+        boot.report("ready", msgspec.msgpack.encode(addresses[0]))
+        await role.orphaned.wait()  # or until SIGTERM, or until the driver is gone
+    finally:
+        for listener in listeners:
+            listener.close()
+        role.close()
+        control.close()
+
+
+def main(boot: Bootstrap) -> None:
+    """Entry of a server's process."""
+    config = msgspec.msgpack.decode(boot.payload, type=ServerConfig)
+    asyncio.run(_serve(boot, config))
