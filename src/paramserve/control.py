@@ -11,7 +11,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from paramserve.config import Limits
-from paramserve.errors import CoordinatorGone, Timeout, rebuild
+from paramserve.errors import ClientClosed, CoordinatorGone, Timeout, rebuild
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorReply,
@@ -19,6 +19,7 @@ from paramserve.messages import (
     Failed,
     Hello,
     Members,
+    Refused,
     decoder,
     encode,
 )
@@ -29,7 +30,7 @@ R = TypeVar("R")
 REPLY_SLACK_S = 5.0
 """How much longer than the coordinator's own deadline a caller waits for its answer."""
 
-_decode = decoder(CoordinatorReply | Members).decode
+_decode = decoder(CoordinatorReply | Members | Refused).decode
 
 
 class ControlLink:
@@ -73,14 +74,17 @@ class ControlLink:
             CoordinatorGone: the connection broke. Whether the call had an effect is unknown.
             Timeout: no reply in `timeout_s` + `slack_s`.
         """
-        with self._lock:
-            self._call += 1
-            number = self._call
+        deadline = time.monotonic() + timeout_s + slack_s
+        reply = None
+        if self._lock.acquire(timeout=max(timeout_s + slack_s, 0.0)):
             try:
-                self._link.send(encode(structs.replace(message, call=number)))
-                reply = self._await(number, time.monotonic() + timeout_s + slack_s)
+                self._call += 1
+                self._link.send(encode(structs.replace(message, call=self._call)))
+                reply = self._await(self._call, deadline)
             except ConnectionError as error:
                 raise self._gone(error) from error
+            finally:
+                self._lock.release()
         if reply is None:
             raise Timeout(
                 f"the coordinator at {self.address} did not answer "
@@ -98,7 +102,9 @@ class ControlLink:
             header = self._link.receive(left)
             if header is None:
                 continue
-            reply: CoordinatorReply | Members = _decode(header)
+            reply: CoordinatorReply | Members | Refused = _decode(header)
+            if isinstance(reply, Refused):  # And the coordinator has ended the connection.
+                raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
             if isinstance(reply, Members):
                 self.notices.append(reply)
             elif reply.call == number:
@@ -111,7 +117,7 @@ class ControlLink:
             return False
         try:
             self._link.send(encode(message))
-        except ConnectionError:
+        except (ConnectionError, ClientClosed):
             return False
         finally:
             self._lock.release()

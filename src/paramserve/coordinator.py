@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import signal
 
 import msgspec
 
@@ -89,9 +89,11 @@ class CoordinatorRole:
 async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
     path = os.path.join(config.directory, "c.sock")
     listener = await listen_unix(path, CoordinatorRole(config), config.limits)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     boot.report("ready", msgspec.msgpack.encode(listener.address))
     try:
-        await asyncio.Event().wait()  # until SIGTERM, or until the driver is gone
+        await ended.wait()  # or until the driver is gone
     finally:
         listener.close()
 
@@ -99,5 +101,4 @@ async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
 def main(boot: Bootstrap) -> None:
     """Entry of the coordinator's process."""
     config = msgspec.msgpack.decode(boot.payload, type=CoordinatorConfig)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(boot, config))
+    asyncio.run(_serve(boot, config))

@@ -4,62 +4,74 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from paramserve.rules import base as lock_file
 from paramserve.rules.base import Rule
 
-TELL_AFTER_S = 1.5
-"""A load from the cache is quicker than this; what takes longer is a first compile."""
-
 _local = threading.Lock()
-_loaded: set[tuple[str, str]] = set()
+_loaded: set[tuple[str, ...]] = set()
 
 
 def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
     """Have the shared kernels, and those of a rule, ready for a dtype. Repeating costs nothing.
 
-    The first time on a machine this compiles for some seconds, and says so on stderr.
+    The first time in an installation this compiles for some seconds, and says so on stderr.
     """
-    key = (dtype.name, "" if rule is None else rule.name)
-    if key in _loaded or dtype.name not in ("float32", "float64"):
+    if loaded(dtype, rule):
         return
-    with _local, _one_process(), _announced():
-        from paramserve.rules import kernels
+    from paramserve.rules import kernels
 
-        kernels.prepare(dtype)
-        if rule is not None:
-            rule.prepare(dtype)
-    _loaded.add(key)
+    with _local:
+        mark = _mark(kernels, dtype, rule)
+        if mark.exists():
+            _prepare(kernels, dtype, rule)
+        else:
+            with _one_process(kernels):
+                if not mark.exists():
+                    text = "paramserve: compiling kernels, once per installation; some seconds"
+                    print(text, file=sys.stderr, flush=True)
+                _prepare(kernels, dtype, rule)
+                mark.touch()
+        _loaded.add(_key(dtype, rule))
+
+
+def _prepare(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> None:
+    kernels.prepare(dtype)
+    if rule is not None:
+        rule.prepare(dtype)
+
+
+def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
+    # A rule has other kernels when it keeps other state, as SGD with and without momentum.
+    return (dtype.name,) if rule is None else (dtype.name, rule.name, *rule.states(rule.hyper()))
+
+
+def _mark(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> Path:
+    """A file beside Numba's cache that says: this is compiled. Without it, one process compiles
+    and the others wait; what it says of a cache that was deleted since costs time, nothing else."""
+    assert kernels.__file__ is not None
+    age = os.stat(kernels.__file__).st_mtime_ns
+    name = "-".join((*_key(dtype, rule), kernels.numba.__version__, str(age)))
+    return Path(kernels.finite.stats.cache_path) / f"paramserve-{name}.compiled"
 
 
 def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
     """Whether `load_kernels` would return at once."""
-    key = (dtype.name, "" if rule is None else rule.name)
-    return key in _loaded or dtype.name not in ("float32", "float64")
+    return _key(dtype, rule) in _loaded or dtype.name not in ("float32", "float64")
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
+def _one_process(kernels: ModuleType) -> Iterator[None]:
     # A lock on a source file that every process has: nothing is created and nothing is left.
-    assert lock_file.__file__ is not None
-    with open(lock_file.__file__, "rb") as file:
+    assert kernels.__file__ is not None
+    with open(kernels.__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _announced() -> Iterator[None]:
-    text = "paramserve: compiling kernels, once per installation; this takes some seconds"
-    timer = threading.Timer(TELL_AFTER_S, lambda: print(text, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

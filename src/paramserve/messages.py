@@ -225,6 +225,9 @@ ShardReply = Done | Refused | Waiting | ServerBeat
 class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     """Collect: this shard holds, unapplied, what `contributors` brought for `clock`.
 
+    Contributors are clients, in the order of their ranks: two incarnations of one rank may have
+    brought something to different shards.
+
     `refusal` (kind, failed, fix) is empty or says why the clock cannot be applied; `skip`: a
     contributor asked to skip; `weight`: their sum. With clipping, `squared_norm` is that of this
     shard's part of the sum of gradients, before `scale`; both are 0 without.
@@ -243,7 +246,10 @@ class Ready(Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Propose(Struct, frozen=True, array_like=True, tag="propose"):
-    """The shards hold different sets: bring `Ready` again for exactly these contributors."""
+    """The shards hold different sets: bring `Ready` for those of these contributors that you hold.
+
+    A shard that still waits for a live worker does not answer.
+    """
 
     group: int
     clock: int
@@ -382,7 +388,7 @@ class Leave(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
-    """The driver saw a worker's or server's process end."""
+    """The driver saw the process of a worker (`kind`) end."""
 
     call: int
     kind: str

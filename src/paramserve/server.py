@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from paramserve.config import ServerConfig
 from paramserve.control import ControlLink
 from paramserve.core.consistency import build as build_policy
+from paramserve.core.partition import DTYPES
 from paramserve.core.shard import (
     ClientBye,
     ClientGone,
@@ -51,6 +53,7 @@ from paramserve.messages import (
 )
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import build as build_rule
+from paramserve.transport.connection import refusal
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Connection, Listener, listen_tcp, listen_unix
@@ -104,10 +107,12 @@ class ServerRole:
         self._timer: asyncio.TimerHandle | None = None
         self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
         """Frames that came while kernels are being compiled, in order."""
-        self.orphaned = asyncio.Event()
-        """Set when the coordinator is gone."""
+        self.ended = asyncio.Event()
+        """Set when the coordinator is gone, or when the process is to end."""
+        self._beating: asyncio.TimerHandle | None = None
+        self._control_fd = -1 if control is None else control.fileno()
         if control is not None:
-            self._loop.add_reader(control.fileno(), self._notices)
+            self._loop.add_reader(self._control_fd, self._notices)
         self._beat()
 
     # --- what the transport tells --------------------------------------------------------------
@@ -115,12 +120,14 @@ class ServerRole:
     def opened(self, conn: Connection, hello: Hello) -> None:
         if hello.role == "attach":
             self._attach(conn, hello)
-        elif hello.role == "server":
+        elif hello.role == "server" and 0 <= hello.client < self.config.servers:
             self._parties[conn] = _Party(0)
-        elif hello.role == "client":
+        elif hello.role == "client" and hello.client > 0:
             self._client(conn, hello)
         else:
-            raise ProtocolError(f"a peer came as {hello.role!r}", fix="run the same version")
+            raise ProtocolError(
+                f"a peer came as {hello.role!r} number {hello.client}", fix="run the same version"
+            )
 
     def _client(self, conn: Connection, hello: Hello) -> None:
         event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window)
@@ -137,20 +144,21 @@ class ServerRole:
 
     def _attach(self, conn: Connection, hello: Hello) -> None:
         """Move the arena that came along to the client's main connection."""
-        self._parties[conn] = _Party(-1)
         main = self._clients.get(hello.client)
         if main is None or main.hello.incarnation != hello.incarnation:
             raise ProtocolError(
                 f"client {hello.client} attached an arena without a connection",
                 fix="connect first",
             )
-        total = sum(arena.nbytes for arena in (*main.arenas.values(), *conn.arenas.values()))
-        if total > self.config.limits.arena_bytes_max:
+        limits, both = self.config.limits, {**main.arenas, **conn.arenas}
+        total = sum(arena.nbytes for arena in both.values())
+        if total > limits.arena_bytes_max or len(both) > limits.arenas_max:
             raise Overloaded(
-                f"client {hello.client} would have {total} bytes of arenas mapped, "
-                f"arena_bytes_max is {self.config.limits.arena_bytes_max}",
-                fix="use smaller blocks, or raise arena_bytes_max",
+                f"client {hello.client} would have {len(both)} arenas of {total} bytes mapped, "
+                f"arenas_max is {limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
+                fix="use smaller blocks or fewer outstanding steps, or raise the limit",
             )
+        self._parties[conn] = _Party(-1)
         main.arenas.update(conn.arenas)
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
@@ -211,6 +219,8 @@ class ServerRole:
 
     def _ready_for(self, message: Define) -> bool:
         """Whether a define can go on at once; otherwise its kernels are loaded in a thread."""
+        if message.spec.dtype not in DTYPES:
+            return True  # No kernel is for it, or the shard refuses it.
         dtype: np.dtype[Any] = np.dtype(message.spec.dtype)
         rule: Rule | None = None
         with contextlib.suppress(ParamServeError, ValueError):  # the shard refuses it properly
@@ -223,8 +233,17 @@ class ServerRole:
         return False
 
     def _kernels_loaded(self, done: asyncio.Future[None]) -> None:
-        done.result()
         frames, self._loading = self._loading or [], None
+        error = done.exception()
+        if error is not None:
+            logger.error("the kernels of a rule could not be compiled", exc_info=error)
+            refused = ParamServeError(
+                f"shard {self.config.shard} could not compile the kernels of a rule: {error!r}",
+                fix="look at the server's output",
+            )
+            conn = frames.pop(0)[0]
+            conn.send(refusal(refused))
+            conn.close()
         for conn, header, payload in frames:
             if conn not in self._parties:
                 continue
@@ -272,8 +291,8 @@ class ServerRole:
         try:
             notices = self._control.read_notices()
         except CoordinatorGone:
-            self._loop.remove_reader(self._control.fileno())
-            self.orphaned.set()
+            self._loop.remove_reader(self._control_fd)
+            self.ended.set()
             return
         self.take_notices(notices)
 
@@ -289,7 +308,7 @@ class ServerRole:
         self._happen(DeadlineReached())
         if self._control is not None:
             self._control.notify(self._report())
-        self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
+        self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
 
     def _report(self) -> ServerBeat:
         blocks = self.shard.blocks.values()
@@ -301,10 +320,16 @@ class ServerRole:
         )
 
     def close(self) -> None:
-        """Stop listening to the coordinator, and close the links to other servers."""
-        if self._control is not None and not self.orphaned.is_set():
-            self._loop.remove_reader(self._control.fileno())
+        """Stop talking with the coordinator, and close the links to other servers."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._control is not None:
+            self._loop.remove_reader(self._control_fd)
+        if self._timer is not None:
+            self._timer.cancel()
         for peer in self._peers.values():
+            if peer.connecting is not None:
+                peer.connecting.cancel()
             if peer.link is not None:
                 peer.link.close()
 
@@ -314,7 +339,11 @@ async def _listen(config: ServerConfig, token: bytes, role: ServerRole) -> list[
     listeners = [await listen_unix(path, role, config.limits)]
     if config.tcp_bind:
         host, _, port = config.tcp_bind.rpartition(":")
-        listener, _ = await listen_tcp(host, int(port), token, role, config.limits)
+        try:
+            listener, _ = await listen_tcp(host, int(port), token, role, config.limits)
+        except BaseException:
+            listeners[0].close()
+            raise
         listeners.append(listener)
     return listeners
 
@@ -329,6 +358,7 @@ async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
         timeout_s=config.deadlines.start_s,
     )
     role = ServerRole(config, boot.secret, control)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, role.ended.set)
     listeners = await _listen(config, boot.secret, role)
     addresses = tuple(listener.address for listener in listeners)
     try:
@@ -336,7 +366,7 @@ async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
         control.call(call, Ok, timeout_s=config.deadlines.start_s)
         role.take_notices(control.read_notices())
         boot.report("ready", msgspec.msgpack.encode(addresses[0]))
-        await role.orphaned.wait()  # or until SIGTERM, or until the driver is gone
+        await role.ended.wait()  # or until the driver is gone
     finally:
         for listener in listeners:
             listener.close()

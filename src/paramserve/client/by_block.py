@@ -7,28 +7,29 @@ decides nothing about consistency.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.exchange import Exchange, done
+from paramserve.client.exchange import Connect, Exchange, done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.client.names import Names, Tensor, as_tensors
 from paramserve.client.steps import BlockPush, StepOptions, Steps, offset_of
 from paramserve.client.ticket import Ticket
-from paramserve.config import Deadlines, Limits
+from paramserve.config import Deadlines, Limits, PolicySpec
 from paramserve.control import ControlLink
 from paramserve.core.consistency import Decision
 from paramserve.core.consistency import build as build_policy
 from paramserve.core.partition import Block
 from paramserve.errors import (
     ClientClosed,
+    DtypeMismatch,
     NonFinite,
     ParamServeError,
     ShapeMismatch,
@@ -54,7 +55,9 @@ from paramserve.messages import (
     ServerBeat,
 )
 from paramserve.rules.base import Rule
+from paramserve.rules.registry import build as build_rule
 from paramserve.rules.registry import spec as rule_spec
+from paramserve.transport.link import Link
 
 Array = npt.NDArray[Any]
 
@@ -85,6 +88,7 @@ class BlockClient:
         token: bytes,
         limits: Limits,
         deadlines: Deadlines,
+        connect: Connect = Link.connect,
     ) -> None:
         self.id = joined.client
         self.rank = rank
@@ -96,7 +100,7 @@ class BlockClient:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()
-        self._exchange = Exchange(joined, rank, token, limits, deadlines)
+        self._exchange = Exchange(joined, rank, token, limits, deadlines, connect)
         self._names = Names()
         self._steps = Steps(self._exchange, rank, deadlines.request_s)
         self._gradients = Gradients(self._exchange, self._names, self._policy, rank)
@@ -193,9 +197,11 @@ class BlockClient:
             The block that holds the tensors.
         Raises:
             DefineMismatch: defined before with another shape, dtype, rule or group.
+            UnknownRule: the servers do not know the rule.
             NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
         """
         self._check()
+        described = _spec(rule, group)
         values = as_tensors(name, value)
         dtype = values[0].array.dtype
         if rule is not None:
@@ -208,7 +214,7 @@ class BlockClient:
                     )
         pieces = tuple(Piece(tensor.name, tensor.array.shape) for tensor in values)
         limit = self._limit(timeout_s)
-        call = PlaceBlock(0, group, dtype.name, _spec(rule), pieces, True, limit)
+        call = PlaceBlock(0, group, dtype.name, described, pieces, True, limit)
         placed = self._control.call(call, Placed, timeout_s=limit)
         block = self._know(Block(placed.spec))
         if placed.attempt:
@@ -246,12 +252,13 @@ class BlockClient:
             DefineMismatch: it has another shape, dtype or rule.
         """
         self._check()
+        described = _spec(rule, group)
         kind: np.dtype[Any] = np.dtype(dtype)
         if rule is not None:
             load_kernels(kind, rule)
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._limit(timeout_s)
-        call = PlaceBlock(0, group, kind.name, _spec(rule), pieces, False, limit)
+        call = PlaceBlock(0, group, kind.name, described, pieces, False, limit)
         placed = self._control.call(call, Placed, timeout_s=limit)
         return self._know(Block(placed.spec))
 
@@ -274,13 +281,13 @@ class BlockClient:
             missing = [name for name in names if name not in self._names]
             if not missing:
                 return self._names.blocks(names)
+            for name in missing:
+                if not isinstance(name, str):
+                    raise TypeError(f"a name is a str, got {name!r}")
             names = list(names)
         call = Lookup(0, None if names is None else tuple(missing), 0.0)
         found = self._control.call(call, Found, timeout_s=self.timeout_s)
         blocks = [self._know(Block(spec)) for spec in found.blocks]
-        for block in blocks:
-            if block.rule is not None:
-                load_kernels(block.dtype)
         return blocks if names is None else self._names.blocks(names)
 
     # --- by block ----------------------------------------------------------------------------
@@ -288,10 +295,11 @@ class BlockClient:
     def gradient_slot(self, block: Block) -> Array:
         """[block.size] of the block's dtype in shared memory, contents undefined, 64-byte aligned.
 
-        It is the caller's until it goes into a `step`.
+        It is the caller's until it goes into a `step`; until then this gives the same one again.
         """
+        self._check()
         with self._lock:
-            return self._gradients.slot(block, fresh=True)
+            return self._gradients.slot(block)
 
     def step(
         self,
@@ -314,13 +322,22 @@ class BlockClient:
             clip_norm: clip by global norm, of the reduced gradient under Sync, else of this one's;
                 0: no clipping.
         Raises:
-            NonFinite: with rank and tensor; nothing was applied.
+            NonFinite: with rank and tensor.
+            ValueError: blocks of another group, a gradient that is not from `gradient_slot`, or a
+                number out of its range. In all cases nothing was applied.
         """
         self._check()
+        if not 0.0 < weight < math.inf or not 0.0 <= clip_norm < math.inf:
+            raise ValueError(f"weight must be > 0, clip_norm >= 0, not {weight} and {clip_norm}")
+        for block in [*[each.block for each in push], *pull]:
+            if block.group_name != group:
+                theirs = block.group_name
+                raise ValueError(f"block {block.id} is in group {theirs!r}, not in {group!r}")
         with self._lock:
             first = push[0].block if push else pull[0] if pull else self._group_block(group)
             if first is None:
                 raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
+            self._steps.begin()
             if skip:
                 self._gradients.drop(push)
                 pushes: Pushes = []
@@ -345,10 +362,8 @@ class BlockClient:
                 Fetch(0, block.id, field, slot.arena, offset_of(block, slot, shard))
                 for shard in range(len(self._exchange.shards))
             ]
-            operation = self._steps.finish("fetch", requests, self._limit(timeout_s), ())
-            values = slot.array(block).copy()
-            self._exchange.give_back([slot])
-            return values, done(operation)[0].counts
+            operation = self._steps.finish("fetch", requests, self._limit(timeout_s), [slot])
+            return slot.array(block).copy(), done(operation)[0].counts
 
     def store(
         self,
@@ -365,6 +380,11 @@ class BlockClient:
         if array.shape != (block.size,):
             raise ShapeMismatch(
                 f"store takes [{block.size}], got {list(array.shape)}", fix="flatten the block"
+            )
+        if not np.can_cast(array.dtype, block.dtype, "same_kind"):
+            raise DtypeMismatch(
+                f"block {block.id} is {block.dtype}, got {array.dtype}",
+                fix=f"convert it with .astype({block.dtype.name!r})",
             )
         with self._lock:
             slot = self._exchange.take(block.nbytes)
@@ -384,6 +404,7 @@ class BlockClient:
     def log(self, values: dict[str, float]) -> None:
         """Record numbers; they reach the driver with the next heartbeat."""
         self._check()
+        values = {name: float(value) for name, value in values.items()}
         clock = max(self._steps.clocks.values(), default=0)
         self._heartbeat.log(clock, values)
 
@@ -422,15 +443,15 @@ class BlockClient:
             PushTimeout: something is unanswered after `timeout_s`.
         """
         self._check()
-        deadline = time.monotonic() + self._limit(timeout_s)
-        with self._lock:
-            for shard in self._exchange.shards:
-                while shard.session.unanswered:
-                    oldest = shard.session.unanswered[0].operation
-                    left = deadline - time.monotonic()
-                    if left <= 0 or not self._exchange.wait(oldest, left):
-                        raise self._steps.late("push", None, self._limit(timeout_s))
+        limit = self._limit(timeout_s)
+        if not self._lock.acquire(timeout=limit):  # Another thread's call is under way.
+            raise self._steps.late("drain", None, limit)
+        try:
+            if not self._exchange.settle(limit):
+                raise self._steps.late("drain", None, limit)
             self._steps.raise_unread()
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Leave the cluster: what was sent is answered first (for up to a second). Idempotent.
@@ -454,5 +475,17 @@ class BlockClient:
         self._control.close()
 
 
-def _spec(rule: Rule | None) -> Any:
-    return None if rule is None else rule_spec(rule)
+def _spec(rule: Rule | None, group: str) -> PolicySpec | None:
+    """A rule as it travels, after a look at what a define was given.
+
+    Raises:
+        TypeError: no rule, or no name of a group.
+        UnknownRule: the servers do not know it.
+    """
+    if not isinstance(group, str) or not group:
+        raise TypeError(f"a group's name is a str that is not empty, got {group!r}")
+    if rule is None:
+        return None
+    described = rule_spec(rule)
+    build_rule(described)
+    return described

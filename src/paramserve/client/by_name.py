@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from paramserve.client.by_block import BlockClient
 from paramserve.client.exchange import done
-from paramserve.client.names import as_tensors
+from paramserve.client.names import as_pairs
 from paramserve.client.steps import StepOptions
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
-from paramserve.errors import UnknownName
+from paramserve.errors import ParamServeError, UnknownName
+from paramserve.loading import load_kernels
 from paramserve.messages import TakeSnapshot, Watch
 
 Array = npt.NDArray[Any]
@@ -67,8 +68,10 @@ class Client(BlockClient):
         with self._lock:
             blocks, arrays = self._resolve(name, gradient)
             if self._collects:
+                self._steps.raise_unread()
                 self._gradients.stage(blocks, arrays)
                 return self._steps.stage(blocks[0])
+            self._steps.begin()
             pushes, finite = self._gradients.capture(blocks, arrays)
             return self._steps.send("push", blocks[0], pushes, (), StepOptions(skip=not finite))
 
@@ -93,6 +96,7 @@ class Client(BlockClient):
         self._check()
         with self._lock:
             blocks, arrays = self._resolve(gradients, None)
+            self._steps.begin()
             if self._collects:
                 self._gradients.stage(blocks, arrays)
                 self._steps.stage(blocks[0])
@@ -137,7 +141,10 @@ class Client(BlockClient):
             blocks = self._find(wanted)
             if wanted is None:
                 wanted = [piece.name for block in blocks for piece in block.pieces]
+                self._names.blocks(wanted)
             targets = {names: out} if isinstance(names, str) and out is not None else out
+            if targets is not None:
+                self._check_targets(targets, wanted)
             tickets = self._send_pulls(blocks)
         found = self._read_pulls(tickets, wanted, targets, copy, timeout_s)
         return found[names] if isinstance(names, str) else found
@@ -148,10 +155,21 @@ class Client(BlockClient):
         groups: dict[int, list[Block]] = {}
         for block in blocks:
             groups.setdefault(block.group, []).append(block)
-        return [
-            (self._steps.send("pull", each[0], (), each, StepOptions()), each)
-            for each in groups.values()
-        ]
+        tickets: list[tuple[Ticket, list[Block]]] = []
+        try:
+            for each in groups.values():
+                self._steps.begin()
+                ticket = self._steps.send("pull", each[0], (), each, StepOptions())
+                tickets.append((ticket, each))
+        except ParamServeError:
+            self._forget(tickets)
+            raise
+        return tickets
+
+    def _forget(self, tickets: Sequence[tuple[Ticket, list[Block]]]) -> None:
+        with self._lock:
+            for ticket, _ in tickets:
+                self._steps.forget(ticket)
 
     def _read_pulls(
         self,
@@ -162,9 +180,22 @@ class Client(BlockClient):
         timeout_s: float | None,
     ) -> dict[str, Array]:
         found: dict[str, Array] = {}
-        for ticket, blocks in tickets:
-            found |= self._values(ticket, blocks, names, targets, copy, timeout_s)
+        wanted = frozenset(names)
+        for index, (ticket, blocks) in enumerate(tickets):
+            try:
+                found |= self._values(ticket, blocks, wanted, targets, copy, timeout_s)
+            except BaseException:
+                self._forget(tickets[index:])
+                raise
         return {name: found[name] for name in names}
+
+    def _check_targets(self, targets: object, wanted: Sequence[str]) -> None:
+        if not isinstance(targets, Mapping):
+            raise TypeError(f"out for several names is a mapping by name, not {targets!r}")
+        for name, target in targets.items():
+            if name not in wanted:
+                raise ValueError(f"out names {name!r}, which is not pulled")
+            self._names.piece(name).check_target(target)
 
     def gradient(self, name: str) -> Array:
         """An array in shared memory for the gradient of `name`: fill it, push it, no copy.
@@ -175,7 +206,7 @@ class Client(BlockClient):
         self._check()
         with self._lock:
             block = self._find([name])[0]
-            return self._names.piece_of(block, name).view(self._gradients.slot(block))
+            return self._gradients.lend(block, self._names.piece(name))
 
     def assign(
         self,
@@ -195,10 +226,10 @@ class Client(BlockClient):
             for block in blocks:
                 flat = np.empty(block.size, block.dtype)
                 active = []
-                for index, piece in enumerate(block.pieces):
+                for piece in self._names.pieces(block):
                     if piece.name in arrays:
-                        self._names.piece_of(block, piece.name).view(flat)[...] = arrays[piece.name]
-                        active.append(index)
+                        piece.view(flat)[...] = arrays[piece.name]
+                        active.append(piece.index)
                 self.store(block, 0, flat, active=tuple(active), timeout_s=timeout_s)
 
     def tick(self, group: str = "default") -> Ticket:
@@ -212,6 +243,7 @@ class Client(BlockClient):
             block = self._group_block(group)
             if block is None:
                 raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
+            self._steps.begin()
             pushes, finite = self._gradients.staged(group)
             options = StepOptions(tick=True, skip=not finite)
             return self._steps.send("tick", block, pushes, (), options)
@@ -239,47 +271,48 @@ class Client(BlockClient):
             if known is None:
                 return None
             blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
-            slots = [self._exchange.take(block.nbytes) for block in blocks]
-            places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
-            try:
-                while True:
-                    requests = [
-                        TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
-                        for shard in range(len(self._exchange.shards))
-                    ]
-                    replies = done(self._steps.finish("snapshot", requests, self.timeout_s, ()))
-                    taken = {reply.taken for reply in replies}
-                    if -1 in taken:
-                        return None
-                    if len(taken) == 1:
-                        break
-                    after = max(taken) - 1  # A shard has dropped the older ones.
-                values = {}
-                for block, slot in zip(blocks, slots, strict=True):
-                    flat = slot.array(block)
-                    for piece in self._names.pieces(block):
-                        values[piece.name] = piece.view(flat).copy()
-                return Snapshot(taken.pop(), values, max(reply.dropped for reply in replies))
-            finally:
-                self._exchange.give_back(slots)
+            while True:
+                slots = [self._exchange.take(block.nbytes) for block in blocks]
+                places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
+                requests = [
+                    TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
+                    for shard in range(len(self._exchange.shards))
+                ]
+                replies = done(self._steps.finish("snapshot", requests, self.timeout_s, slots))
+                taken = {reply.taken for reply in replies}
+                if -1 in taken:
+                    return None
+                if len(taken) == 1:
+                    break
+                after = max(taken) - 1  # A shard has dropped the older ones.
+            values = {}
+            for block, slot in zip(blocks, slots, strict=True):
+                flat = slot.array(block)
+                for piece in self._names.pieces(block):
+                    values[piece.name] = piece.view(flat).copy()
+            return Snapshot(taken.pop(), values, max(reply.dropped for reply in replies))
 
     def _resolve(
         self, name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
     ) -> tuple[list[Block], dict[str, Array]]:
         """Blocks and checked arrays for a push or an assign."""
-        tensors = as_tensors(name, value, parameters=True)
-        blocks = self._find([tensor.name for tensor in tensors])
-        arrays = {tensor.name: self._names.checked(tensor) for tensor in tensors}
-        if len(blocks) > 1 and len({block.group for block in blocks}) > 1:
-            groups = sorted({block.group_name for block in blocks})
-            raise ValueError(f"one call goes to one group; these names are in {groups}")
-        return blocks, arrays
+        pairs = name if type(name) is dict and value is None else as_pairs(name, value)
+        blocks = self._names.known(tuple(pairs))
+        if blocks is None:
+            blocks = self._find(list(as_pairs(pairs, None)))
+            if len({block.group for block in blocks}) > 1:
+                groups = sorted({block.group_name for block in blocks})
+                raise ValueError(f"one call goes to one group; these names are in {groups}")
+            for block in blocks:  # whoever only reads does without
+                load_kernels(block.dtype)
+            self._names.remember(tuple(pairs), blocks)
+        return blocks, {each: self._names.checked(each, pairs[each]) for each in pairs}
 
     def _values(
         self,
         ticket: Ticket,
         blocks: Sequence[Block],
-        names: Sequence[str],
+        names: frozenset[str],
         targets: Mapping[str, Array] | None,
         copy: bool,
         timeout_s: float | None,
@@ -287,22 +320,24 @@ class Client(BlockClient):
         """Wait for a pull and hand its values over."""
         outcome = ticket.result(timeout_s)
         found: dict[str, Array] = {}
+        viewed = False
         for block in blocks:
             flat = outcome.values[block.id]
             for piece in self._names.pieces(block):
                 if piece.name in names:
                     target = None if targets is None else targets.get(piece.name)
                     found[piece.name] = piece.read(flat, target, copy)
-        if copy or targets is not None:
-            ticket.release()
-        else:
+                    viewed = viewed or (target is None and not copy)
+        if viewed:
             with self._lock:
                 self._viewed.update((block.id, ticket) for block in blocks)
+        else:
+            ticket.release()
         return found
 
     def _drop_views(self, blocks: Sequence[Block]) -> None:
         if self._viewed:
             for block in blocks:
                 ticket = self._viewed.pop(block.id, None)
-                if ticket is not None:
+                if ticket is not None and ticket not in self._viewed.values():
                     ticket.release()

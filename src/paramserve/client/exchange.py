@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,15 @@ from msgspec import structs
 from paramserve.config import Deadlines, Limits
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession, Operation, Sent, SlotPool
-from paramserve.errors import ClientClosed, ParamServeError, ServerGone, rebuild
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    ParamServeError,
+    ProtocolError,
+    PushTimeout,
+    ServerGone,
+    rebuild,
+)
 from paramserve.messages import (
     AskReport,
     Assign,
@@ -32,7 +41,6 @@ from paramserve.messages import (
     Hello,
     Inquire,
     Joined,
-    Refused,
     ServerBeat,
     ShardReply,
     ShardRequest,
@@ -42,6 +50,7 @@ from paramserve.messages import (
     decoder,
     encode,
 )
+from paramserve.transport import forks
 from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.framing import padded
 from paramserve.transport.link import Link
@@ -62,6 +71,21 @@ WINDOW = 4
 """Requests of this client that one shard may have unanswered."""
 
 _decode = decoder(ShardReply).decode
+
+
+class Connect(Protocol):
+    """What reaches a shard: `Link.connect`, or what stands in for it within one process."""
+
+    def __call__(
+        self,
+        addresses: Sequence[str],
+        hello: Hello,
+        *,
+        token: bytes,
+        arenas: Sequence[Arena],
+        timeout_s: float,
+        limits: Limits,
+    ) -> Link: ...
 
 
 class Slot:
@@ -91,6 +115,8 @@ class _Shard:
         self.addresses = addresses
         self.session = ClientSession(number, window)
         self.link: Link | None = None
+        self.fileno = -1
+        """The link's, as it was registered: a link that broke has none any more."""
         self.gone: ParamServeError | None = None
         self.told: Waiting | ServerBeat | None = None
         """Last answer to a question that is not numbered."""
@@ -102,10 +128,17 @@ class Exchange:
     Args:
         joined: identity and addresses, from the coordinator.
         rank: of the worker, or -1.
+        connect: how a shard is reached at its addresses.
     """
 
     def __init__(
-        self, joined: Joined, rank: int, token: bytes, limits: Limits, deadlines: Deadlines
+        self,
+        joined: Joined,
+        rank: int,
+        token: bytes,
+        limits: Limits,
+        deadlines: Deadlines,
+        connect: Connect = Link.connect,
     ) -> None:
         self.blocks: dict[int, Block] = {}
         """By id: what the parts of a request are measured by."""
@@ -114,14 +147,23 @@ class Exchange:
         self._token = token
         self._limits = limits
         self._deadlines = deadlines
+        self._dial = connect
         self._pool = SlotPool()
         self._slots: dict[tuple[int, int], Slot] = {}
         self._arenas: dict[int, Arena] = {}
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+        """Of the lock; notified when a thread has read something."""
+        self._waiters = 0
         self._polling = False
         self._closed = False
+        self._pid = os.getpid()
         self._poll = select.poll()
         self._by_fileno: dict[int, _Shard] = {}
+        self._down: set[int] = set()
+        """Shards whose link is broken and not yet made anew."""
+        self._gone: ParamServeError | None = None
+        """Why the last shard that was given up is gone."""
         self._add_arena(FIRST_ARENA_BYTES)
         try:
             for shard in self.shards:
@@ -129,6 +171,7 @@ class Exchange:
         except BaseException:
             self.close()
             raise
+        forks.watch(self)
 
     # --- slots -------------------------------------------------------------------------------
 
@@ -138,7 +181,7 @@ class Exchange:
         Raises:
             Overloaded: there is no memory for it, or a server refuses to map more.
         """
-        with self._condition:
+        with self._lock:
             taken = self._pool.take(nbytes)
             if taken is None:
                 have = sum(arena.nbytes for arena in self._arenas.values())
@@ -155,7 +198,7 @@ class Exchange:
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """The caller, their owner, lets go of these slots."""
-        with self._condition:
+        with self._lock:
             for slot in slots:
                 self._pool.give_back((slot.arena, slot.offset))
 
@@ -164,28 +207,27 @@ class Exchange:
         try:
             for shard in self.shards:
                 if shard.link is not None and shard.link.shared:
-                    hello = structs.replace(self._hello, role="attach")
-                    self._open(shard.link.address, hello, [arena]).close()
+                    self._attach(shard, shard.link, arena)
         except BaseException:
             arena.close()
             raise
         self._arenas[arena.number] = arena
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
+    def _attach(self, shard: _Shard, link: Link, arena: Arena) -> None:
+        try:
+            link.attach(arena, timeout_s=self._deadlines.reconnect_s)
+        except ConnectTimeout as error:
+            self._give_up(shard, error)
+        except ProtocolError as error:
+            # The server has ended the link already: the next one brings all arenas along.
+            logger.debug("shard %d did not take an arena: %s", shard.number, error)
+            self._disconnect(shard)
+
     # --- links -------------------------------------------------------------------------------
 
-    def _open(self, address: str, hello: Hello, arenas: Sequence[Arena]) -> Link:
-        return Link.connect(
-            [address],
-            hello,
-            token=self._token,
-            arenas=arenas,
-            timeout_s=self._deadlines.reconnect_s,
-            limits=self._limits,
-        )
-
     def _connect(self, shard: _Shard, timeout_s: float) -> None:
-        shard.link = link = Link.connect(
+        shard.link = link = self._dial(
             shard.addresses,
             self._hello,
             token=self._token,
@@ -193,14 +235,17 @@ class Exchange:
             timeout_s=timeout_s,
             limits=self._limits,
         )
-        self._by_fileno[link.fileno()] = shard
-        self._poll.register(link.fileno(), select.POLLIN)
+        self._down.discard(shard.number)
+        shard.fileno = link.fileno()
+        self._by_fileno[shard.fileno] = shard
+        self._poll.register(shard.fileno, select.POLLIN)
 
     def _disconnect(self, shard: _Shard) -> None:
         link, shard.link = shard.link, None
+        self._down.add(shard.number)
         if link is not None:
-            if self._by_fileno.pop(link.fileno(), None) is not None:
-                self._poll.unregister(link.fileno())
+            del self._by_fileno[shard.fileno]
+            self._poll.unregister(shard.fileno)
             link.close()
 
     def _reconnect(self, shard: _Shard, why: Exception) -> None:
@@ -220,6 +265,8 @@ class Exchange:
             self._give_up(shard, error)
 
     def _give_up(self, shard: _Shard, error: Exception) -> None:
+        """A shard is lost, and with it the cluster: nothing that was sent to any shard is waited
+        for any more, since the others may wait for this one's part in a synchronous clock."""
         self._disconnect(shard)
         unknown = isinstance(error, OSError) or type(error).__name__ == "ConnectTimeout"
         if unknown or not isinstance(error, ParamServeError):
@@ -228,33 +275,58 @@ class Exchange:
                 applied="unknown",
                 fix="look why its process ended; its values are lost, start again",
             )
-        shard.gone = error
-        shard.session.abandon(error)
+        shard.gone = self._gone = error
+        self._down.discard(shard.number)
+        for each in self.shards:
+            each.session.abandon(error)
 
     # --- sending -----------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[ShardRequest], timeout_s: float) -> Operation:
-        """Send one request to each shard, in shard order; returns before they are answered.
-
-        If a session's window is full, this waits for its oldest answer first.
+    def make_room(self, timeout_s: float) -> None:
+        """Wait until every session's window has room: then one request goes to all shards or none.
 
         Raises:
-            ServerGone: a shard is gone. Applied: unknown.
+            ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed.
+            PushTimeout: a shard left too much unanswered for `timeout_s`. In all cases nothing
+                was sent, and what the caller has captured is still to be sent.
+        """
+        for shard in self.shards:
+            if shard.gone is not None or shard.session.full:
+                self._wait_for_room(timeout_s)
+                return
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                gone = next((shard.gone for shard in self.shards if shard.gone is not None), None)
+                if gone is not None:
+                    raise again(gone)
+                full = next((shard for shard in self.shards if shard.session.full), None)
+                if full is None:
+                    return
+                if not self._progress(deadline):
+                    raise PushTimeout(
+                        f"shard {full.number} left {full.session.window} requests unanswered for "
+                        f"{timeout_s:.1f} s",
+                        fix="look at that server, or raise timeout_s",
+                    )
+
+    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
+        """Send one request to each shard, in shard order; returns before they are answered.
+
+        `make_room` comes first, by the same thread.
+
+        Args:
+            operation: what is to happen when it is complete must be agreed already, since another
+                thread may read the answers at once.
+        Raises:
             ClientClosed: nothing was sent.
         """
-        with self._condition:
+        with self._lock:
             if self._closed:
-                raise _closed()
-            for shard in self.shards:
-                if shard.gone is not None:
-                    raise again(shard.gone)
-            deadline = 0.0
-            operation = Operation(len(requests))
+                raise self._ended()
             for shard, message in zip(self.shards, requests, strict=True):
-                while shard.session.full:
-                    deadline = deadline or time.monotonic() + timeout_s
-                    if not self._progress(deadline):
-                        raise self._full(shard, timeout_s)
                 if shard.gone is not None:
                     operation.failed(shard.gone)
                     continue
@@ -262,16 +334,6 @@ class Exchange:
                 # A broken link is made anew by whoever reads it next, and this is sent again.
                 with contextlib.suppress(ConnectionError):
                     self._transmit(shard, numbered)
-            return operation
-
-    def _full(self, shard: _Shard, timeout_s: float) -> ParamServeError:
-        return rebuild(
-            "PushTimeout",
-            f"shard {shard.number} left {shard.session.window} requests unanswered for "
-            f"{timeout_s:.1f} s",
-            "unknown",
-            "look at that server, or raise timeout_s",
-        )
 
     def _transmit(self, shard: _Shard, message: ShardRequest) -> None:
         link = shard.link
@@ -318,45 +380,52 @@ class Exchange:
             ClientClosed: the client was closed meanwhile.
         """
         deadline = time.monotonic() + timeout_s
-        with self._condition:
+        with self._lock:
             while not operation.complete and self._progress(deadline):
                 pass
             return operation.complete
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether the operation is complete."""
-        with self._condition:
+        with self._lock:
             if not operation.complete and not self._polling and not self._closed:
                 self._read(self._ready(0.0))
-                self._condition.notify_all()
+                if self._waiters:
+                    self._condition.notify_all()
             return operation.complete
 
     def _progress(self, deadline: float) -> bool:
         """Read at least one answer, or let another thread do so; False past the deadline."""
         if self._closed:
-            raise _closed()
+            raise self._ended()
         left = deadline - time.monotonic()
         if left <= 0:
             return False
         if self._polling:
-            self._condition.wait(left)
+            self._waiters += 1
+            try:
+                self._condition.wait(left)
+            finally:
+                self._waiters -= 1
             return True
         self._polling = True
-        self._condition.release()
         try:
-            ready = self._ready(left)
-        finally:
-            self._condition.acquire()
-            self._polling = False
-        self._read(ready)
-        self._condition.notify_all()
+            self._lock.release()
+            try:
+                ready = self._ready(left)
+            finally:
+                self._lock.acquire()
+                self._polling = False
+            self._read(ready)
+        finally:  # Whatever happened here, one of those who wait polls next.
+            if self._waiters:
+                self._condition.notify_all()
         return True
 
     def _ready(self, timeout_s: float) -> list[_Shard]:
         """Shards with something to read; those whose link is down among them."""
-        down = [shard for shard in self.shards if shard.link is None and shard.gone is None]
-        if down:
-            return down
+        if self._down:
+            return [self.shards[number] for number in sorted(self._down)]
         found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
         return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
 
@@ -365,8 +434,10 @@ class Exchange:
             try:
                 if shard.link is None:
                     raise ConnectionError("not connected")
-                while (header := shard.link.receive(0.0)) is not None:
+                header = shard.link.receive(0.0)
+                while header is not None:
                     self._take(shard, header)
+                    header = shard.link.buffered()
             except ConnectionError as error:
                 self._reconnect(shard, error)
             except ParamServeError as error:
@@ -377,11 +448,12 @@ class Exchange:
     def _take(self, shard: _Shard, header: bytes) -> None:
         assert shard.link is not None
         reply = _decode(header)
-        if isinstance(reply, Waiting | ServerBeat):
-            shard.told = reply
-            return
-        if isinstance(reply, Refused) and reply.seq == 0:
-            raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        if type(reply) is not Done:
+            if isinstance(reply, Waiting | ServerBeat):
+                shard.told = reply
+                return
+            if reply.seq == 0:  # the server is about to cut this connection, and says why
+                raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if shard.link.payload_bytes:
             sent = shard.session.sent(reply.seq)
             if sent is None:
@@ -399,38 +471,52 @@ class Exchange:
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
-        with self._condition:
+        with self._lock:
             asked = [shard for shard in self.shards if shard.session.unanswered]
             answers = self._ask(asked, Inquire(group), timeout_s)
             return [answer for answer in answers if isinstance(answer, Waiting)]
 
     def reports(self, timeout_s: float) -> list[ServerBeat]:
-        """Ask all shards what they have done so far; what came within `timeout_s`."""
-        with self._condition:
+        """Ask all shards what they have done so far; what came within `timeout_s`.
+
+        Raises:
+            ServerGone: a shard is gone.
+        """
+        with self._lock:
             answers = self._ask(self.shards, AskReport(), timeout_s)
+            for shard in self.shards:
+                if shard.gone is not None:
+                    raise again(shard.gone)
             return [answer for answer in answers if isinstance(answer, ServerBeat)]
 
     def _ask(
         self, shards: Sequence[_Shard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
-        asked = [shard for shard in shards if shard.link is not None]
-        for shard in asked:
+        # Not numbered: what was asked over a link that breaks is not answered over the next one.
+        asked = [(shard, shard.link) for shard in shards if shard.link is not None]
+        for shard, link in asked:
             shard.told = None
             with contextlib.suppress(ConnectionError):
-                assert shard.link is not None
-                shard.link.send(encode(question))
+                link.send(encode(question))
         deadline = time.monotonic() + timeout_s
-        while any(shard.told is None for shard in asked) and self._progress(deadline):
+        while any(
+            shard.told is None and shard.link is link for shard, link in asked
+        ) and self._progress(deadline):
             pass
-        return [shard.told for shard in asked if shard.told is not None]
+        return [shard.told for shard, _ in asked if shard.told is not None]
 
-    def idle(self) -> bool:
-        """Whether every request has been answered."""
-        return all(not shard.session.unanswered for shard in self.shards)
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until every request has been answered; False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while any(shard.session.unanswered for shard in self.shards):
+                if not self._progress(deadline):
+                    return False
+            return True
 
     def close(self) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe."""
-        with self._condition:
+        with self._lock:
             if self._closed:
                 return
             for shard in self.shards:
@@ -440,10 +526,21 @@ class Exchange:
                 self._disconnect(shard)
             self._closed = True
             for shard in self.shards:
-                shard.session.abandon(_closed())
+                shard.session.abandon(self._ended())
             for arena in self._arenas.values():
                 arena.close()
             self._condition.notify_all()
+
+    def abandon(self) -> None:
+        """This process is a fork of the client's: whoever waits on its copy is told so."""
+        self._closed = True
+        self._lock = threading.RLock()  # Another thread of the parent may have held the old one.
+        self._condition = threading.Condition(self._lock)
+
+    def _ended(self) -> ClientClosed:
+        if os.getpid() != self._pid:
+            return forks.forked(f"shard {self.shards[0].addresses[0]}", self._pid)
+        return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
 
 
 def again(error: ParamServeError) -> ParamServeError:
@@ -451,10 +548,7 @@ def again(error: ParamServeError) -> ParamServeError:
     return rebuild(type(error).__name__, error.failed, error.applied, error.fix)
 
 
-def _closed() -> ClientClosed:
-    return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
-
-
 def done(operation: Operation) -> list[Done]:
     """The shards' answers, in shard order; the operation is complete and has no error."""
-    return [reply for _, reply in sorted(operation.replies.items())]
+    replies = operation.replies
+    return list(replies.values()) if len(replies) == 1 else [replies[k] for k in sorted(replies)]

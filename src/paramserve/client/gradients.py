@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot
-from paramserve.client.names import Names
-from paramserve.client.steps import BlockPush
+from paramserve.client.names import NamedPiece, Names
+from paramserve.client.steps import BlockPush, check_rule
 from paramserve.core.consistency import Consistency
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite
+from paramserve.ids import NO_RANK
+from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 Pushes = list[tuple[BlockPush, Slot]]
@@ -21,109 +25,188 @@ CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 
 
+@dataclass
+class _Filling:
+    """A slot that one block's gradient is written to."""
+
+    block: Block
+    slot: Slot
+    lent: set[int] = field(default_factory=set)
+    """Pieces whose places in it the caller was given, and has not pushed yet."""
+    staged: set[int] = field(default_factory=set)
+    """Pieces whose gradients lie in it."""
+
+
 class Gradients:
     """Slots that gradients are written to, from when they are given out until they are sent.
 
     Each method that checks says whether all numbers were finite; under a policy that refuses, it
-    raises `NonFinite` instead, and nothing stays captured.
+    raises `NonFinite` instead, and everything is as it was before.
     """
 
     def __init__(self, exchange: Exchange, names: Names, policy: Consistency, rank: int) -> None:
         self._exchange = exchange
         self._names = names
-        self._policy = policy
+        self._refuses = policy.on_nonfinite == "refuse"
         self._rank = rank
         self._given: dict[int, Slot] = {}
-        """By block: what `slot` has given out and nobody has pushed yet."""
-        self._staged: dict[str, dict[int, set[int]]] = {}
-        """By group and block: pieces pushed in the synchronous step under way."""
+        """By block: what `slot` has given out and no step has taken yet."""
+        self._lent: dict[int, _Filling] = {}
+        """By block: the slot whose pieces `lend` gives out."""
+        self._staged: dict[str, dict[int, _Filling]] = {}
+        """By group and block: gradients pushed in the synchronous step under way."""
 
-    def slot(self, block: Block, *, fresh: bool = False) -> Array:
-        """[block.size] of shared memory to write a gradient to.
+    # --- by block ----------------------------------------------------------------------------
 
-        Args:
-            fresh: never one that was given out before.
-        """
-        given = self._given.get(block.id)
-        if given is None or fresh:
-            if given is not None:
-                self._exchange.give_back([given])
-            given = self._given[block.id] = self._exchange.take(block.nbytes)
-        return given.array(block)
+    def slot(self, block: Block) -> Array:
+        """[block.size] of shared memory to write a gradient to; the same until a step takes it."""
+        slot = self._given.get(block.id)
+        if slot is None:
+            slot = self._given[block.id] = self._exchange.take(block.nbytes)
+        return slot.array(block)
 
     def take(self, push: Sequence[BlockPush]) -> tuple[Pushes, bool]:
-        """Gradients that were written to their slots: to be sent, and whether they are finite."""
-        pushes = [(each, self._given.pop(each.block.id)) for each in push]
-        return pushes, self._check(pushes)
+        """Gradients that were written to their slots: to be sent, and whether they are finite.
+
+        Raises:
+            ValueError: one does not lie in its block's slot. Everything is as it was.
+        """
+        self._check_given(push)
+        bad = _first_nonfinite(push)
+        if bad is not None and self._refuses:
+            raise self._nonfinite(bad)
+        return [(each, self._given.pop(each.block.id)) for each in push], bad is None
 
     def drop(self, push: Sequence[BlockPush]) -> None:
         """Gradients that will not be sent."""
+        self._check_given(push)
         self._exchange.give_back([self._given.pop(each.block.id) for each in push])
+
+    def _check_given(self, push: Sequence[BlockPush]) -> None:
+        seen = set()
+        for block, gradient, _, _ in push:
+            slot = self._given.get(block.id)
+            if slot is None or gradient is not slot.array(block) or block.id in seen:
+                raise ValueError(
+                    f"the gradient of block {block.id} is not what gradient_slot gave for this "
+                    "step: get a slot with client.gradient_slot(block), fill it, push it once"
+                )
+            seen.add(block.id)
+
+    # --- by name -----------------------------------------------------------------------------
+
+    def lend(self, block: Block, piece: NamedPiece) -> Array:
+        """Shared memory [*shape] for one tensor's gradient: the same until it is pushed."""
+        lent = self._lent.get(block.id)
+        if lent is None:
+            slot = self._exchange.take(block.nbytes)
+            lent = self._lent[block.id] = _Filling(block, slot)
+        lent.lent.add(piece.index)
+        return piece.view(lent.slot.array(block))
 
     def capture(self, blocks: Sequence[Block], arrays: Mapping[str, Array]) -> tuple[Pushes, bool]:
         """Copy gradients by name into slots, checking them in the same pass."""
-        pushes: Pushes = []
         bad = None
+        fillings = []
+        pushes: Pushes = []
         for block in blocks:
-            known = block.id in self._given
-            flat = self.slot(block)
+            filling = self._filling(block, arrays)
+            fillings.append(filling)
+            flat = filling.slot.array(block)
             active = []
-            for index, piece in enumerate(self._names.pieces(block)):
+            for piece in self._names.pieces(block):
                 gradient = arrays.get(piece.name)
                 if gradient is not None:
-                    active.append(index)
-                    if not piece.fill(flat, gradient, known) and bad is None:
+                    active.append(piece.index)
+                    if not piece.fill(flat, gradient, piece.index in filling.lent) and bad is None:
                         bad = piece.name
             whole = None if len(active) == len(block.pieces) else tuple(active)
-            pushes.append((BlockPush(block, flat, whole), self._given.pop(block.id)))
-        return pushes, self._judge(pushes, bad)
+            pushes.append((BlockPush(block, flat, whole), filling.slot))
+        if bad is not None and self._refuses:
+            self._undo(fillings)
+            raise self._nonfinite(bad)
+        return pushes, bad is None
 
     def stage(self, blocks: Sequence[Block], arrays: Mapping[str, Array]) -> None:
-        """Keep gradients by name until their group's tick; a second one adds to the first."""
+        """Keep gradients by name until their group's tick; a second one adds to the first.
+
+        Raises:
+            ParamServeError: a block has no rule. Everything is as it was.
+        """
         for block in blocks:
-            known = block.id in self._given
-            flat = self.slot(block)
-            done = self._staged.setdefault(block.group_name, {}).setdefault(block.id, set())
-            for index, piece in enumerate(self._names.pieces(block)):
+            check_rule(block)
+        bad = None
+        new, fillings, sums = [], [], []
+        for block in blocks:
+            filling = self._staged.get(block.group_name, {}).get(block.id)
+            if filling is None:
+                filling = self._filling(block, arrays)
+                new.append(filling)
+            fillings.append(filling)
+            flat = filling.slot.array(block)
+            for piece in self._names.pieces(block):
                 gradient = arrays.get(piece.name)
                 if gradient is None:
                     continue
-                if index in done:
-                    piece.view(flat)[...] += gradient
-                elif not piece.fill(flat, gradient, known):
-                    self._judge([], piece.name)
-                done.add(index)
+                if piece.index in filling.staged:
+                    finite = bool(np.isfinite(gradient).all())
+                    sums.append((piece.view(flat), gradient))
+                else:
+                    finite = piece.fill(flat, gradient, piece.index in filling.lent)
+                if not finite and bad is None:
+                    bad = piece.name
+        if bad is not None and self._refuses:
+            self._undo(new)
+            raise self._nonfinite(bad)
+        for total, gradient in sums:
+            total += gradient
+        for filling in fillings:
+            block = filling.block
+            pieces = self._names.pieces(block)
+            filling.staged |= {piece.index for piece in pieces if piece.name in arrays}
+            filling.lent = set()
+            self._staged.setdefault(block.group_name, {})[block.id] = filling
 
     def staged(self, group: str) -> tuple[Pushes, bool]:
         """What was staged for a group: to be sent with its tick."""
         pushes: Pushes = []
-        for number, pieces in sorted(self._staged.pop(group, {}).items()):
-            block = self._exchange.blocks[number]
+        for _, filling in sorted(self._staged.pop(group, {}).items()):
+            block, slot, pieces = filling.block, filling.slot, filling.staged
             whole = None if len(pieces) == len(block.pieces) else tuple(sorted(pieces))
-            slot = self._given.pop(number)
             pushes.append((BlockPush(block, slot.array(block), whole), slot))
-        return pushes, self._check(pushes)
+        bad = _first_nonfinite([push for push, _ in pushes])
+        if bad is not None and self._refuses:
+            self._exchange.give_back([slot for _, slot in pushes])
+            raise self._nonfinite(bad)
+        return pushes, bad is None
 
-    def _check(self, pushes: Pushes) -> bool:
-        return self._judge(pushes, _first_nonfinite([push for push, _ in pushes]))
+    def _filling(self, block: Block, arrays: Mapping[str, Array]) -> _Filling:
+        """A slot for these gradients: the lent one, if nothing in it stays with the caller."""
+        lent = self._lent.get(block.id)
+        if lent is not None:
+            pieces = self._names.pieces(block)
+            if all(pieces[index].name in arrays for index in lent.lent):
+                return self._lent.pop(block.id)
+        return _Filling(block, self._exchange.take(block.nbytes))
 
-    def _judge(self, pushes: Pushes, bad: str | None) -> bool:
-        """Whether all was finite; `bad` names the first tensor that was not."""
-        if bad is None:
-            return True
-        if self._policy.on_nonfinite == "skip":
-            return False
-        self._exchange.give_back([slot for _, slot in pushes])
-        raise NonFinite(
-            f"the gradient of {bad!r} on rank {self._rank} holds NaN or Inf",
+    def _undo(self, fillings: Sequence[_Filling]) -> None:
+        for filling in fillings:
+            if filling.lent:
+                self._lent[filling.block.id] = filling
+            else:
+                self._exchange.give_back([filling.slot])
+
+    def _nonfinite(self, name: str) -> NonFinite:
+        who = f"rank {self._rank}" if self._rank != NO_RANK else "a client without a rank"
+        return NonFinite(
+            f"the gradient of {name!r} on {who} holds NaN or Inf",
             fix="lower the learning rate, clip, or use on_nonfinite='skip' in the policy",
         )
 
 
 def _first_nonfinite(push: Sequence[BlockPush]) -> str | None:
     """The name of the first tensor with a NaN or Inf among the active pieces."""
-    from paramserve.rules import kernels
-
+    kernels = compiled()
     for each in push:
         if each.active is None and kernels.finite(each.gradient):
             continue
@@ -142,8 +225,7 @@ def active_parts(push: BlockPush) -> list[tuple[int, Array]]:
 
 def clip(pushes: Pushes, clip_norm: float) -> None:
     """Clip one worker's gradients by their global norm, in place, as torch does."""
-    from paramserve.rules import kernels
-
+    kernels = compiled()
     parts = [part for push, _ in pushes for _, part in active_parts(push)]
     norm = sum(kernels.squared_norm(part) for part in parts) ** 0.5
     factor = clip_norm / (norm + CLIP_EPSILON)

@@ -11,8 +11,13 @@ import numpy.typing as npt
 
 from paramserve.core.partition import PLAIN_DTYPES, Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
+from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
+
+
+RESOLVED_MAX = 1024
+"""Combinations of names whose blocks are remembered."""
 
 
 class Tensor(NamedTuple):
@@ -22,35 +27,45 @@ class Tensor(NamedTuple):
     array: Array
 
 
-def as_tensors(
-    name: str | Mapping[str, npt.ArrayLike],
-    value: npt.ArrayLike | None,
-    *,
-    parameters: bool = False,
-) -> list[Tensor]:
+def as_pairs(
+    name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
+) -> Mapping[str, npt.ArrayLike]:
     """The two ways of naming tensors as one: `("w", array)` or `({"w": array, ...})`.
 
-    Args:
-        parameters: the names exist already and bring their dtype; else all must have one dtype
-            that a block can hold.
     Raises:
         TypeError, ValueError: anything else.
     """
     if isinstance(name, str):
         if value is None:
             raise TypeError(f"no value was given for {name!r}")
-        pairs: Mapping[str, npt.ArrayLike] = {name: value}
-    elif isinstance(name, Mapping):
-        if value is not None:
-            raise TypeError("give either one name and its value, or a mapping")
-        pairs = name
-    else:
+        return {_name(name): value}
+    if not isinstance(name, dict | Mapping):
         raise TypeError(f"a name is a str, or a mapping from names to values; got {name!r}")
-    if not pairs:
+    if value is not None:
+        raise TypeError("give either one name and its value, or a mapping")
+    if not name:
         raise ValueError("an empty mapping names nothing")
-    tensors = [Tensor(_name(each), np.asarray(pairs[each])) for each in pairs]
-    if not parameters:
-        _check_dtypes(tensors)
+    for each in name:
+        _name(each)
+    return name
+
+
+def as_tensors(
+    name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
+) -> list[Tensor]:
+    """Tensors that a block can hold together.
+
+    Raises:
+        TypeError: several dtypes, or one that a block cannot hold.
+        ValueError: nothing is named.
+    """
+    pairs = as_pairs(name, value)
+    tensors = [Tensor(each, np.asarray(pairs[each])) for each in pairs]
+    dtypes = {tensor.array.dtype.name for tensor in tensors}
+    if len(dtypes) > 1:
+        raise TypeError(f"tensors of one define have one dtype, got {', '.join(sorted(dtypes))}")
+    if not dtypes <= set(PLAIN_DTYPES):
+        raise TypeError(f"values are {' or '.join(PLAIN_DTYPES)}, got {dtypes.pop()}")
     return tensors
 
 
@@ -60,19 +75,12 @@ def _name(name: object) -> str:
     return name
 
 
-def _check_dtypes(tensors: Sequence[Tensor]) -> None:
-    dtypes = {tensor.array.dtype.name for tensor in tensors}
-    if len(dtypes) > 1:
-        raise TypeError(f"tensors of one define have one dtype, got {', '.join(sorted(dtypes))}")
-    if not dtypes <= set(PLAIN_DTYPES):
-        raise TypeError(f"values are {' or '.join(PLAIN_DTYPES)}, got {dtypes.pop()}")
-
-
 class NamedPiece:
     """One tensor of a block: a name with its place in the block's flat array."""
 
     def __init__(self, block: Block, index: int) -> None:
         piece = block.pieces[index]
+        self.index = index
         self.name = piece.name
         self.shape = tuple(piece.shape)
         self.start = block.starts[index]
@@ -91,17 +99,14 @@ class NamedPiece:
             known: the caller may have been given that place: then a gradient that lies there
                 already is only checked.
         """
-        from paramserve.rules import kernels
-
+        kernels = compiled()
         target = flat[self.start : self.stop]
-        if known and gradient.ctypes.data == target.ctypes.data:
-            return bool(kernels.finite(target))
-        if (
-            gradient.dtype == self.dtype
-            and gradient.flags.c_contiguous
-            and gradient.flags.writeable
-        ):
-            return bool(kernels.copy_finite(target, gradient.reshape(-1)))
+        if gradient.dtype == self.dtype and gradient.flags.c_contiguous:
+            # A transposed view of that place begins there too, and has to be copied.
+            if known and gradient.ctypes.data == target.ctypes.data:
+                return bool(kernels.finite(target))
+            if gradient.flags.writeable:
+                return bool(kernels.copy_finite(target, gradient.reshape(-1)))
         np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
         return bool(kernels.finite(target))
 
@@ -109,18 +114,28 @@ class NamedPiece:
         """This tensor's values out of a block's flat array."""
         view = self.view(flat)
         if target is not None:
-            if target.shape != self.shape or target.dtype != self.dtype:
-                raise ShapeMismatch(
-                    f"out for {self.name!r} is {target.dtype}{list(target.shape)}, "
-                    f"the value is {self.dtype}{list(self.shape)}",
-                    fix="give an array of the same shape and dtype",
-                )
             np.copyto(target, view)
             return target
         if copy:
             return view.copy()
         view.flags.writeable = False
         return view
+
+    def check_target(self, target: object) -> None:
+        """Refuse an array that the values cannot be read into.
+
+        Raises:
+            TypeError, ShapeMismatch: nothing was read.
+        """
+        if not isinstance(target, np.ndarray) or not target.flags.writeable:
+            kind = "read-only" if isinstance(target, np.ndarray) else type(target).__name__
+            raise TypeError(f"out for {self.name!r} must be an array to write to, it is {kind}")
+        if target.shape != self.shape or target.dtype != self.dtype:
+            raise ShapeMismatch(
+                f"out for {self.name!r} is {target.dtype}{list(target.shape)}, "
+                f"the value is {self.dtype}{list(self.shape)}",
+                fix="give an array of the same shape and dtype",
+            )
 
 
 class Names:
@@ -129,11 +144,13 @@ class Names:
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[Block, NamedPiece]]] = {}
         self._pieces: dict[int, list[NamedPiece]] = {}
+        self._resolved: dict[tuple[str, ...], list[Block]] = {}
 
     def add(self, block: Block) -> None:
         """Learn a block; repeating changes nothing."""
         if block.id in self._pieces:
             return
+        self._resolved.clear()  # A name may be in two groups now.
         pieces = [NamedPiece(block, index) for index in range(len(block.pieces))]
         self._pieces[block.id] = pieces
         for piece in pieces:
@@ -166,29 +183,42 @@ class Names:
             found[block.id] = block
         return list(found.values())
 
-    def piece_of(self, block: Block, name: str) -> NamedPiece:
-        """The tensor of this name in a block."""
-        return next(piece for piece in self._pieces[block.id] if piece.name == name)
+    def piece(self, name: str) -> NamedPiece:
+        """The tensor of this name.
 
-    def checked(self, tensor: Tensor) -> Array:
-        """The array, if it can be written to the parameter of that name.
+        Raises:
+            UnknownName: there is none, or several groups have one.
+        """
+        return self._only(name)[1]
+
+    def known(self, names: tuple[str, ...]) -> list[Block] | None:
+        """The blocks that hold exactly these names, if they were asked for before."""
+        return self._resolved.get(names)
+
+    def remember(self, names: tuple[str, ...], blocks: list[Block]) -> None:
+        """Keep the answer for `known`, until the next block is learned."""
+        if len(self._resolved) < RESOLVED_MAX:
+            self._resolved[names] = blocks
+
+    def checked(self, name: str, value: npt.ArrayLike) -> Array:
+        """The value as an array, if it can be written to the parameter of that name.
 
         Raises:
             ShapeMismatch, DtypeMismatch: nothing was sent.
         """
-        _, piece = self._only(tensor.name)
-        array = tensor.array
+        _, piece = self._only(name)
+        array = value if type(value) is np.ndarray else np.asarray(value)
         if array.shape != piece.shape:
             raise ShapeMismatch(
-                f"{tensor.name!r} has shape {list(piece.shape)}, got {list(array.shape)}",
+                f"{name!r} has shape {list(piece.shape)}, got {list(array.shape)}",
                 fix="send a gradient or value of the parameter's shape",
             )
         if array.dtype != piece.dtype and not (
-            np.can_cast(array.dtype, piece.dtype, "same_kind")
-            and array.dtype.kind == piece.dtype.kind
+            array.dtype.kind == piece.dtype.kind
+            and np.can_cast(array.dtype, piece.dtype, "same_kind")
         ):
             raise DtypeMismatch(
-                f"{tensor.name!r} is {piece.dtype}, got {array.dtype}",
+                f"{name!r} is {piece.dtype}, got {array.dtype}",
                 fix=f"convert it with .astype({piece.dtype.name!r})",
             )
         return array

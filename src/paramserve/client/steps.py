@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +9,29 @@ import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot, again
 from paramserve.client.ticket import Ticket
+from paramserve.config import PolicySpec
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
-from paramserve.errors import ParamServeError, PullTimeout, PushTimeout
+from paramserve.errors import (
+    DefineTimeout,
+    ParamServeError,
+    PullTimeout,
+    PushTimeout,
+    ShapeMismatch,
+    Timeout,
+)
+from paramserve.ids import NO_RANK
 from paramserve.messages import Gradient, Place, ShardRequest, Step
 from paramserve.rules.base import Hyper
+from paramserve.rules.registry import build as build_rule
 
 Array = npt.NDArray[Any]
 
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""
+READS = ("pull", "fetch", "snapshot")
+TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
+"""What is raised when an answer is late; for all else `PushTimeout`."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
 
@@ -66,10 +78,25 @@ class Steps:
         self._shards = len(exchange.shards)
         self._staged: dict[str, list[Ticket]] = {}
         """Tickets of pushes that wait for their group's tick."""
-        self._unread: deque[Ticket] = deque()
-        """Tickets with an error that nobody has read."""
+        self._unread: dict[Ticket, None] = {}
+        """Tickets with an error that nobody has read, oldest first."""
+        self._forgotten: list[Ticket] = []
+        """Tickets that nobody waits for any more, and whose slots are still to go back."""
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[Place, ...]] = {}
+
+    def begin(self, timeout_s: float | None = None) -> None:
+        """Before anything is captured or sent: raise what was not read, and wait for room.
+
+        Raises:
+            ParamServeError: as `Exchange.make_room`, or an error of an earlier step. Nothing was
+                sent.
+        """
+        if self._unread:
+            self.raise_unread()
+        if self._forgotten:
+            self._let_go()
+        self._exchange.make_room(timeout_s if timeout_s is not None else self.timeout_s)
 
     def send(
         self,
@@ -79,21 +106,49 @@ class Steps:
         pull: Sequence[Block],
         options: StepOptions,
     ) -> Ticket:
-        """Send one step to every shard; all checks have been made.
+        """Send one step to every shard; `begin` came first, and all checks have been made.
 
         Args:
             what: "push", "pull", "tick" or "step", for messages.
             block: any block of the group.
             pushes: their slots go back when all shards have answered.
         """
-        self.raise_unread()
-        group, name = block.group, block.group_name
-        slots = [self._exchange.take(each.nbytes) for each in pull]
-        clock = self.clocks.get(name, 0)
+        captured = [slot for _, slot in pushes]
+        slots: list[Slot] = []
+        try:
+            for each in pull:
+                slots.append(self._exchange.take(each.nbytes))
+            requests = self._requests(block, pushes, pull, slots, options)
+            operation = Operation(self._shards)
+            ticket = Ticket(self, what, block.group, tuple(zip(pull, slots, strict=True)))
+            ticket.operation = operation
+            self._bind(ticket, operation, captured)
+            self._exchange.submit(requests, operation)
+        except (ParamServeError, ValueError):
+            self._exchange.give_back([*captured, *slots])
+            raise
+        if options.tick:
+            name = block.group_name
+            self.clocks[name] = self.clocks.get(name, 0) + 1
+            for staged in self._staged.pop(name, ()):
+                staged.operation = operation
+        return ticket
+
+    def _requests(
+        self,
+        block: Block,
+        pushes: Captured,
+        pull: Sequence[Block],
+        slots: Sequence[Slot],
+        options: StepOptions,
+    ) -> list[Step]:
+        """One step as each shard gets it."""
+        group = block.group
+        clock = self.clocks.get(block.group_name, 0)
         tick, weight, skip, clip_norm = options
         push_parts = () if skip else [self._gradient_parts(*each) for each in pushes]
         pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
-        requests: list[ShardRequest] = [
+        return [
             Step(
                 0,
                 group,
@@ -108,14 +163,6 @@ class Steps:
             )
             for shard, base in enumerate(self.versions[group])
         ]
-        ticket = Ticket(self, what, group, tuple(zip(pull, slots, strict=True)))
-        operation = self._exchange.submit(requests, self.timeout_s)
-        staged: list[Ticket] = []
-        if tick:
-            self.clocks[name] = clock + 1
-            staged = self._staged.pop(name, staged)
-        self._bind(ticket, staged, operation, [slot for _, slot in pushes])
-        return ticket
 
     def stage(self, block: Block) -> Ticket:
         """The ticket of a push that is sent with the group's next tick."""
@@ -123,20 +170,15 @@ class Steps:
         self._staged.setdefault(block.group_name, []).append(ticket)
         return ticket
 
-    def _bind(
-        self, ticket: Ticket, staged: list[Ticket], operation: Operation, slots: list[Slot]
-    ) -> None:
+    def _bind(self, ticket: Ticket, operation: Operation, slots: list[Slot]) -> None:
         """What happens when the answers are there, whoever reads them."""
 
         def complete() -> None:
             if slots:
                 self._exchange.give_back(slots)
             if operation.error is not None:
-                self._unread.append(ticket)
+                self._unread[ticket] = None
 
-        ticket.operation = operation
-        for each in staged:
-            each.operation = operation
         operation.then(complete)
 
     def _gradient_parts(self, push: BlockPush, slot: Slot) -> tuple[Gradient, ...]:
@@ -144,6 +186,7 @@ class Steps:
         key = (push.block.id, slot.arena, slot.offset, push.active, push.hyper)
         parts = self._gradients.get(key)
         if parts is None:
+            check_push(push)
             _bound(self._gradients)
             parts = self._gradients[key] = tuple(
                 Gradient(
@@ -175,10 +218,17 @@ class Steps:
         """Send a request that is not a step and wait for its answers.
 
         Args:
-            slots: go back when all shards have answered.
+            slots: go back when all shards have answered. What they hold stands until the caller
+                lets go of the client's lock.
         """
-        operation = self._exchange.submit(requests, limit_s)
+        operation = Operation(self._shards)
         operation.then(lambda: self._exchange.give_back(slots))
+        try:
+            self.begin(limit_s)
+            self._exchange.submit(requests, operation)
+        except ParamServeError:
+            self._exchange.give_back(slots)
+            raise
         if not self._exchange.wait(operation, limit_s):
             raise self.late(what, None, limit_s)
         if operation.error is not None:
@@ -212,15 +262,31 @@ class Steps:
 
     def error_was_read(self, ticket: Ticket) -> None:
         """An error has been raised where it belongs."""
-        read = ticket.operation
-        self._unread = deque(each for each in self._unread if each.operation is not read)
+        for each in list(self._unread):
+            if each.operation is ticket.operation:
+                self._unread.pop(each, None)
 
     def raise_unread(self) -> None:
         """Raise the oldest error that nobody has read from its ticket."""
-        if self._unread:
-            error = self._unread.popleft().error
-            assert error is not None
-            raise again(error)
+        ticket = next(iter(self._unread), None)
+        if ticket is not None:
+            self.error_was_read(ticket)
+            ticket.release()
+            assert ticket.error is not None
+            raise again(ticket.error)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Nobody waits for this ticket any more: its slots go back once they are free."""
+        self._forgotten.append(ticket)
+
+    def _let_go(self) -> None:
+        waiting = []
+        for ticket in self._forgotten:
+            if ticket.operation is not None and ticket.operation.complete:
+                ticket.release()
+            else:
+                waiting.append(ticket)
+        self._forgotten = waiting
 
     def late(self, what: str, group: int | None, waited_s: float) -> ParamServeError:
         """The error of a wait that has failed; asks the shards who is missing."""
@@ -230,13 +296,51 @@ class Steps:
                 who = ", ".join(f"worker {rank} (at clock {c})" for rank, c in waiting.missing)
                 reasons.append(f"{waiting.reason}: {who}" if who else waiting.reason)
         why = "; ".join(dict.fromkeys(reasons)) or "the servers did not answer"
-        kind = PullTimeout if what == "pull" else PushTimeout
-        return kind(
-            f"{what} timed out: rank {self._rank} waited {waited_s:.1f} s; {why}",
-            applied="unknown",
-            fix="look at the workers or servers named, or raise timeout_s; calling result() again "
-            "waits on and repeats nothing",
+        who = f"rank {self._rank}" if self._rank != NO_RANK else "the client"
+        return TIMEOUTS.get(what, PushTimeout)(
+            f"{what} timed out: {who} waited {waited_s:.1f} s; {why}",
+            applied="no" if what in READS else "unknown",
+            fix="look at the workers or servers named, or raise timeout_s; calling result() of a "
+            "ticket again waits on and repeats nothing",
         )
+
+
+def check_rule(block: Block) -> PolicySpec:
+    """The block's rule. Raises `ParamServeError` if it has none: it cannot be pushed to."""
+    if block.rule is None:
+        raise ParamServeError(
+            f"{block.pieces[0].name!r} has no rule: it cannot be pushed to",
+            fix="define it with a rule, or use assign",
+        )
+    return block.rule
+
+
+def check_push(push: BlockPush) -> None:
+    """Refuse what the shards would refuse, before anything is sent to any of them.
+
+    Raises:
+        ParamServeError, ShapeMismatch, ValueError: the block has no rule, a piece or a
+            hyper-parameter is out of range, or the rule's state does not suffice for them.
+    """
+    block, _, active, hyper = push
+    described = check_rule(block)
+    first = repr(block.pieces[0].name)
+    count = len(block.pieces)
+    if active is not None and not all(0 <= piece < count for piece in active):
+        raise ShapeMismatch(
+            f"a push names pieces {active}, the block of {first} has {count}",
+            fix="give the indices of the block's tensors that have a gradient",
+        )
+    if hyper is not None:
+        rule = build_rule(described)
+        rule.check(hyper)
+        needed = rule.states(hyper)
+        if len(needed) > len(rule.states(rule.hyper())):
+            raise ParamServeError(
+                f"{rule.name} with {hyper} needs the state {', '.join(needed)}, but the block of "
+                f"{first} was defined without it",
+                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
+            )
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

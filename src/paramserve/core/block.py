@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.errors import ParamServeError, ShapeMismatch
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, size_of
+from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
 from paramserve.messages import VALUE, BlockSpec
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
 
 Array = npt.NDArray[Any]
+
+
+def check_spec(spec: BlockSpec, shards: int) -> None:
+    """Refuse a definition that no shard could hold; the coordinator has checked the same before.
+
+    Raises:
+        ShapeMismatch: the cuts do not fit the pieces or the shards.
+        DtypeMismatch: values of this dtype cannot be held. In both cases nothing was applied.
+    """
+    whole = all(length >= 0 for piece in spec.pieces for length in piece.shape)
+    rising = all(low <= high for low, high in pairwise(spec.cuts))
+    ends = (spec.cuts[0], spec.cuts[-1]) if spec.cuts else ()
+    fits = len(spec.cuts) == shards + 1 and ends == (0, size_of(spec.pieces))
+    if not (spec.pieces and whole and rising and fits):
+        raise ShapeMismatch(
+            f"block {spec.block} is cut at {spec.cuts} for {shards} shards, its pieces are "
+            f"{[piece.shape for piece in spec.pieces[:5]]}",
+            fix="define with the cuts that the coordinator gave",
+        )
+    allowed = DTYPES if spec.rule is not None else PLAIN_DTYPES
+    if spec.dtype not in allowed:
+        raise DtypeMismatch(
+            f"block {spec.block} has dtype {spec.dtype!r}, allowed are {', '.join(allowed)}",
+            fix="convert the values first",
+        )
 
 
 class ShardBlock:
@@ -91,23 +118,29 @@ class ShardBlock:
                 f"{self._names()} has no rule: it cannot be pushed to",
                 fix="define it with a rule, or use assign",
             )
-        if active is not None and not all(0 <= piece < len(self._counts) for piece in active):
-            raise ShapeMismatch(
-                f"push to {self._names()} names piece {max(active, default=0)}, "
-                f"the block has {len(self._counts)}",
-                fix="send one gradient for each tensor of the block",
-            )
+        if active is not None:
+            self._check_active(active)
         if hyper is None or hyper == self._checked:
             return
         self.rule.check(hyper)
         needed = self.rule.states(hyper)
         if len(needed) > len(self.state):
+            given = dict(zip(self.rule.hyper_names, hyper, strict=True))
             raise ParamServeError(
-                f"{type(self.rule).__name__} with {dict(zip(self.rule.hyper_names, hyper, strict=False))} "
+                f"{type(self.rule).__name__} with {given} "
                 f"needs the state {', '.join(needed)}, but {self._names()} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
         self._checked = hyper
+
+    def _check_active(self, active: Sequence[int]) -> None:
+        inside = all(0 <= piece < len(self._counts) for piece in active)
+        if not inside or len(set(active)) != len(active):
+            raise ShapeMismatch(
+                f"the pieces {list(active)} were named for {self._names()}, "
+                f"which has pieces 0 to {len(self._counts) - 1}",
+                fix="name each tensor of the block at most once",
+            )
 
     def apply(
         self,
@@ -165,7 +198,7 @@ class ShardBlock:
         """Overwrite a field, whole or only some pieces, and the update counts if given.
 
         Raises:
-            ShapeMismatch: the number of counts or a piece is wrong. Nothing was applied.
+            ShapeMismatch: the counts or the pieces are wrong. Nothing was applied.
         """
         target = self.field(number)
         if counts is not None and len(counts) != len(self._counts):
@@ -176,11 +209,7 @@ class ShardBlock:
         if active is None:
             np.copyto(target, source)
         else:
-            if not all(0 <= piece < len(self._counts) for piece in active):
-                raise ShapeMismatch(
-                    f"assign to {self._names()} names a piece that it does not have",
-                    fix="send one value for each tensor of the block",
-                )
+            self._check_active(active)
             for piece in active:
                 start, stop = self._bounds[piece]
                 target[start:stop] = source[start:stop]

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from paramserve.config import CoordinatorConfig
 from paramserve.core.directory import Directory
-from paramserve.core.membership import DEAD, LEFT, Membership
-from paramserve.errors import DefineTimeout, ParamServeError, UnknownName
+from paramserve.core.membership import DEAD, LEFT, LIVE, Membership
+from paramserve.errors import DefineTimeout, ParamServeError, UnknownName, WorkerFenced
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
     AskStatus,
@@ -158,6 +158,7 @@ class Coordination:
             case Join():
                 return self._join(party, message)
             case PlaceBlock():
+                self._require_live(party)
                 placed = self.directory.place(message, party.client)
                 return None if placed is None else Placed(message.call, *placed)
             case Defined():
@@ -169,7 +170,7 @@ class Coordination:
                 self.directory.client_gone(party.client)
                 self._ended(party.rank, LEFT, party.client)
             case MarkDead():
-                self._ended(message.number, DEAD)
+                self._mark_dead(message)
             case AskStatus():
                 return self._status(message)
         return Ok(message.call)
@@ -188,6 +189,25 @@ class Coordination:
             self.membership.addresses(),
             self.config.consistency,
         )
+
+    def _require_live(self, party: Party) -> None:
+        """A worker that counts as dead must not be the one for whose define the others wait."""
+        member = self.membership.members.get(party.rank)
+        if member is None or (member.client == party.client and member.state == LIVE):
+            return
+        raise WorkerFenced(
+            f"worker {party.rank} (client {party.client}) is {member.state} for the cluster, "
+            f"which knows incarnation {member.incarnation}",
+            fix="let this process end; a new one may join",
+        )
+
+    def _mark_dead(self, message: MarkDead) -> None:
+        if message.kind != "worker":
+            raise ParamServeError(
+                f"{message.kind} {message.number} was reported dead; only workers can be",
+                fix="stop the run when a server or the coordinator ends",
+            )
+        self._ended(message.number, DEAD)
 
     def _ended(self, rank: int, state: str, client: int | None = None) -> None:
         member = self.membership.members.get(rank)

@@ -46,7 +46,7 @@ def cut(size: int, itemsize: int, loads: Sequence[int]) -> tuple[int, ...]:
         owner = min(range(shards), key=lambda shard: (loads[shard], shard))
         return tuple(0 if shard <= owner else size for shard in range(shards + 1))
     step = max(1, ALIGN // itemsize)
-    inner = [round(k * size / shards / step) * step for k in range(1, shards)]
+    inner = [min(size, round(k * size / shards / step) * step) for k in range(1, shards)]
     return (0, *inner, size)
 
 

@@ -21,18 +21,18 @@ SLOT_ALIGN = ALIGN
 class Operation:
     """One call of the user, spread over shards: done when every shard has answered.
 
-    The first refusal counts: the shards check alike, so that a refused request is refused by all.
+    The first refusal counts. The shards check alike, so a refused request is refused by all, unless
+    it met them in different states, as when its worker is declared dead meanwhile.
     """
+
+    __slots__ = ("_on_complete", "complete", "error", "replies", "waiting")
 
     def __init__(self, shards: int) -> None:
         self.waiting = shards
+        self.complete = False
         self.replies: dict[int, Done] = {}
         self.error: ParamServeError | None = None
         self._on_complete: Callable[[], None] | None = None
-
-    @property
-    def complete(self) -> bool:
-        return self.waiting == 0
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this once when it is complete, by whoever brings the last answer; or now."""
@@ -58,11 +58,19 @@ class Operation:
 
     def _count(self) -> None:
         self.waiting -= 1
-        if self.waiting == 0 and self._on_complete is not None:
+        if self.waiting:
+            return
+        self.complete = True
+        error = self.error
+        if error is not None and error.applied == "no":
+            somewhere = any(not reply.skipped for reply in self.replies.values())
+            if somewhere:
+                self.error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
+        if self._on_complete is not None:
             self._on_complete()
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """A request that is not answered yet."""
 
@@ -73,7 +81,7 @@ class Sent:
 class ClientSession:
     """Numbered requests to one shard.
 
-    `window` requests may be unanswered; more wait their turn here, at most `queue_max`.
+    `window` requests may be unanswered; whoever wants to send more waits for a reply first.
     """
 
     def __init__(self, shard: int, window: int) -> None:
@@ -86,8 +94,14 @@ class ClientSession:
 
     @property
     def full(self) -> bool:
-        """Whether the next request must wait for a reply."""
-        return len(self.unanswered) >= self.window
+        """Whether the next request must wait for a reply.
+
+        The window is counted from the oldest unanswered number, not by how many are unanswered: a
+        shard keeps outcomes for that many numbers, and a reply behind a lost one may arrive.
+        """
+        return (
+            bool(self.unanswered) and self.last - self.unanswered[0].message.seq >= self.window - 1
+        )
 
     def submit(self, message: ShardRequest, operation: Operation) -> ShardRequest:
         """Number a request and remember it; returns what to send. The session must not be full."""
@@ -107,9 +121,13 @@ class ClientSession:
     def on_reply(self, reply: Done | Refused) -> Sent | None:
         """Take a reply; None if that number was answered before (a repeated answer)."""
         found = self.sent(reply.seq)
-        if found is not None:
+        if found is None:
+            return None
+        if found is self.unanswered[0]:
+            self.unanswered.popleft()
+        else:
             self.unanswered.remove(found)
-            found.operation.answered(self.shard, reply)
+        found.operation.answered(self.shard, reply)
         return found
 
     def to_resend(self) -> list[ShardRequest]:

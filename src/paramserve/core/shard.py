@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from paramserve.config import Limits, PolicySpec
+from paramserve.config import Limits
 from paramserve.core import stepping
-from paramserve.core.block import ShardBlock
+from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.consistency import Consistency
 from paramserve.core.group import Group, Watching
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
@@ -48,11 +48,10 @@ from paramserve.messages import (
     Waiting,
     Watch,
 )
-from paramserve.rules.base import Rule
 from paramserve.rules.registry import build as build_rule
 
 SESSION_KEEP_S = 60.0
-"""A client that is no worker is forgotten this long after its connection ended."""
+"""A client that is no live worker is forgotten this long after its connection ended."""
 
 
 class ClientHere(NamedTuple):
@@ -115,7 +114,7 @@ Event = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class Effects:
     """What the role must do after an event, in order.
 
@@ -215,8 +214,14 @@ class Shard:
             session = ShardSession(event.client, event.incarnation, event.rank, event.window)
             self.sessions[event.client] = session
         session.gone_at = None
-        if event.rank != NO_RANK:
-            self.workers[event.rank] = session
+        if event.rank == NO_RANK:
+            return
+        self.workers[event.rank] = session
+        member = self.members.get(event.rank)
+        if member is not None and event.incarnation > member.incarnation:
+            # It came before the coordinator's news of it; only the coordinator gives incarnations.
+            self.members[event.rank] = Member(event.rank, event.client, event.incarnation, "live")
+            self._belonging_changed()
 
     def _fence(self, event: ClientHere) -> ParamServeError | None:
         if not 1 <= event.window <= self.limits.outstanding_max:
@@ -262,31 +267,52 @@ class Shard:
         if message.number <= self._members_number:
             return
         self._members_number = message.number
-        self.members = {member.rank: member for member in message.members}
-        for session in self.workers.values():
+        for member in message.members:
+            known = self.members.get(member.rank)
+            if known is None or known.incarnation <= member.incarnation:
+                self.members[member.rank] = member
+        self._belonging_changed()
+
+    def _belonging_changed(self) -> None:
+        """Fence the sessions of those who have ended, and go on with those who live."""
+        for session in list(self.sessions.values()):
             member = self.members.get(session.rank)
-            if member is None:
+            if member is None or session.fenced:
                 continue
             ended = member.client == session.client and member.state in ("left", "dead")
             if ended or session.incarnation < member.incarnation:
                 session.fenced = True
-                session.queue.clear()
+                self._let_go(session, member)
         live = self.live()
-        for group in self.groups.values():
+        for group in list(self.groups.values()):  # what is released may define a new one
             start = group.committed if group.collects else group.slowest()
             group.clocks = {rank: group.clocks.get(rank, start) for rank in live}
             self._clocks_changed(group)
+
+    def _let_go(self, session: ShardSession, member: Member) -> None:
+        """Refuse what a fenced session waits for; what is collected waits for its commit."""
+        held = session.held
+        if held is None or self._collected(session, held):
+            return
+        error = self._fenced(session.rank, session.incarnation, member)
+        error.applied = "no" if session.done is None else "yes"
+        self._answer(session, Answer(refusal(held.message.seq, error)))
+        self._drain(session)
+
+    def _collected(self, session: ShardSession, held: Request) -> bool:
+        """Whether a held request is part of a synchronous clock, and not a pull that waits."""
+        assert isinstance(held.message, Step), "nothing else is ever held"
+        collected = self.groups[held.message.group].collect.held.get(session.rank)
+        return collected is not None and collected.step is held.message
 
     def _clocks_changed(self, group: Group) -> None:
         self._maybe_ready(group)
         for session in list(self.workers.values()):
             held = session.held
-            if held is None or not isinstance(held.message, Step):
+            if held is None or self._collected(session, held):
                 continue
-            collected = group.collect.held.get(session.rank)
-            if held.message.group == group.id and (
-                collected is None or collected.step is not held.message
-            ):
+            assert isinstance(held.message, Step), "nothing else is ever held"
+            if held.message.group == group.id:
                 self._release(session, group, held)
 
     # --- numbered requests -----------------------------------------------------------------------
@@ -390,18 +416,27 @@ class Shard:
                 f"block {spec.block} is defined as {known.spec}, not as {spec}",
                 fix="define a name with one shape, dtype, rule and group",
             )
-        group = self.groups.get(spec.group)
-        if group is None:
-            group = self._new_group(spec.group, spec.group_name)
         if known is None or known.attempt < message.attempt:
-            block = ShardBlock(spec, self.number, self._rule(spec.rule), message.attempt)
-            source = stepping.one(block, message.arena, message.offset, memory)
-            np.copyto(block.value, source)
+            block = self._new_block(message)
+            np.copyto(block.value, stepping.one(block, message.arena, message.offset, memory))
+            group = self.groups.get(spec.group)
+            if group is None:
+                group = self._new_group(spec.group, spec.group_name)
             self.blocks[spec.block] = group.blocks[spec.block] = block
-        return Answer(Done(message.seq, group.version))
+        return Answer(Done(message.seq, self.groups[spec.group].version))
 
-    def _rule(self, spec: PolicySpec | None) -> Rule | None:
-        return None if spec is None else build_rule(spec)
+    def _new_block(self, message: Define) -> ShardBlock:
+        spec = message.spec
+        check_spec(spec, self.shards)
+        rule = None if spec.rule is None else build_rule(spec.rule)
+        try:
+            return ShardBlock(spec, self.number, rule, message.attempt)
+        except MemoryError:
+            raise Overloaded(
+                f"shard {self.number} has no memory for block {spec.block} "
+                f"({spec.cuts[self.number + 1] - spec.cuts[self.number]} elements of {spec.dtype})",
+                fix="use more servers on more machines, or smaller parameters",
+            ) from None
 
     def _new_group(self, number: int, name: str) -> Group:
         leads = lead_of(number, self.shards) == self.number
@@ -474,11 +509,9 @@ class Shard:
 
     def _maybe_ready(self, group: Group) -> None:
         """Tell the lead that every live worker's gradients of this clock are here."""
-        held = group.collect.held
-        if not held or group.collect.sent is not None:
-            return
-        if all(rank in held for rank in group.clocks):
-            self._send_ready(group, tuple(sorted(held)))
+        collect = group.collect
+        if collect.held and collect.sent is None and collect.has(group.clocks):
+            self._send_ready(group, collect.clients())
 
     def _send_ready(self, group: Group, contributors: tuple[int, ...]) -> None:
         ready = stepping.ready(group, self.number, contributors)
@@ -502,11 +535,11 @@ class Shard:
                     for shard, answer in group.lead.on_ready(message, group.committed):
                         self._to_shard(shard, answer)
             case Propose():
-                held = group.collect.held
-                if message.clock == group.committed and all(
-                    rank in held for rank in message.contributors
-                ):
-                    self._send_ready(group, message.contributors)
+                collect = group.collect
+                settled = collect.sent is not None or collect.has(group.clocks)
+                if message.clock == group.committed and settled:
+                    agreed = (c for c in collect.clients() if c in message.contributors)
+                    self._send_ready(group, tuple(agreed))
             case Commit():
                 self._commit(group, message)
 
@@ -531,7 +564,7 @@ class Shard:
         self._clocks_changed(group)
 
     def _deadline_reached(self) -> None:
-        for group in self.groups.values():
+        for group in list(self.groups.values()):  # what is released may define a new one
             collect = group.collect
             if collect.sent is not None and collect.repeat_at <= self._now:
                 collect.repeat_at = self._now + self.resend_s
@@ -539,7 +572,7 @@ class Shard:
         expired = [
             session.client
             for session in self.sessions.values()
-            if session.rank == NO_RANK
+            if (session.rank == NO_RANK or session.fenced)
             and session.gone_at is not None
             and self._now - session.gone_at >= SESSION_KEEP_S
         ]
@@ -547,6 +580,8 @@ class Shard:
             self._client_bye(client)
 
     def _next_deadline(self) -> float | None:
+        if self.shards == 1:
+            return None  # Its own lead: nothing is ever repeated.
         times = [
             group.collect.repeat_at
             for group in self.groups.values()

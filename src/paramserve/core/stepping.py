@@ -42,6 +42,8 @@ from paramserve.rules.base import PushInfo
 if TYPE_CHECKING:
     from paramserve.core.shard import Shard
 
+from paramserve.rules.compiled import compiled
+
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[ShardBlock, Gradient, Array]
@@ -111,6 +113,11 @@ def gradients(shard: Shard, step: Step, memory: Memory) -> list[Part]:
         parts.append((block, header, view(memory, header.arena, offset, block)))
     if cursor:
         _check_payload(memory, cursor)
+    if len(parts) > 1 and len({header.block for header in step.push}) < len(parts):
+        raise ShapeMismatch(
+            f"a step brings {len(parts)} gradients for blocks {[g.block for g in step.push]}",
+            fix="send one gradient for each block",
+        )
     for place in step.pull:
         block = _block_of(shard, step.group, place.block)
         if place.arena != 0:
@@ -130,8 +137,7 @@ def _block_of(shard: Shard, group: int, number: int) -> ShardBlock:
 
 def finite(parts: list[Part]) -> bool:
     """Whether all active elements are finite numbers."""
-    from paramserve.rules import kernels
-
+    kernels = compiled()
     for block, header, gradient in parts:
         if header.active is None:
             if not kernels.finite(gradient):
@@ -215,10 +221,13 @@ def collect(
 
 def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     """What this shard can say about these contributions."""
-    held = [group.collect.held[rank] for rank in contributors]
+    chosen = [
+        (r, each) for r, each in sorted(group.collect.held.items()) if each.client in contributors
+    ]
+    held = [each for _, each in chosen]
     steps = [each.step for each in held]
     clip = max((step.clip_norm for step in steps), default=0.0)
-    refusal = refusal_of(steps, contributors)
+    refusal = refusal_of(steps, [rank for rank, _ in chosen])
     finite = all(each.finite for each in held)
     squared = 0.0
     skip = any(step.skip for step in steps)
@@ -239,8 +248,7 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
 
 
 def _squared_norm(group: Group, held: list[Contribution]) -> float:
-    from paramserve.rules import kernels
-
+    kernels = compiled()
     squared = 0.0
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
@@ -252,9 +260,10 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
 
 def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) -> None:
     """Do what the lead decided about the present clock."""
-    contributors = [held[rank] for rank in commit.contributors]
+    chosen = [(r, each) for r, each in sorted(held.items()) if each.client in commit.contributors]
+    contributors = [each for _, each in chosen]
     if not contributors:
-        group.skipped += not commit.refusal and bool(held)
+        group.skipped += not commit.refusal
         return
     pushed = False
     for number, block in sorted(group.blocks.items()):
@@ -266,7 +275,7 @@ def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) ->
         hyper = having[0].gradients[number][0].hyper
         push = PushInfo(-1, commit.clock, group.version, 0, 1.0, commit.scale)
         block.apply(gradient, active, hyper, push)
-    for rank in commit.contributors:
+    for rank, _ in chosen:
         group.staleness.setdefault(rank, Staleness()).add(0)
     if pushed:
         group.advance()
@@ -278,7 +287,7 @@ def after_commit(
     """The answer to a step that was held until its clock was decided."""
     request = session.held
     assert request is not None
-    if session.rank not in commit.contributors:
+    if session.client not in commit.contributors:
         if commit.refusal:
             kind, failed, fix = commit.refusal
             error = rebuild(kind, failed, "no", fix)
@@ -286,7 +295,7 @@ def after_commit(
         if session.fenced:
             text = f"worker {session.rank} counted as dead when clock {commit.clock} was applied"
             return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
-    skipped = session.rank not in commit.contributors
+    skipped = session.client not in commit.contributors
     done = Done(step.seq, group.version, group.slowest(), 0, skipped)
     return with_values(shard, step, request.memory, done)
 

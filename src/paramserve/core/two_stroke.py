@@ -11,7 +11,7 @@ Both messages may be lost, repeated or late: `Ready` is repeated until its `Comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from paramserve.core.block import ShardBlock
 from paramserve.core.consistency import Consistency
 from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 
@@ -55,6 +56,14 @@ class Collect:
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
 
+    def has(self, ranks: Collection[int]) -> bool:
+        """Whether all of these ranks have brought theirs."""
+        return all(rank in self.held for rank in ranks)
+
+    def clients(self) -> tuple[int, ...]:
+        """Who brought something, in the order of their ranks."""
+        return tuple(each.client for _, each in sorted(self.held.items()))
+
     def clear(self) -> None:
         self.held = {}
         self.sent = None
@@ -80,9 +89,13 @@ class Lead:
             return [(ready.shard, self._last)]
         if ready.clock != clock:
             return []
+        repeated = ready.shard in self._ready
         self._ready[ready.shard] = ready
-        if len(self._ready) < self._shards:
-            return []
+        missing = [shard for shard in range(self._shards) if shard not in self._ready]
+        if missing:
+            # The clock's last workers may have died on their way to these: they would never ask.
+            proposal = Propose(ready.group, clock, ready.contributors)
+            return [(shard, proposal) for shard in missing] if repeated else []
         sets = [frozenset(each.contributors) for each in self._ready.values()]
         agreed = frozenset.intersection(*sets)
         if all(each == agreed for each in sets):
@@ -129,13 +142,17 @@ NOT_FINITE = (
 
 def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:
     """Why these contributions cannot be one update: (kind, failed, fix), or empty."""
-    for what, values in (
-        ("clip_norm", [step.clip_norm for step in steps]),
-        ("hyper-parameters", [{g.block: g.hyper for g in step.push} for step in steps]),
-    ):
-        pushing = [(r, v) for r, v, step in zip(ranks, values, steps, strict=True) if step.push]
-        if any(value != pushing[0][1] for _, value in pushing):
-            texts = "; ".join(f"rank {rank}: {value}" for rank, value in pushing)
+    pushing = [(rank, step) for rank, step in zip(ranks, steps, strict=True) if step.push]
+    brought: dict[str, list[tuple[int, object]]] = {
+        "clip_norm": [(rank, step.clip_norm) for rank, step in pushing]
+    }
+    for rank, step in pushing:
+        for header in step.push:
+            what = f"hyper-parameters for block {header.block}"
+            brought.setdefault(what, []).append((rank, header.hyper))
+    for what, values in brought.items():
+        if any(value != values[0][1] for _, value in values):
+            texts = "; ".join(f"rank {rank}: {value}" for rank, value in values)
             return (
                 "HyperMismatch",
                 f"the workers brought different {what} to one synchronous clock ({texts})",
@@ -158,8 +175,7 @@ def total(
     Returns:
         The sum, [size of the shard's part], and the pieces that it has (None: all).
     """
-    from paramserve.rules import kernels
-
+    kernels = compiled()
     parts = [(each.step.weight, *each.gradients[block.spec.block]) for each in contributions]
     actives = [header.active for _, header, _ in parts]
     if all(active is None for active in actives):

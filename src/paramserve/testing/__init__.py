@@ -1,0 +1,26 @@
+"""Public test kit: simulated clusters, checkers of what every run must keep, conformance suites."""
+
+from __future__ import annotations
+
+from paramserve.testing import checkers
+from paramserve.testing.checkers import Violation, check
+from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.history import Call, History, Part, Row
+from paramserve.testing.network import Faults
+from paramserve.testing.simulated import Scenario, SimulatedCluster, replay
+
+__all__ = [
+    "SimulatedCluster",
+    "Scenario",
+    "Faults",
+    "replay",
+    "Counting",
+    "Pushed",
+    "History",
+    "Call",
+    "Part",
+    "Row",
+    "check",
+    "checkers",
+    "Violation",
+]

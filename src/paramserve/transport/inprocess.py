@@ -255,6 +255,10 @@ class InProcessLink:
         self.payload_bytes = sum(padded(part.nbytes) for part in reply.payload)
         return reply.header
 
+    def buffered(self) -> bytes | None:
+        """As `receive(0.0)`."""
+        return self.receive(0.0)
+
     def read_payload(self, into: Sequence[ByteArray]) -> None:
         """As `Link.read_payload`."""
         total = sum(padded(part.nbytes) for part in into)

@@ -265,6 +265,12 @@ class Link:
         self.payload_bytes = reader.payload_bytes
         return header
 
+    def buffered(self) -> bytes | None:
+        """As `receive`, but only of what is here already: the socket is not touched."""
+        header = self._reader.next()
+        self.payload_bytes = self._reader.payload_bytes if header is not None else 0
+        return header
+
     def read_payload(self, into: Sequence[ByteArray]) -> None:
         """Read the whole payload of the frame whose header came last; the padding is dropped.
 

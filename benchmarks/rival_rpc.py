@@ -1,0 +1,235 @@
+"""Rival: torch.distributed.rpc with TensorPipe, a server process that holds tensors.
+
+What makes it fast, and is done here: one tensor for each server (a view would send its whole
+storage), `rpc_async` to all servers at once, push and pull in one call where the workload allows
+it, the values sent as they lie without a copy (other pushes may change them meanwhile, which
+asynchronous training bears), and large buffers kept by malloc instead of mapped anew for each
+message (see `harness.ENVIRONMENTS`). Transports and channels are TensorPipe's own choice, which
+is shared memory on one host; naming others was not faster.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from benchmarks.floor import run_together, team
+from benchmarks.workloads import (
+    Dense,
+    Gate,
+    Latency,
+    Mnist,
+    Span,
+    Trainer,
+    fresh,
+    medians,
+    per_second,
+)
+
+TIMEOUT_S = 120.0
+
+
+class Server:
+    """The values of one server; a lock makes each addition whole."""
+
+    def __init__(self, size: int, dtype: torch.dtype, workers: int = 1) -> None:
+        self.values = torch.zeros(size, dtype=dtype)
+        self.lock = threading.Lock()
+        self.pushes = 0
+        self._workers = workers
+        self._waiting: list[torch.futures.Future[torch.Tensor]] = []
+        self._sum = torch.zeros(size, dtype=dtype)
+
+    def push(self, gradient: torch.Tensor, alpha: float) -> None:
+        with self.lock:
+            self.values.add_(gradient, alpha=alpha)
+            self.pushes += 1
+
+    def push_sync(self, gradient: torch.Tensor, alpha: float) -> torch.futures.Future[torch.Tensor]:
+        """The values after the gradients of all workers, summed, are applied."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        with self.lock:
+            self._sum.add_(gradient)
+            self._waiting.append(future)
+            self.pushes += 1
+            if len(self._waiting) < self._workers:
+                return future
+            self.values = self.values.add(self._sum, alpha=alpha)
+            self._sum.zero_()
+            released, self._waiting = self._waiting, []
+        for one in released:
+            one.set_result(self.values)
+        return future
+
+
+_server: Server
+"""Of this process: what the functions below, called from other processes, work on."""
+
+
+def pull() -> torch.Tensor:
+    return _server.values
+
+
+def push(gradient: torch.Tensor) -> None:
+    _server.push(gradient, 1.0)
+
+
+def push_pull(gradient: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    _server.push(gradient, alpha)
+    return _server.values
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]  # torch has no types here
+def push_pull_sync(gradient: torch.Tensor, alpha: float) -> torch.futures.Future[torch.Tensor]:
+    return _server.push_sync(gradient, alpha)
+
+
+def assign(values: torch.Tensor) -> None:
+    _server.values = values
+
+
+def pushes() -> int:
+    return _server.pushes
+
+
+def _cluster(
+    scratch: Path, servers: int, workers: int, hold: Callable[[], Server], work: Any, *args: Any
+) -> list[Any]:
+    """Start servers and workers; what `work(rank, *args)` returned on each worker."""
+    found = team(_member, servers + workers, scratch, servers, workers, hold, work, args)
+    return found[servers:]
+
+
+def _member(
+    rank: int, scratch: Path, servers: int, workers: int, hold: Any, work: Any, args: Any
+) -> Any:
+    global _server
+    torch.set_num_threads(1)
+    name = f"server{rank}" if rank < servers else f"worker{rank - servers}"
+    if rank < servers:
+        _server = hold()
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{scratch / 'rendezvous'}",
+        rpc_timeout=TIMEOUT_S,
+        num_worker_threads=max(2, workers),
+    )
+    start: Any = rpc.init_rpc  # torch has no types here
+    start(name, rank=rank, world_size=servers + workers, rpc_backend_options=options)
+    try:
+        return work(rank - servers, *args) if rank >= servers else None
+    finally:
+        rpc.shutdown()
+
+
+class _Hold:
+    """Makes a server's values in its own process."""
+
+    def __init__(self, size: int, dtype: torch.dtype, workers: int = 1) -> None:
+        self._arguments = size, dtype, workers
+
+    def __call__(self) -> Server:
+        return Server(*self._arguments)
+
+
+def dense(load: Dense, scratch: Path) -> dict[str, float]:
+    """Pull from all servers at once, push to all at once and wait: RPC keeps no order."""
+    hold = _Hold(load.part, torch.float64)
+    spans = _cluster(scratch, load.servers, load.workers, hold, _dense_worker, load, scratch)
+    return {"per_s": per_second(spans, load.workers * load.steps)}
+
+
+def _dense_worker(rank: int, load: Dense, scratch: Path) -> Span:
+    names = [f"server{number}" for number in range(load.servers)]
+    gradients = [torch.empty(load.part, dtype=torch.float64) for _ in names]
+
+    def pull_all() -> list[torch.Tensor]:
+        asked = [rpc.rpc_async(name, pull) for name in names]
+        return [one.wait() for one in asked]
+
+    def step() -> None:
+        pull_all()
+        for gradient in gradients:
+            gradient.fill_(1.0)
+        sent = [
+            rpc.rpc_async(name, push, (gradient,))
+            for name, gradient in zip(names, gradients, strict=True)
+        ]
+        torch.futures.wait_all(sent)
+
+    gate = Gate(scratch, load.workers)
+    span = run_together(gate, step, load.warm_steps, load.steps)
+    gate.meet("end")
+    if rank == 0 and not all((values == load.expected).all() for values in pull_all()):
+        raise AssertionError(f"the values are not {load.expected}")
+    return span
+
+
+def latency(load: Latency, scratch: Path) -> dict[str, float]:
+    """`rpc_sync` of one function that adds and returns the values."""
+    figures: dict[str, float] = {}
+    for name, size, calls in (
+        ("small", load.small, load.calls),
+        ("large", load.large, load.large_calls),
+    ):
+        folder = fresh(scratch, name)
+        hold = _Hold(size, torch.float32)
+        found = _cluster(folder, 1, 1, hold, _latency_worker, size, calls, load.work_s)[0]
+        figures |= {name: found[0], f"{name}_worked": found[1]}
+    folder = fresh(scratch, "workers")
+    hold = _Hold(load.large, torch.float32)
+    spans = _cluster(folder, 1, load.workers, hold, _many_worker, load, folder)
+    return figures | {"worker_calls": per_second(spans, load.workers * load.worker_calls)}
+
+
+def _latency_worker(rank: int, size: int, calls: int, work_s: float) -> tuple[float, float]:
+    gradient = torch.empty(size)
+    step = {"": lambda: rpc.rpc_sync("server0", push_pull, (gradient,))}
+    fill = {"": lambda: gradient.fill_(1.0)}
+    return medians(step, calls, before=fill)[""], medians(step, calls, work_s, fill)[""]
+
+
+def _many_worker(rank: int, load: Latency, folder: Path) -> Span:
+    gradient = torch.empty(load.large)
+
+    def step() -> None:
+        gradient.fill_(1.0)
+        rpc.rpc_sync("server0", push_pull, (gradient,))
+
+    return run_together(Gate(folder, load.workers), step, 20, load.worker_calls)
+
+
+def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
+    """One call for each step, asynchronously and synchronously (`async_execution`)."""
+    size = Trainer(load, 0).values.numel()
+    count = load.workers * load.steps
+    figures: dict[str, float] = {}
+    for name, call in (("async", push_pull), ("sync", push_pull_sync)):
+        folder = fresh(scratch, name)
+        hold = _Hold(size, torch.float32, load.workers)
+        spans = _cluster(folder, 1, load.workers, hold, _mnist_worker, load, call, folder)
+        figures[f"{name}_per_s"] = per_second(spans, count)
+    return figures
+
+
+def _mnist_worker(rank: int, load: Mnist, call: Any, folder: Path) -> Span:
+    trainer = Trainer(load, rank)
+
+    def exchange() -> None:
+        values = rpc.rpc_sync("server0", call, (trainer.gradients, -load.lr))
+        trainer.values.copy_(values)
+
+    gate = Gate(folder, load.workers)
+    if rank == 0:
+        rpc.rpc_sync("server0", assign, (trainer.values,))
+    gate.meet("assigned")
+    span = trainer.train(load, exchange, gate)
+    gate.meet("end")
+    expected = load.workers * (load.steps + load.warm_steps)
+    if rpc.rpc_sync("server0", pushes) != expected:
+        raise AssertionError(f"not {expected} pushes were applied")
+    return span

@@ -1,0 +1,74 @@
+"""The parameter server for PyTorch: servers hold a model's parameters, workers train it.
+
+    import paramserve as ps
+
+    result = ps.run(train, workers=4, servers=2, consistency=ps.Async())
+
+Everything here is loaded when it is first used: importing this package costs next to nothing and
+imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paramserve import errors as errors
+    from paramserve.client import Client as Client
+    from paramserve.client import Ticket as Ticket
+    from paramserve.cluster import Cluster as Cluster
+    from paramserve.core.consistency import Async as Async
+    from paramserve.core.consistency import Sync as Sync
+    from paramserve.engine.local import Local as Local
+    from paramserve.errors import ParamServeError as ParamServeError
+    from paramserve.job import Job as Job
+    from paramserve.job import run as run
+    from paramserve.job import start as start
+    from paramserve.reading import Snapshot as Snapshot
+    from paramserve.result import Result as Result
+    from paramserve.rules.adam import Adam as Adam
+    from paramserve.rules.add import Add as Add
+    from paramserve.rules.sgd import SGD as SGD
+    from paramserve.worker import Worker as Worker
+
+_WHERE = {
+    "run": "job",
+    "start": "job",
+    "Job": "job",
+    "Result": "result",
+    "Snapshot": "reading",
+    "Worker": "worker",
+    "Cluster": "cluster",
+    "Client": "client",
+    "Ticket": "client",
+    "Sync": "core.consistency",
+    "Async": "core.consistency",
+    "Add": "rules.add",
+    "SGD": "rules.sgd",
+    "Adam": "rules.adam",
+    "Local": "engine.local",
+    "ParamServeError": "errors",
+}
+
+__all__ = [*_WHERE, "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("paramserve")
+    elif name == "errors":
+        value = import_module("paramserve.errors")
+    elif name in _WHERE:
+        value = getattr(import_module(f"paramserve.{_WHERE[name]}"), name)
+    else:
+        raise AttributeError(f"module 'paramserve' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,82 @@
+"""`Cluster`: servers without workers, for the key-value face in a script, notebook or test."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from paramserve.client import Client
+from paramserve.core.consistency import Async, Consistency
+from paramserve.core.consistency import spec as policy_spec
+from paramserve.engine.base import Engine
+from paramserve.job import check_count, check_engine
+from paramserve.plan import Plan
+from paramserve.supervisor import Supervisor
+
+
+class Cluster:
+    """A coordinator and servers that live as long as a `with` block.
+
+    Example:
+        with ps.Cluster(servers=2) as cluster:
+            client = cluster.client()
+            client.define("w", np.zeros(10), rule=ps.Add())
+            client.push("w", np.ones(10))
+
+    Args:
+        servers: number of server processes.
+        workers: ranks that clients will take with `client(rank=)`; Sync steps when all of them
+            have stepped.
+        consistency: when gradients are applied; `ps.Async()` if None.
+        engine: what starts the processes; `ps.Local()` if None.
+    Raises:
+        ValueError, TypeError: a wrong argument. Nothing was started.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        *,
+        workers: int = 0,
+        consistency: Consistency | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        check_count("servers", servers)
+        check_count("workers", workers, least=0)
+        policy = policy_spec(consistency if consistency is not None else Async())
+        plan = Plan(servers=servers, workers=0, ranks=workers, consistency=policy)
+        self._supervisor = Supervisor(plan, check_engine(engine))
+
+    def __repr__(self) -> str:
+        return f"Cluster({self._supervisor.state}, at={self.address!r})"
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self._supervisor.address
+
+    def client(self, rank: int | None = None) -> Client:
+        """A new client; waits until the servers are up. It is closed with the cluster.
+
+        Args:
+            rank: of a worker; None for a client that holds up nobody.
+        Raises:
+            ClientClosed: the cluster was closed.
+            ServerGone, CoordinatorGone: one of its processes has ended.
+        """
+        return self._supervisor.connect(rank if rank is not None else -1)
+
+    def close(self) -> None:
+        """Close all clients and end all processes. Repeating is safe."""
+        self._supervisor.stop()
+        self._supervisor.ended.wait()

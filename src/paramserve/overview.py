@@ -1,0 +1,139 @@
+"""What the driver knows of a run through the coordinator: status, log records, who is silent.
+
+It never waits: a request is sent when it is due, and its answer is taken when it has come. So the
+thread that watches the processes is never held up by a coordinator that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import msgspec
+
+from paramserve.config import Deadlines, Limits
+from paramserve.errors import ParamServeError
+from paramserve.messages import (
+    AskStatus,
+    CoordinatorReply,
+    Hello,
+    MarkDead,
+    Members,
+    Record,
+    ServerBeat,
+    Status,
+    encode,
+)
+from paramserve.roster import COORDINATOR, Key
+from paramserve.transport.link import Link
+
+EVERY_S = 0.25
+CONNECT_S = 1.0
+"""The coordinator is listening when this is called, and accepts at once."""
+RECORDS_MAX = 1_000_000
+"""Log records kept for the result; the oldest go first."""
+
+_ANSWERS: msgspec.msgpack.Decoder[CoordinatorReply | Members] = msgspec.msgpack.Decoder(
+    CoordinatorReply | Members
+)
+
+
+class Overview:
+    """The driver's line to the coordinator. For one thread; others may read its attributes.
+
+    Attributes:
+        status: the last answer, or None before the first.
+        latest: the last value of each name that workers logged.
+        records: everything that workers logged, in the order in which the coordinator had it.
+        dropped_records: how many were lost because they came too fast.
+    """
+
+    def __init__(self, address: str, token: bytes, limits: Limits, deadlines: Deadlines) -> None:
+        self.status: Status | None = None
+        self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
+        self.latest: dict[str, float] = {}
+        self.dropped_records = 0
+        self._address = address
+        self._token = token
+        self._limits = limits
+        self._stall_s = deadlines.stall_s
+        self._link: Link | None = None
+        self._lost = False
+        self._call = 0
+        self._asked_at: float | None = None
+        self._next_at = 0.0
+        self._next_record = 0
+
+    @property
+    def beats(self) -> tuple[ServerBeat, ...]:
+        """The last report of each server."""
+        return self.status.servers if self.status is not None else ()
+
+    def tick(self, now: float) -> None:
+        """Ask if it is time, and take what has come. A broken line is left to its cause."""
+        if self._lost:
+            return
+        try:
+            if self._asked_at is None and now >= self._next_at:
+                self._send(AskStatus(self._number(), self._next_record))
+                self._asked_at, self._next_at = now, now + EVERY_S
+            self._take(0.0)
+        except (ConnectionError, ParamServeError):
+            self._lost = True  # the coordinator's process has ended, which is told elsewhere
+
+    def ask_now(self, now: float, timeout_s: float) -> None:
+        """A fresh status, if it comes within `timeout_s`."""
+        self._next_at = now
+        self.tick(now)
+        if self._asked_at is not None and not self._lost:
+            with contextlib.suppress(ConnectionError, ParamServeError):
+                self._take(timeout_s)
+
+    def mark_dead(self, rank: int) -> None:
+        """Tell the coordinator that a worker's process has ended."""
+        with contextlib.suppress(ConnectionError, ParamServeError):
+            self._send(MarkDead(self._number(), "worker", rank))
+
+    def silent(self, now: float) -> list[Key]:
+        """Processes that have not been heard of for too long."""
+        servers = self.status.silent_servers if self.status is not None else ()
+        found = [Key("server", shard) for shard in servers]
+        if self._asked_at is not None and now - self._asked_at > self._stall_s:
+            found.append(COORDINATOR)
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._link is not None:
+            self._link.close()
+
+    def _number(self) -> int:
+        self._call += 1
+        return self._call
+
+    def _send(self, message: AskStatus | MarkDead) -> None:
+        if self._link is None:
+            self._link = Link.connect(
+                [self._address],
+                Hello("driver"),
+                token=self._token,
+                timeout_s=CONNECT_S,
+                limits=self._limits,
+            )
+        self._link.send(encode(message))
+
+    def _take(self, timeout_s: float) -> None:
+        assert self._link is not None
+        while self._asked_at is not None:
+            header = self._link.receive(timeout_s)
+            if header is None:
+                return
+            answer = _ANSWERS.decode(header)
+            if isinstance(answer, Status):
+                self._asked_at = None
+                self.status = answer
+                self.records.extend(answer.records)
+                for record in answer.records:
+                    self.latest.update(record.values)
+                self.dropped_records = answer.dropped_records
+                self._next_record = answer.next_record

@@ -1,0 +1,116 @@
+"""What a run consists of: its processes as roles for an engine, and their folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec, ServerConfig
+from paramserve.engine.base import Role
+from paramserve.roster import Key, OnWorkerDeath
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Of the address of a Unix socket. Source: unix(7), sun_path."""
+SOCKET_NAME_BYTES_MAX = len("/s99999.sock")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start, and how long each wait may take.
+
+    Attributes:
+        workers: worker processes to start.
+        ranks: workers that somebody else brings; for a cluster without worker processes.
+        worker_payload: what the worker of a rank is told, given the coordinator's address; None
+            where there are no workers.
+        threads_per_worker: for numpy, torch and numba in workers. Servers have one.
+        timeout_s: of the whole run; None: no limit.
+    """
+
+    servers: int
+    workers: int
+    consistency: PolicySpec
+    ranks: int = 0
+    worker_payload: Callable[[int, str], bytes] | None = None
+    on_worker_death: OnWorkerDeath = "stop"
+    threads_per_worker: int = 1
+    timeout_s: float | None = None
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def address(self, directory: str) -> str:
+        """Where the coordinator listens."""
+        return f"unix:{directory}/c.sock"
+
+    def role(self, key: Key, directory: str, token: bytes) -> Role:
+        """One process, for an engine. Each removes the folder if the driver dies."""
+        payload = {
+            "coordinator": self._coordinator,
+            "server": self._server,
+            "worker": self._worker,
+        }[key.kind]
+        threads = self.threads_per_worker if key.kind == "worker" else 1
+        return Role(
+            name=str(key),
+            entry=f"paramserve.{key.kind}:main",
+            payload=payload(key.number, directory),
+            secret=token,
+            environment=dict.fromkeys(THREADS, str(threads)),
+            directory=directory,
+        )
+
+    def _coordinator(self, number: int, directory: str) -> bytes:
+        config = CoordinatorConfig(
+            self.servers,
+            self.workers + self.ranks,
+            directory,
+            consistency=self.consistency,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+        return msgspec.msgpack.encode(config)
+
+    def _server(self, number: int, directory: str) -> bytes:
+        config = ServerConfig(
+            shard=number,
+            servers=self.servers,
+            workers=self.workers + self.ranks,
+            coordinator=self.address(directory),
+            directory=directory,
+            consistency=self.consistency,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+        return msgspec.msgpack.encode(config)
+
+    def _worker(self, number: int, directory: str) -> bytes:
+        assert self.worker_payload is not None, "a plan with workers has what they do"
+        return self.worker_payload(number, self.address(directory))
+
+
+def make_directory() -> str:
+    """A new folder (0700) for sockets, with a path that is short enough for them.
+
+    Raises:
+        OSError: no temporary folder can be written.
+    """
+    prefix = "paramserve-"
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) + len(f"/{prefix}12345678") > _DIRECTORY_BYTES_MAX:
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+_DIRECTORY_BYTES_MAX = SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES_MAX
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

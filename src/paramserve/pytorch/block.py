@@ -1,0 +1,83 @@
+"""One block of an adopted optimizer: gathers its gradients, scatters its values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paramserve.client import BlockPush
+from paramserve.pytorch.hyper import HyperReader, ParamGroup
+from paramserve.pytorch.layout import Layout, Views
+
+if TYPE_CHECKING:
+    from paramserve.client import Client
+    from paramserve.core.partition import Block
+
+
+class ServedBlock:
+    """The parameters of one block on this worker, and the block on the servers.
+
+    Called under `torch.no_grad()`. Values are copied into the parameters with torch, in place, so
+    any device and stride works and autograd notices.
+    """
+
+    def __init__(self, block: Block, layout: Layout, hyper: HyperReader) -> None:
+        self.block = block
+        self.layout = layout
+        self.hyper = hyper
+        self._params = list(layout.params)
+        self._views = Views(layout)
+        self._versions: list[int] = []
+
+    def gather(self, client: Client, group: ParamGroup, unscale: float | None) -> BlockPush:
+        """Copy the gradients into a slot; parameters without one are left out of the push.
+
+        Args:
+            group: the parameter group that these parameters belong to.
+            unscale: what each gradient is multiplied by; None: they are copied as they are.
+        Raises:
+            TypeError: a gradient is not dense. Nothing was sent.
+            ValueError: a hyper-parameter is out of its range. Nothing was sent.
+        """
+        hyper = self.hyper.read(group)
+        slot = client.gradient_slot(self.block)
+        flat, views = self._views.of(slot)
+        gradients = [param.grad for param in self._params]
+        present = [gradient for gradient in gradients if gradient is not None]
+        active = None
+        if len(present) < len(gradients):
+            active = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+            views = [views[i] for i in active]
+        if present:
+            self._copy(views, present)
+        if unscale is not None:
+            flat.mul_(unscale)
+        return BlockPush(self.block, slot, active, hyper)
+
+    def _copy(self, views: list[Tensor], gradients: list[Tensor]) -> None:
+        try:
+            torch._foreach_copy_(views, gradients)
+        except RuntimeError:
+            for name, param in zip(self.layout.names, self._params, strict=True):
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    raise TypeError(
+                        f"the gradient of {name!r} is sparse; build the embedding with "
+                        "sparse=False, the servers take dense gradients"
+                    ) from None
+            raise
+
+    def scatter(self, values: npt.NDArray[Any]) -> None:
+        """Copy the block's values [size] into the parameters."""
+        torch._foreach_copy_(self._params, self._views.of(values)[1])
+        self._versions = [param._version for param in self._params]
+
+    def changed_outside(self) -> str | None:
+        """The name of a parameter that somebody else wrote to since the last `scatter`."""
+        versions = [param._version for param in self._params]
+        if versions == self._versions:
+            return None
+        pairs = zip(versions, self._versions, strict=True)
+        return next(name for name, (a, b) in zip(self.layout.names, pairs, strict=True) if a != b)

@@ -1,0 +1,160 @@
+"""What of a model the optimizer does not train: buffers, and parameters that it was not given.
+
+They live on the servers as values without a rule, in the group `<name>.buffers`, so that a result
+is a whole state dict. Rank 0's define them; the others take them at the start and never again.
+Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end.
+A dtype that the servers do not hold travels as a wider one that holds each of its values exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paramserve.messages import VALUE
+from paramserve.pytorch.layout import split
+
+if TYPE_CHECKING:
+    from paramserve.client import Client
+    from paramserve.core.partition import Block
+
+BUFFERS_EVERY = 10
+"""Steps of rank 0 between two assignments of the buffers."""
+
+_HELD_AS = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int64: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int64,
+    torch.uint8: torch.int64,
+    torch.int8: torch.int64,
+    torch.int16: torch.int64,
+    torch.int32: torch.int64,
+}
+
+
+class Source(NamedTuple):
+    """Where a tensor is found: looked up each time, since `model.to()` replaces buffers."""
+
+    name: str
+    owner: torch.nn.Module
+    attribute: str
+
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.attribute)
+        return found.detach()
+
+
+class _Kept(NamedTuple):
+    block: Block
+    dtype: torch.dtype
+    sources: list[Source]
+    often: bool
+
+
+class Untrained:
+    """The tensors of one model that are assigned instead of pushed.
+
+    Args:
+        group: name of their group.
+        trained: ids of the parameters that the optimizer has.
+        buffers: False keeps the buffers local.
+    Raises:
+        TypeError: a tensor's dtype cannot be held. Nothing was sent.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: torch.nn.Module,
+        group: str,
+        *,
+        trained: Collection[int],
+        buffers: bool,
+    ) -> None:
+        self._client = client
+        self._group = group
+        persistent = model.state_dict(keep_vars=True).keys()
+        self._chosen: list[tuple[Source, Tensor, bool]] = [
+            (_source(model, name), tensor, False)
+            for name, tensor in model.named_parameters()
+            if id(tensor) not in trained
+        ]
+        if buffers:
+            self._chosen += [
+                (_source(model, name), tensor, True)
+                for name, tensor in model.named_buffers()
+                if name in persistent
+            ]
+        for source, tensor, _ in self._chosen:
+            _check(source.name, tensor)
+        self._kept: list[_Kept] = []
+
+    def start(self, *, define: bool) -> None:
+        """Define the values (rank 0) or wait for them, and take them (the others)."""
+        for often in (False, True):
+            for dtype in dict.fromkeys(_HELD_AS.values()):
+                sources = [
+                    source
+                    for source, tensor, is_buffer in self._chosen
+                    if is_buffer == often and _HELD_AS[tensor.dtype] == dtype
+                ]
+                if sources:
+                    self._kept.append(self._begin(sources, dtype, often, define=define))
+        if self._kept and not define:
+            self._take()
+
+    def _begin(
+        self, sources: list[Source], dtype: torch.dtype, often: bool, *, define: bool
+    ) -> _Kept:
+        values = {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
+        shapes = {name: value.shape for name, value in values.items()}
+        if define:
+            block = self._client.define(values, rule=None, group=self._group)
+        else:
+            block = self._client.await_block(
+                shapes, dtype=next(iter(values.values())).dtype, rule=None, group=self._group
+            )
+        return _Kept(block, dtype, sources, often)
+
+    def _take(self) -> None:
+        blocks = [kept.block for kept in self._kept]
+        ticket = self._client.step(self._group, (), pull=blocks, tick=False)
+        values = ticket.result().values
+        with torch.no_grad():
+            for kept in self._kept:
+                shapes = [piece.shape for piece in kept.block.pieces]
+                views = split(torch.from_numpy(values[kept.block.id]), shapes)
+                for source, view in zip(kept.sources, views, strict=True):
+                    source.tensor().copy_(view)
+        ticket.release()
+
+    def assign(self, *, everything: bool) -> None:
+        """Overwrite the servers' values with this worker's: the buffers', or all."""
+        for kept in self._kept:
+            if kept.often or everything:
+                parts = [source.tensor().to("cpu", kept.dtype).flatten() for source in kept.sources]
+                self._client.store(kept.block, VALUE, torch.cat(parts).numpy())
+
+
+def _source(model: torch.nn.Module, name: str) -> Source:
+    path, _, attribute = name.rpartition(".")
+    return Source(name, model.get_submodule(path), attribute)
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(
+            f"{name!r} has no shape yet: run the lazy model on one batch before worker.optimizer"
+        )
+    if tensor.dtype not in _HELD_AS or tensor.is_meta or tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) cannot be held by the "
+            "servers. If it is a buffer, register it with persistent=False or use "
+            'buffers="local"; else keep it out of the model'
+        )

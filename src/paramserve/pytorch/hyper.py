@@ -1,0 +1,165 @@
+"""Which torch optimizers run on the servers, and how a parameter group becomes a rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from paramserve.rules.adam import Adam
+from paramserve.rules.base import Hyper, Rule
+from paramserve.rules.sgd import SGD
+
+Options = tuple[Any, ...]
+ParamGroup = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """A torch optimizer that a rule stands for."""
+
+    read: Callable[[ParamGroup], Options]
+    """The options of a parameter group as plain numbers: called at every step, so it is cheap."""
+    build: Callable[[Options], Rule]
+    """The rule with these options."""
+
+
+def _read_sgd(group: ParamGroup) -> Options:
+    return (
+        float(group["lr"]),
+        float(group["momentum"]),
+        float(group["dampening"]),
+        float(group["weight_decay"]),
+        bool(group["nesterov"]),
+        bool(group["maximize"]),
+    )
+
+
+def _build_sgd(options: Options) -> Rule:
+    lr, momentum, dampening, weight_decay, nesterov, maximize = options
+    return SGD(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+    )
+
+
+def _read_adam(group: ParamGroup) -> Options:
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        bool(group["decoupled_weight_decay"]),
+        bool(group["maximize"]),
+    )
+
+
+def _build_adam(options: Options) -> Rule:
+    lr, beta1, beta2, eps, weight_decay, decoupled, maximize = options
+    return Adam(
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        maximize=maximize,
+    )
+
+
+_SGD = Kind(_read_sgd, _build_sgd)
+_ADAM = Kind(_read_adam, _build_adam)
+_KINDS: dict[type[Optimizer], Kind] = {
+    torch.optim.SGD: _SGD,
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+}
+SUPPORTED = ", ".join(f"torch.optim.{kind.__name__}" for kind in _KINDS)
+
+
+def kind_of(optimizer: Optimizer) -> Kind:
+    """The rule's kind for an optimizer of a supported class, or of a subclass with the same step.
+
+    Raises:
+        TypeError: another class, or a subclass with a `step` of its own: the servers would not
+            do what that step does.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"worker.optimizer takes a torch optimizer, got {type(optimizer).__name__}; "
+            f"supported: {SUPPORTED}"
+        )
+    own = inspect.unwrap(type(optimizer).step)
+    for base, kind in _KINDS.items():
+        if isinstance(optimizer, base) and own is inspect.unwrap(base.step):
+            return kind
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    raise TypeError(
+        f"the servers cannot run the step of {name}; supported: {SUPPORTED} and subclasses that "
+        "do not override step(). Use one of these, or push gradients with worker.client"
+    )
+
+
+def check_options(group: ParamGroup) -> None:
+    """Refuse the options of a parameter group that the rules do not have.
+
+    `foreach`, `fused` and `capturable` say how torch would compute the update: they are ignored.
+
+    Raises:
+        TypeError: `amsgrad` or `differentiable` is set.
+    """
+    for option, instead in (
+        ("amsgrad", "use Adam or AdamW without it"),
+        ("differentiable", "the update runs outside autograd; use a plain torch optimizer"),
+    ):
+        if group.get(option):
+            raise TypeError(f"{option}=True is not supported on the servers: {instead}")
+
+
+class HyperReader:
+    """Reads one parameter group's options anew at each step, and builds a rule when they changed.
+
+    Which state a block has is settled when it is defined, from the options at that time.
+    """
+
+    def __init__(self, kind: Kind, group: ParamGroup) -> None:
+        self._kind = kind
+        self._options = kind.read(group)
+        self.defined = kind.build(self._options)
+        """The rule that the block is defined with."""
+        self._rule = self.defined
+        self._hyper = self._rule.hyper()
+        self._states = self._rule.states(self._hyper)
+
+    def rule(self, group: ParamGroup) -> Rule:
+        """The group's rule with its options as they are now.
+
+        Raises:
+            ValueError: an option is out of its range, or needs state that the block does not
+                have. Nothing was sent.
+        """
+        options = self._kind.read(group)
+        if options != self._options:
+            rule = self._kind.build(options)
+            hyper = rule.hyper()
+            missing = rule.states(hyper)[len(self._states) :]
+            if missing:
+                raise ValueError(
+                    f"{rule} needs the state {', '.join(missing)}, which its parameters were "
+                    "defined without. Give the torch optimizer a momentum above 0 before "
+                    "worker.optimizer"
+                )
+            self._options, self._rule, self._hyper = options, rule, hyper
+        return self._rule
+
+    def read(self, group: ParamGroup) -> Hyper:
+        """The group's hyper-parameters as they are now; raises as `rule`."""
+        self.rule(group)
+        return self._hyper

@@ -1,0 +1,161 @@
+"""Reading a run's values from outside: whole groups by name, and snapshots as they come."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from paramserve.client import Client
+from paramserve.core.partition import Block
+from paramserve.errors import UnknownName
+
+State = dict[str, npt.NDArray[Any]]
+Aliases = Mapping[str, Mapping[str, str]]
+"""By group: further names of tied tensors, with the name on the servers."""
+
+UNTRAINED = ".buffers"
+"""What `worker.optimizer` does not train lies in the group of this name behind its own."""
+
+
+class Snapshot(NamedTuple):
+    """A group's values at one version.
+
+    `seconds` counts from when the group was first seen on the servers. `state` has arrays by name,
+    with buffers and tied tensors, as a model loads them; buffers are the present ones. `dropped`:
+    earlier snapshots that were not read in time.
+    """
+
+    version: int
+    seconds: float
+    state: State
+    dropped: int
+
+
+class Reader:
+    """Reads whole groups through a client. May be used from any thread."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def blocks(self) -> dict[str, list[Block]]:
+        """All blocks that are defined now, by group."""
+        found: dict[str, list[Block]] = {}
+        for block in self.client.blocks():
+            found.setdefault(block.group_name, []).append(block)
+        return found
+
+    def read(self, name: str, aliases: Aliases) -> State:
+        """The present values of a group, or nothing if there is none."""
+        groups = self.blocks()
+        state: State = {}
+        for group in (name + UNTRAINED, name):  # a tensor that is trained since then is in both
+            for block in groups.get(group, ()):
+                state |= self._tensors(block)
+        return with_aliases(state, aliases.get(name, {}))
+
+    def read_all(self, aliases: Aliases) -> dict[str, State]:
+        """The present values of every group; what is not trained lies with what is."""
+        names = [n for n in self.blocks() if not n.endswith(UNTRAINED)]
+        return {name: self.read(name, aliases) for name in names}
+
+    def _tensors(self, block: Block) -> State:
+        flat, _ = self.client.fetch(block, 0)
+        bounds = zip(block.starts, block.starts[1:], strict=False)
+        return {
+            piece.name: flat[low:high].reshape(piece.shape)
+            for piece, (low, high) in zip(block.pieces, bounds, strict=True)
+        }
+
+
+class Watching:
+    """One reader of snapshots: takes them from the servers, oldest first.
+
+    It has a client of its own, because the servers keep one watch for each client.
+
+    Args:
+        keep: snapshots that the servers hold for it.
+    """
+
+    def __init__(self, group: str, every: int, keep: int) -> None:
+        self.group = group
+        self._every = every
+        self._keep = keep
+        self._reader: Reader | None = None
+        self._since_s: float | None = None
+        self._after = 0
+        self._kept: deque[Snapshot] = deque()
+        self._lock = threading.Lock()
+
+    def take(
+        self, connect: Callable[[], Client], aliases: Aliases, now_s: float
+    ) -> Snapshot | None:
+        """The next one, or None if there is none yet.
+
+        Args:
+            connect: makes its client, at the first call.
+        """
+        with self._lock:
+            if self._kept:
+                return self._kept.popleft()
+            if self._reader is None:
+                self._reader = Reader(connect())
+            return self._ask(self._reader, aliases, now_s)
+
+    def drain(self, aliases: Aliases, now_s: float) -> None:
+        """Take over what the servers hold, because they are about to end."""
+        with self._lock:
+            if self._reader is None:
+                return
+            while (found := self._ask(self._reader, aliases, now_s)) is not None:
+                self._kept.append(found)
+
+    def take_kept(self) -> Snapshot | None:
+        """One that `drain` took over; when the servers are gone."""
+        with self._lock:
+            return self._kept.popleft() if self._kept else None
+
+    def _ask(self, reader: Reader, aliases: Aliases, now_s: float) -> Snapshot | None:
+        groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
+        if self._since_s is None:
+            if self.group not in groups:
+                return None
+            reader.client.watch(self.group, self._every, self._keep)
+            self._since_s = now_s
+        found = reader.client.take_snapshot(self.group, self._after)
+        if found is None:
+            return None
+        self._after = found.version
+        state = dict(found.values)
+        if self.group + UNTRAINED in groups:
+            state = reader.read(self.group + UNTRAINED, {}) | state
+        state = with_aliases(state, aliases.get(self.group, {}))
+        return Snapshot(found.version, now_s - self._since_s, state, found.dropped)
+
+
+def with_aliases(state: State, names: Mapping[str, str]) -> State:
+    """The state with tied tensors under all their names."""
+    return state | {other: state[first] for other, first in names.items() if first in state}
+
+
+def as_state_dict(values: Mapping[str, State], name: str) -> dict[str, Any]:
+    """One group's values: tensors if torch is imported here, else the arrays themselves.
+
+    Raises:
+        UnknownName: there is no such group.
+    """
+    if name not in values:
+        known = ", ".join(map(repr, values)) if values else "none"
+        raise UnknownName(
+            f"the run has no group {name!r}; its groups: {known}",
+            fix="name the group of worker.optimizer(..., name=), or 'default' for client.define",
+        )
+    state = values[name]
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return dict(state)
+    return {tensor: torch.from_numpy(array) for tensor, array in state.items()}

@@ -1,0 +1,241 @@
+"""Decides what the driver does when its processes report, fail and end.
+
+Pure: events and the time are arguments, decisions come back; `supervisor.py` acts on them. When
+several processes end at nearly the same time the cause is told, not its consequences: the death
+of a server also makes every worker raise `ServerGone`.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from paramserve.engine.base import Failure
+from paramserve.errors import (
+    ConnectTimeout,
+    CoordinatorGone,
+    ParamServeError,
+    ServerGone,
+    WorkerFailed,
+)
+
+Kind = Literal["coordinator", "server", "worker"]
+OnWorkerDeath = Literal["stop", "continue"]
+
+CAUSE_S = 0.5
+"""How long after a process that complains of another one's end that end may still show."""
+COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
+"""Errors that tell of another process's end."""
+
+
+class Key(NamedTuple):
+    """Which process: what it is, and which one of them."""
+
+    kind: Kind
+    number: int
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "coordinator" else f"{self.kind} {self.number}"
+
+
+COORDINATOR = Key("coordinator", 0)
+
+
+@dataclass
+class Entry:
+    """What is known of one process."""
+
+    key: Key
+    ready: bool = False
+    returned: bytes | None = None
+    failure: Failure | None = None
+    status: int | None = None
+    fell_at: float | None = None
+    """When its failure or unexpected end was seen."""
+    counted: bool = False
+    """It is dead, and that has been decided upon."""
+
+    @property
+    def state(self) -> str:
+        """In one word."""
+        if self.returned is not None:
+            return "returned"
+        if self.fell_at is not None:
+            return "dead"
+        return "running" if self.ready else "starting"
+
+    @property
+    def complains(self) -> bool:
+        """Whether it fell because another process is gone.
+
+        It says so, or it is a server that ended in order though nobody asked it to: that is what
+        one does when the coordinator is gone.
+        """
+        if self.failure is not None:
+            return self.failure.kind in COMPLAINTS
+        return self.key.kind == "server" and self.status == 0
+
+    @property
+    def settled_at(self) -> float:
+        """From when on its own fall counts as the cause."""
+        assert self.fell_at is not None
+        return self.fell_at + (CAUSE_S if self.complains else 0.0)
+
+
+class Decision(NamedTuple):
+    """What to do now. `error`: stop everything and raise it."""
+
+    error: ParamServeError | None = None
+    dead: tuple[int, ...] = ()
+    """Ranks that the coordinator must be told of: the others go on without them."""
+    finished: bool = False
+    """Every worker has returned or is counted as dead."""
+    look_again_at: float | None = None
+
+
+class Roster:
+    """All processes of a run, and what their fate means for it.
+
+    Args:
+        on_worker_death: "stop": the first worker that fails fails the run; "continue": the run
+            goes on while one worker lives.
+        start_by: when coordinator and servers must be ready.
+    """
+
+    def __init__(
+        self, servers: int, workers: int, on_worker_death: OnWorkerDeath, start_by: float
+    ) -> None:
+        # In the order in which they are started.
+        keys = [COORDINATOR, *(Key("server", i) for i in range(servers))]
+        keys += [Key("worker", i) for i in range(workers)]
+        self.entries = {key: Entry(key) for key in keys}
+        self._on_worker_death = on_worker_death
+        self._start_by = start_by
+
+    @property
+    def serving(self) -> bool:
+        """Whether the coordinator and all servers are ready."""
+        return all(entry.ready for entry in self._of("coordinator", "server"))
+
+    def workers(self) -> list[Entry]:
+        """The workers, by rank."""
+        return self._of("worker")
+
+    def worker_states(self) -> dict[int, str]:
+        """Of each rank: "starting", "running", "returned" or "dead"."""
+        return {entry.key.number: entry.state for entry in self.workers()}
+
+    def on_report(self, key: Key, kind: str, body: bytes, now: float) -> None:
+        """A process reported; kinds that mean nothing here are left to others."""
+        entry = self.entries[key]
+        if kind == "ready":
+            entry.ready = True
+        elif kind == "returned":
+            entry.returned = body
+        elif kind == "failed":
+            entry.failure = msgspec.msgpack.decode(body, type=Failure)
+            entry.fell_at = entry.fell_at if entry.fell_at is not None else now
+
+    def on_end(self, key: Key, status: int, now: float) -> None:
+        """A process ended. A worker that has returned may end as it likes."""
+        entry = self.entries[key]
+        entry.status = status
+        if entry.returned is None and entry.fell_at is None:
+            entry.fell_at = now
+
+    def on_silence(self, key: Key, now: float) -> None:
+        """A process runs but has not been heard of for too long."""
+        entry = self.entries[key]
+        entry.fell_at = entry.fell_at if entry.fell_at is not None else now
+
+    def dismiss_workers(self) -> None:
+        """The workers are about to be stopped: their ends mean nothing from now on."""
+        for entry in self.workers():
+            entry.counted = True
+
+    def decide(self, now: float) -> Decision:
+        """What all that is known by now means."""
+        fallen = [e for e in self.entries.values() if e.fell_at is not None and not e.counted]
+        if not fallen:
+            return self._decide_standing(now)
+        settled = [entry for entry in fallen if now >= entry.settled_at]
+        if not settled:
+            return Decision(look_again_at=min(entry.settled_at for entry in fallen))
+        cause = min(settled, key=_rank_as_cause)
+        if cause.key.kind != "worker":
+            return Decision(error=gone(cause))
+        if self._on_worker_death == "stop":
+            return Decision(error=worker_failed(cause))
+        for entry in settled:
+            entry.counted = True
+        if all(entry.counted for entry in self.workers()):
+            return Decision(error=worker_failed(cause))
+        dead = tuple(entry.key.number for entry in settled)
+        return Decision(dead=dead, finished=self._finished())
+
+    def _decide_standing(self, now: float) -> Decision:
+        if self.serving:
+            return Decision(finished=self._finished())
+        if now < self._start_by:
+            return Decision(look_again_at=self._start_by)
+        missing = [str(e.key) for e in self._of("coordinator", "server") if not e.ready]
+        return Decision(
+            error=ConnectTimeout(
+                f"the run did not start: {', '.join(missing)} not ready in time",
+                fix="look at the messages of that process; raise start_s if the machine is slow",
+            )
+        )
+
+    def _finished(self) -> bool:
+        workers = self.workers()
+        return bool(workers) and all(e.returned is not None or e.counted for e in workers)
+
+    def _of(self, *kinds: Kind) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.key.kind in kinds]
+
+
+def _rank_as_cause(entry: Entry) -> tuple[bool, int, float]:
+    order = ("coordinator", "server", "worker").index(entry.key.kind)
+    return entry.complains, order, entry.settled_at
+
+
+def how_it_ended(entry: Entry) -> str:
+    """In words: it raised, a signal killed it, or it exited with a code."""
+    if entry.failure is not None:
+        return f"raised {entry.failure.kind}: {entry.failure.text}"
+    if entry.status is None:
+        return "does not answer"
+    if entry.status < 0:
+        return f"was killed by {signal.Signals(-entry.status).name}"
+    return f"exited with code {entry.status}"
+
+
+def _with_traceback(entry: Entry) -> str:
+    told = f"{entry.key} {how_it_ended(entry)}"
+    if entry.failure is None:
+        return told
+    return f"{told}\n\n{entry.failure.traceback.rstrip()}"
+
+
+def gone(entry: Entry) -> ParamServeError:
+    """The error for a coordinator or server that is no more."""
+    fix = "start the run again; a kill without a message is often the system short of memory"
+    kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
+    return kind(_with_traceback(entry), applied="unknown", fix=fix)
+
+
+def worker_failed(entry: Entry) -> WorkerFailed:
+    """The error for a worker that ended before its function returned."""
+    fix = "mend the training function, or use on_worker_death='continue' to go on without it"
+    if entry.failure is None:
+        fix = (
+            "look for what ended the process (the system short of memory, sys.exit), or use "
+            "on_worker_death='continue' to go on without it"
+        )
+    told = _with_traceback(entry)
+    if entry.failure is None:
+        told += " before its function returned"
+    return WorkerFailed(told, applied="unknown", fix=fix)

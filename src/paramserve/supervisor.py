@@ -1,0 +1,293 @@
+"""Starts the processes of a run, watches them in one thread, and ends them.
+
+What their fate means is decided in `roster.py`; this acts on it. Everything that it owns (the
+processes, the run directory, its threads, its connections) is gone when it has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from paramserve.client import Client
+from paramserve.engine.base import Ended, Engine, Event, Process
+from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, RunTimeout
+from paramserve.overview import Overview
+from paramserve.plan import Plan, make_directory
+from paramserve.roster import Key, Roster, worker_failed
+
+TICK_S = 0.1
+"""How often the thread looks up while nothing happens."""
+QUICK_TICK_S = 0.005
+"""The same while it waits for something that is no event of a process."""
+LAST_STATUS_S = 0.5
+TOKEN_BYTES = 32
+OWN_REPORTS = ("ready", "failed", "returned")
+
+State = Literal["starting", "running", "finishing", "finished", "stopped", "failed"]
+
+
+class Supervisor:
+    """One coordinator, its servers and workers, from start to end.
+
+    Attributes:
+        state: where it stands.
+        error: why it ended, if not in order; final once `ended` is set.
+        ended: set when nothing of it runs any more.
+        overview: what the coordinator has told.
+        roster: what is known of each process.
+        failures: of workers that the run went on without, by rank.
+        reports: what processes told besides, as (who, kind, body), in order.
+        address: the coordinator's.
+    """
+
+    def __init__(
+        self, plan: Plan, engine: Engine, collect: Callable[[], None] | None = None
+    ) -> None:
+        """Launch everything; returns without waiting for it to be up.
+
+        Args:
+            collect: called in a thread of its own when all workers are done, while the servers
+                still run.
+        Raises:
+            OSError: a process could not be started. None is left.
+        """
+        self.plan = plan
+        self.state: State = "starting"
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None
+        start_by = self.started_at + plan.deadlines.start_s
+        self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, start_by)
+        self.failures: dict[int, ParamServeError] = {}
+        self.reports: list[tuple[Key, str, bytes]] = []
+        self._collect = collect
+        self._collecting: threading.Thread | None = None
+        self._collect_error: BaseException | None = None
+        self._served = threading.Event()
+        self._stop_at: float | None = None
+        self._abandoned = False
+        self._ending = False
+        self._workers_asked_to_end = False
+        self._clients: list[Client] = []
+        self._clients_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._directory = make_directory()
+        self.address = plan.address(self._directory)
+        self.overview = Overview(self.address, self._token, plan.limits, plan.deadlines)
+        self._fleet = engine.open()
+        self._processes: dict[Process, Key] = {}
+        try:
+            for key in self.roster.entries:
+                role = plan.role(key, self._directory, self._token)
+                self._processes[self._fleet.launch(role)] = key
+        except BaseException:
+            self._release()
+            raise
+        atexit.register(self.abandon)
+        threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True).start()
+
+    # --- for any thread -------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Since the start; stands still once it has ended."""
+        until = self.ended_at if self.ended_at is not None else time.monotonic()
+        return until - self.started_at
+
+    def connect(self, rank: int = -1) -> Client:
+        """A new client, once the servers are up; it is closed when all this ends.
+
+        Raises:
+            ParamServeError: it has ended, or ended before it was up.
+        """
+        deadlines = self.plan.deadlines
+        if not self._served.wait(deadlines.start_s + deadlines.stop_s):
+            raise ConnectTimeout(
+                f"coordinator and servers were not up after {deadlines.start_s} s",
+                fix="look at their output, or raise start_s",
+            )
+        self._check_running()
+        client = Client.connect(
+            self.address, self._token, rank=rank, limits=self.plan.limits, deadlines=deadlines
+        )
+        with self._clients_lock:
+            if not self._ending:
+                self._clients.append(client)
+                return client
+        client.close()
+        raise self._why_ended()
+
+    def stop(self) -> None:
+        """End the workers now, then everything else in order; returns at once."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self.plan.deadlines.stop_s
+
+    def abandon(self) -> None:
+        """End everything now, without waiting for values; returns when it has ended."""
+        if os.getpid() != self._pid:
+            return  # a fork of the driver exits: none of this is its own
+        self._abandoned = True
+        self.ended.wait()
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            error = self._watch()
+        except BaseException as unexpected:
+            error = unexpected
+        try:
+            self._end(error)
+        except BaseException as unexpected:
+            error = error if error is not None else unexpected
+        finally:
+            self._release()
+            self.error = error
+            self.ended_at = time.monotonic()
+            if self._abandoned or (error is None and self._stop_at is not None):
+                self.state = "stopped"
+            else:
+                self.state = "failed" if error is not None else "finished"
+            atexit.unregister(self.abandon)
+            self.ended.set()
+            self._served.set()
+
+    def _watch(self) -> BaseException | None:
+        """Until it is over: returns why it failed, or None for an end in order."""
+        while True:
+            quick = self._collecting is not None or self._stop_at is not None
+            self._take(self._fleet.events(QUICK_TICK_S if quick else TICK_S))
+            now = time.monotonic()
+            if self._abandoned:
+                return self._stopped()
+            decision = self.roster.decide(now)
+            if decision.error is not None:
+                return decision.error
+            for rank in decision.dead:
+                self.failures[rank] = worker_failed(self.roster.entries[Key("worker", rank)])
+                self.overview.mark_dead(rank)
+            if self.roster.serving:
+                self._look_around(now)
+            if self._collecting is not None:
+                if not self._collecting.is_alive():
+                    return self._collect_error
+            elif decision.finished or self._stop_workers(now):
+                if not self.roster.serving or self._collect is None:
+                    return None
+                self._begin_collecting()
+            elif self.plan.timeout_s is not None and now > self.started_at + self.plan.timeout_s:
+                return self._timed_out()
+
+    def _take(self, events: Iterable[Event]) -> None:
+        now = time.monotonic()
+        for event in events:
+            key = self._processes[event.process]
+            if isinstance(event, Ended):
+                self.roster.on_end(key, event.status, now)
+            else:
+                self.roster.on_report(key, event.kind, event.body, now)
+                if event.kind not in OWN_REPORTS:
+                    self.reports.append((key, event.kind, event.body))
+
+    def _look_around(self, now: float) -> None:
+        if not self._served.is_set():
+            self.state = "running"
+            self._served.set()
+        self.overview.tick(now)
+        for key in self.overview.silent(now):
+            self.roster.on_silence(key, now)
+
+    def _stop_workers(self, now: float) -> bool:
+        """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
+        if self._stop_at is None:
+            return False
+        workers = [process for process, key in self._processes.items() if key.kind == "worker"]
+        if not self._workers_asked_to_end:
+            self._workers_asked_to_end = True
+            self.roster.dismiss_workers()
+            for process in workers:
+                process.interrupt()
+        if now > self._stop_at:
+            for process in workers:
+                process.kill()
+        return all(process.exit_status is not None for process in workers)
+
+    def _begin_collecting(self) -> None:
+        assert self._collect is not None
+        collect = self._collect
+
+        def run() -> None:
+            try:
+                collect()
+            except BaseException as error:
+                self._collect_error = error
+
+        self.state = "finishing"
+        self._collecting = threading.Thread(target=run, name="paramserve-collect", daemon=True)
+        self._collecting.start()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _end(self, error: BaseException | None) -> None:
+        """Ask all processes to end and wait `stop_s` for it; what they still report is taken."""
+        if error is None:
+            if self.roster.serving:
+                self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
+            self._close_clients()
+        deadline = time.monotonic() + self.plan.deadlines.stop_s
+        for process in self._processes:
+            process.interrupt()
+        while any(process.exit_status is None for process in self._processes):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            self._take(self._fleet.events(left_s))
+        self._take(self._fleet.events(0.0))
+
+    def _close_clients(self) -> None:
+        with self._clients_lock:
+            self._ending = True
+            clients, self._clients = self._clients, []
+        for client in clients:
+            with contextlib.suppress(ParamServeError, ConnectionError):
+                client.close()
+
+    def _release(self) -> None:
+        self._fleet.close()
+        self._close_clients()
+        self.overview.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _check_running(self) -> None:
+        if self._ending:
+            raise self._why_ended()
+
+    def _why_ended(self) -> BaseException:
+        return self.error if self.error is not None else self._stopped()
+
+    def _stopped(self) -> ClientClosed:
+        return ClientClosed(
+            f"the run was stopped after {self.seconds:.1f} s",
+            applied="unknown",
+            fix="start it again",
+        )
+
+    def _timed_out(self) -> RunTimeout:
+        running = [str(e.key.number) for e in self.roster.workers() if e.returned is None]
+        return RunTimeout(
+            f"the run took longer than timeout_s={self.plan.timeout_s}; "
+            f"not done: {'worker' if len(running) == 1 else 'workers'} {', '.join(running)}",
+            applied="unknown",
+            fix="raise timeout_s, or give the workers less to do",
+        )

@@ -1,0 +1,161 @@
+"""What a simulated client asks of the shards: defines and steps, and the slots of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paramserve.core.partition import Block
+from paramserve.core.session import Operation, SlotPool
+from paramserve.messages import Define, Gradient, Place, Step
+from paramserve.testing.counting import Pushed
+from paramserve.testing.history import Call, Part
+from paramserve.testing.process import ARENA, ClientProcess
+
+if TYPE_CHECKING:
+    from paramserve.testing.simulated import SimulatedCluster
+
+
+class SimulatedClient(ClientProcess):
+    """A client process that can define blocks, push to them and read them.
+
+    A slot is its call's from the first send until all shards have answered.
+    """
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self.blocks: dict[str, Block] = {}
+        """Those that it knows, by name."""
+        self.in_flight = 0
+        """Steps that are not answered yet."""
+        self.pool = SlotPool()
+        self.pool.add_arena(ARENA, 0, self.arena.size)
+        self._slots: dict[Operation, list[int]] = {}
+        self._calls = 0
+        self._pushes = 0
+
+    def take(self, block: Block) -> int:
+        """A slot for a whole block: its offset in the arena."""
+        slot = self.pool.take(block.nbytes)
+        assert slot is not None, "the arena has room for all that may be outstanding"
+        return slot[1]
+
+    def values(self, block: Block, slot: int) -> Any:
+        """A slot as the block's elements: [size]."""
+        return np.frombuffer(self.arena, block.dtype, block.size, slot)
+
+    def release(self, operation: Operation) -> None:
+        """Let go of the slots of an operation."""
+        for slot in self._slots.pop(operation, ()):
+            self.pool.give_back((ARENA, slot))
+
+    def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
+        """Bring a block's first values to all shards; `then` is called when all have answered."""
+        slot = self.take(block)
+        self.cluster.workload.start(self.values(block, slot), block)
+        requests = [
+            Define(0, block.spec, attempt, ARENA, self._offset(block, slot, shard))
+            for shard in range(len(self.connections))
+        ]
+        operation = Operation(len(requests))
+        self._slots[operation] = [slot]
+
+        def complete() -> None:
+            self.release(operation)
+            if not self.fenced:
+                then(operation)
+
+        operation.then(complete)
+        self.submit(requests, operation)
+
+    def step(
+        self,
+        push: Sequence[Block] = (),
+        pull: Sequence[Block] = (),
+        *,
+        tick: bool = False,
+        skip: bool = False,
+        spoiled: bool = False,
+        state: int | None = None,
+        then: Callable[[Call, Operation], None],
+    ) -> None:
+        """One step of all shards; `then` is called when all have answered.
+
+        Args:
+            spoiled: one element of the gradient, on one shard, is NaN.
+            state: how many clocks its reads contain, if they show a whole state.
+        """
+        number = None
+        if push and not skip:
+            number, self._pushes = self._pushes, self._pushes + 1
+        ids = frozenset(block.id for block in push) if number is not None else frozenset()
+        call = self.cluster.history.issue(self.writer, self._calls, number, ids, state)
+        self._calls += 1
+        sources = self._gradients(push, number, spoiled)
+        targets = [(block, self.take(block)) for block in pull]
+        group = self.blocks["left"].group
+        requests = []
+        for shard in range(len(self.connections)):
+            gradients = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
+            places = tuple(Place(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
+            requests.append(Step(0, group, self.clock, tick, gradients, places, skip=skip))
+        operation = Operation(len(requests))
+        self._slots[operation] = [slot for _, slot in (*sources, *targets)]
+        operation.then(partial(self._complete, call, operation, targets, then))
+        if tick:
+            self.clock += 1
+        self.in_flight += 1
+        numbers = self.submit(requests, operation)
+        if number is not None:
+            for shard, seq in enumerate(numbers):
+                self.cluster.push_of[self.writer, shard, seq] = number
+
+    def _gradients(
+        self, push: Sequence[Block], number: int | None, spoiled: bool
+    ) -> list[tuple[Block, int]]:
+        if number is None:
+            return []
+        sources = [(block, self.take(block)) for block in push]
+        which = Pushed(self.writer, self.rank, number, self.clock)
+        for block, slot in sources:
+            self.cluster.workload.fill(self.values(block, slot), block, which)
+        if spoiled:
+            block, slot = sources[-1]
+            self.values(block, slot)[-1] = np.nan
+        return sources
+
+    @staticmethod
+    def _offset(block: Block, slot: int, shard: int) -> int:
+        return slot + block.range(shard)[0] * block.dtype.itemsize
+
+    def _complete(
+        self,
+        call: Call,
+        operation: Operation,
+        targets: Sequence[tuple[Block, int]],
+        then: Callable[[Call, Operation], None],
+    ) -> None:
+        if self.fenced:
+            return
+        error = operation.error
+        if error is not None:
+            call.error, call.applied = type(error).__name__, error.applied
+        else:
+            call.skipped = any(reply.skipped for reply in operation.replies.values())
+            for block, slot in targets:
+                self._read(call, block, self.values(block, slot))
+        self.cluster.history.answer(call)
+        self.release(operation)
+        self.in_flight -= 1
+        self.cluster.moved(self)
+        then(call, operation)
+
+    def _read(self, call: Call, block: Block, values: Any) -> None:
+        for shard in range(len(self.connections)):
+            low, high = block.range(shard)
+            if high > low:
+                row = self.cluster.workload.read(values[low:high], low)
+                call.reads[Part(block.id, shard)] = row

@@ -1,0 +1,102 @@
+"""Pushes that can be told apart in the sum: what the simulated workers push, and how it is read.
+
+Each writer has two elements: each of its pushes adds 1 to the first and 2 to the power of the
+push's number to the second. Tiles of these pairs fill every block, so that each shard's part holds
+the same information many times over, and bytes that were overwritten show.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.messages import Piece
+from paramserve.rules import Add, Rule
+from paramserve.rules.compiled import compiled
+from paramserve.testing.history import Row
+
+Array = npt.NDArray[Any]
+
+PUSHES_MAX = 52
+"""Of one writer: sums of their powers of two are exact in float64."""
+
+
+class Pushed(NamedTuple):
+    """Which push of which client a gradient belongs to."""
+
+    writer: int
+    rank: int
+    number: int
+    clock: int
+
+
+class Counting:
+    """What the simulated clients push and read. Subclass it for pushes of another kind.
+
+    Attributes:
+        blocks: by name, the pieces of each: two small blocks that stay whole, on different shards,
+            and one that is split over all shards.
+    """
+
+    dtype: np.dtype[Any] = np.dtype(np.float64)
+    rule: Rule = Add()
+
+    def __init__(self, writers: int) -> None:
+        self.writers = writers
+        self.tile = 2 * writers
+        tiles = -(-SPLIT_BYTES_MIN // (self.tile * self.dtype.itemsize))
+        self.blocks: dict[str, tuple[Piece, ...]] = {
+            "left": (Piece("left.a", (self.tile,)), Piece("left.b", (2, self.tile))),
+            "right": (Piece("right", (self.tile,)),),
+            "wide": (Piece("wide", (tiles, self.tile)),),
+        }
+        self._columns: dict[tuple[int, int], Array] = {}
+
+    def start(self, slot: Array, block: Block) -> None:
+        """Write a block's first values: [size], a whole block."""
+        slot.fill(0.0)
+
+    def fill(self, slot: Array, block: Block, push: Pushed) -> None:
+        """Write the gradient of one push for one block: [size], a whole block."""
+        assert push.number < PUSHES_MAX, "the mask would lose exactness"
+        slot.fill(0.0)
+        tiles = slot.reshape(-1, self.tile)
+        tiles[:, 2 * push.writer] = 1.0
+        tiles[:, 2 * push.writer + 1] = 2.0**push.number
+
+    def read(self, values: Array, low: int) -> Row:
+        """What values say: [elements of a part], which begins at element `low` of its block."""
+        columns = self._columns_of(low, values.size)
+        start = -low % self.tile
+        tile = values[start : start + self.tile]
+        numbers = tile.tolist()
+        sound = bool((values == tile[columns]).all()) and all(
+            number.is_integer() and number >= 0 for number in numbers
+        )
+        if not sound:
+            numbers = [number if np.isfinite(number) and number >= 0 else 0 for number in numbers]
+        return Row(
+            tuple(int(number) for number in numbers[::2]),
+            tuple(int(number) for number in numbers[1::2]),
+            sound,
+        )
+
+    def _columns_of(self, low: int, size: int) -> Array:
+        """Where in its tile each element stands."""
+        key = (low % self.tile, size)
+        found = self._columns.get(key)
+        if found is None:
+            found = self._columns[key] = (key[0] + np.arange(size)) % self.tile
+        return found
+
+    def prepare(self) -> None:
+        """Load the kernels; after the first time this costs next to nothing."""
+        compiled().prepare(self.dtype)
+        self.rule.prepare(self.dtype)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each block."""
+        return [size_of(pieces) * self.dtype.itemsize for pieces in self.blocks.values()]

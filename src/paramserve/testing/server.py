@@ -1,0 +1,208 @@
+"""Simulated servers and the coordinator: the real `Shard` and `Coordination` on simulated streams.
+
+They move messages as the real roles do, and decide nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paramserve.core.coordination import (
+    Called,
+    ConnectionLost,
+    CoordinatorEvent,
+    Noticed,
+    TimePassed,
+)
+from paramserve.core.shard import (
+    ClientBye,
+    ClientGone,
+    ClientHere,
+    DeadlineReached,
+    Effects,
+    Event,
+    FromShard,
+    Inquired,
+    MembersChanged,
+    Requested,
+    refusal,
+)
+from paramserve.messages import (
+    Bye,
+    CoordinatorNotice,
+    CoordinatorReply,
+    CoordinatorRequest,
+    Hello,
+    Inquire,
+    Members,
+    PeerMessage,
+    Register,
+    ServerBeat,
+    ShardRequest,
+    Welcome,
+    WorkerBeat,
+    decoder,
+    encode,
+)
+from paramserve.testing.network import FAR, NEAR, Frame, Stream
+from paramserve.testing.process import ARENA, ClientProcess
+
+if TYPE_CHECKING:
+    from paramserve.testing.simulated import SimulatedCluster
+
+BEAT_S = 0.1
+
+_decode_client = decoder(Hello | ShardRequest | Inquire | Bye).decode
+_decode_peer = decoder(PeerMessage).decode
+_decode_coordinator = decoder(Members | CoordinatorReply).decode
+_decode_called = decoder(CoordinatorRequest | CoordinatorNotice).decode
+
+
+class SimulatedServer:
+    """One server process."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.shard = cluster.new_shard(number)
+        self._callers: dict[int, ClientProcess] = {}
+        """By number of the stream, before its `Hello`."""
+        self._streams: dict[int, Stream] = {}
+        """The one stream of each client."""
+        self._timer: float | None = None
+        self._coordinator = cluster.call_coordinator(self)
+        self._coordinator.send(NEAR, Frame(encode(Register(0, number, 0, (f"shard {number}",)))))
+        self._beat()
+
+    def accept(self, stream: Stream, client: ClientProcess) -> None:
+        """A client opens a stream; who it is, it says in its first frame."""
+        self._callers[stream.number] = client
+
+    def lost(self, stream: Stream) -> None:
+        """A stream has ended."""
+        client = self._callers.pop(stream.number, None)
+        if client is not None and self._streams.get(client.id) is stream:
+            del self._streams[client.id]
+            self._happen(ClientGone(client.id))
+
+    def received(self, stream: Stream, frame: Frame) -> None:
+        """A message of a client or of the coordinator."""
+        if stream is self._coordinator:
+            message = _decode_coordinator(frame.header)
+            if isinstance(message, Members):
+                self._happen(MembersChanged(message))
+                self.cluster.members_told(self.number, message)
+            return
+        client = self._callers.get(stream.number)
+        if client is None:
+            return
+        request = _decode_client(frame.header)
+        if isinstance(request, Hello):
+            self._hello(stream, request, client)
+        elif self._streams.get(client.id) is not stream:
+            return
+        elif isinstance(request, Bye):
+            self._happen(ClientBye(client.id))
+        elif isinstance(request, Inquire):
+            self._happen(Inquired(client.id, request))
+        else:
+            self.cluster.arrived(self.number, client, request)
+            memory = {ARENA: client.arena} if client.connections[self.number].shared else {}
+            if frame.payload is not None:
+                memory[0] = frame.payload
+            self._happen(Requested(client.id, request, memory))
+
+    def _hello(self, stream: Stream, hello: Hello, client: ClientProcess) -> None:
+        if self._streams.get(hello.client) is stream:
+            return  # The frame came twice.
+        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window)
+        effects = self.shard.step(event, self.cluster.clock.now)
+        if effects.refused is not None:
+            stream.send(FAR, Frame(encode(refusal(0, effects.refused))))
+            stream.close(FAR)
+            return
+        older = self._streams.get(hello.client)
+        if older is not None:
+            self._callers.pop(older.number, None)
+            older.close(FAR)
+        self._streams[hello.client] = stream
+        stream.send(FAR, Frame(encode(Welcome())))
+        self.cluster.admitted(self.number, client)
+        self._act(effects)
+
+    def _told(self, header: bytes) -> None:
+        self._happen(FromShard(_decode_peer(header)))
+
+    def _happen(self, event: Event) -> None:
+        self._act(self.shard.step(event, self.cluster.clock.now))
+
+    def _act(self, effects: Effects) -> None:
+        for client, answer in effects.replies:
+            stream = self._streams.get(client)
+            if stream is not None:
+                stream.send(FAR, Frame(encode(answer.message), answer.payload))
+        for shard, message in effects.peers:
+            name = f"shard {self.number} -> {shard}"
+            self.cluster.network.tell(name, encode(message), self.cluster.servers[shard]._told)
+        for client in effects.drops:
+            stream = self._streams.get(client)
+            if stream is not None:
+                stream.close(FAR)
+                self.lost(stream)
+        if effects.deadline is not None and self._timer is None:
+            self._timer = effects.deadline
+            self.cluster.clock.at(effects.deadline, self._deadline)
+
+    def _deadline(self) -> None:
+        self._timer = None
+        self._happen(DeadlineReached())
+
+    def _beat(self) -> None:
+        self._happen(DeadlineReached())
+        self._coordinator.send(NEAR, Frame(encode(ServerBeat(self.number, self.shard.report()))))
+        self.cluster.clock.after(BEAT_S, self._beat)
+
+
+class SimulatedCoordinator:
+    """The coordinator process."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self.cluster = cluster
+        self.coordination = cluster.new_coordination()
+        self._streams: dict[int, Stream] = {}
+        self._servers: list[Stream] = []
+        cluster.clock.after(BEAT_S, self._tick)
+
+    def accept(self, stream: Stream, caller: ClientProcess | SimulatedServer) -> None:
+        """Somebody opens a stream."""
+        self._streams[stream.number] = stream
+        if isinstance(caller, SimulatedServer):
+            self._servers.append(stream)
+
+    def lost(self, stream: Stream) -> None:
+        """A process has ended."""
+        self._streams.pop(stream.number, None)
+        self._happen(ConnectionLost(stream.number))
+
+    def received(self, stream: Stream, frame: Frame) -> None:
+        """A call or a heartbeat."""
+        message = _decode_called(frame.header)
+        if isinstance(message, WorkerBeat | ServerBeat):
+            self._happen(Noticed(stream.number, message))
+        else:
+            self._happen(Called(stream.number, message))
+
+    def _tick(self) -> None:
+        self._happen(TimePassed())
+        self.cluster.clock.after(BEAT_S, self._tick)
+
+    def _happen(self, event: CoordinatorEvent) -> None:
+        decided = self.coordination.step(event, self.cluster.clock.now)
+        for number, reply in decided.replies:
+            stream = self._streams.get(number)
+            if stream is not None:
+                stream.send(FAR, Frame(encode(reply)))
+        if decided.members is not None:
+            frame = Frame(encode(decided.members))
+            for stream in self._servers:
+                stream.send(FAR, frame)

@@ -1,0 +1,209 @@
+"""The worker process, and the `Worker` that a training function is given.
+
+The function reaches this process through the engine's inherited descriptor and never through a
+socket: that is why it may be unpickled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import msgspec
+from msgspec import Struct
+
+from paramserve import seeding
+from paramserve.client import Client
+from paramserve.config import Deadlines, Limits
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramserve.engine.child import Bootstrap
+
+
+class WorkerConfig(Struct, frozen=True):
+    """What a worker is told when it starts."""
+
+    rank: int
+    coordinator: str
+    seed: int
+    function: bytes
+    """(function, args, kwargs) in cloudpickle."""
+    limits: Limits = Limits()
+    deadlines: Deadlines = Deadlines()
+
+
+class Aliases(Struct, frozen=True, array_like=True):
+    """Body of the report "aliases": further names of a group's tied tensors, with the first."""
+
+    group: str
+    names: dict[str, str]
+
+
+class Worker:
+    """What a training function is given: who it is, and how it reaches the servers.
+
+    Attributes:
+        client: the key-value face: define, push, pull, tick.
+        seed: of the run, equal on all ranks; the global generators are seeded from it and `rank`.
+        aliases: for each adopted optimizer's name, further names of tied tensors.
+        finishers: called in order when the training function has returned.
+    """
+
+    def __init__(
+        self, client: Client, seed: int, report: Callable[[str, bytes], None] | None = None
+    ) -> None:
+        self.client = client
+        self.seed = seed
+        self.aliases: dict[str, dict[str, str]] = {}
+        self.finishers: list[Callable[[], None]] = []
+        self._report = report
+
+    def __repr__(self) -> str:
+        return f"Worker(rank={self.rank}, workers={self.workers})"
+
+    @property
+    def rank(self) -> int:
+        """0 to `workers` - 1."""
+        return self.client.rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers the run was started with."""
+        return self.client.workers
+
+    @property
+    def incarnation(self) -> int:
+        """Counts the restarts of this rank."""
+        return self.client.incarnation
+
+    @property
+    def clock(self) -> int:
+        """Steps finished on the first adopted optimizer's group, or on "default" without one."""
+        return self.client.clock(next(iter(self.aliases), "default"))
+
+    def log(self, **values: Any) -> None:
+        """Record numbers of this step; they come back in `Result.metrics`.
+
+        Args:
+            values: numbers, or arrays and tensors of one element.
+        Raises:
+            TypeError: a value is no number. Nothing was recorded.
+        """
+        self.client.log({name: _number(name, value) for name, value in values.items()})
+
+    def optimizer(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        overlap: bool = False,
+        weight: float | Callable[[], float] | None = None,
+        clip_norm: float | None = None,
+        buffers: str = "rank0",
+    ) -> torch.optim.Optimizer:
+        """Let a torch optimizer step on the servers; see `paramserve.pytorch.optimizer.adopt`.
+
+        All ranks call this at the same point. When it returns, the model has rank 0's values.
+
+        Returns:
+            The same object; its class is now a subclass of its own class.
+        """
+        from paramserve.pytorch.optimizer import adopt
+
+        adopted = adopt(
+            self,
+            model,
+            optimizer,
+            name=name,
+            overlap=overlap,
+            weight=weight,
+            clip_norm=clip_norm,
+            buffers=buffers,
+        )
+        if self.rank == 0 and self._report is not None:
+            self._report("aliases", msgspec.msgpack.encode(Aliases(name, self.aliases[name])))
+        return adopted
+
+    def loader(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        *,
+        batch_size: int,
+        epochs: int = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
+        **dataloader_options: Any,
+    ) -> Iterable[Any]:
+        """This rank's batches; every rank gets the same number of them.
+
+        The order depends on the run's seed and the epoch only. See
+        `paramserve.pytorch.loader.load`.
+        """
+        from paramserve.pytorch.loader import load
+
+        return load(
+            self,
+            dataset,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            **dataloader_options,
+        )
+
+    def sampler(self, dataset: torch.utils.data.Dataset[Any]) -> torch.utils.data.Sampler[int]:
+        """The sampler of `loader`, for a DataLoader of your own."""
+        from paramserve.pytorch.loader import sampler
+
+        return sampler(self, dataset)
+
+    def finish(self) -> None:
+        """End in order: install what is outstanding, then leave the cluster."""
+        for finisher in self.finishers:
+            finisher()
+        self.client.drain()
+        self.client.close()
+
+
+def _number(name: str, value: Any) -> float:
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, int | float):
+        raise TypeError(
+            f"worker.log takes numbers, but {name} is {type(value).__name__}: {value!r}"
+        )
+    return float(plain)
+
+
+def _pickle(returned: Any) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps(returned)
+    except Exception as error:
+        raise TypeError(
+            f"what the training function returned ({type(returned).__name__}) cannot be sent to "
+            f"the driver: {error}"
+        ) from error
+    return packed
+
+
+def main(boot: Bootstrap) -> None:
+    """Run a training function: the entry of a worker process."""
+    config = msgspec.msgpack.decode(boot.payload, type=WorkerConfig)
+    # Before connecting: this may import torch, while the servers start.
+    function, args, kwargs = cloudpickle.loads(config.function)
+    seeding.seed_everything(seeding.rank_seed(config.seed, config.rank))
+    client = Client.connect(
+        config.coordinator,
+        boot.secret,
+        rank=config.rank,
+        limits=config.limits,
+        deadlines=config.deadlines,
+    )
+    boot.report("ready", b"")
+    worker = Worker(client, config.seed, boot.report)
+    returned = _pickle(function(worker, *args, **kwargs))
+    worker.finish()
+    boot.report("returned", returned)

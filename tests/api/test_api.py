@@ -1,0 +1,83 @@
+"""What `import paramserve` gives: cheap to import, every name documented, errors that travel."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import paramserve
+from paramserve import errors
+from paramserve.core.consistency import Consistency
+from paramserve.rules.base import Rule
+
+PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]
+EXPECTED = {
+    *("run", "start", "Job", "Result", "Worker", "Cluster", "Client", "Ticket"),
+    *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
+}
+CONTRACTS = (Rule, Consistency)
+"""A method may be documented where its contract is."""
+
+
+def test_import_paramserve_loads_no_torch_ray_or_numba() -> None:
+    code = "import sys, paramserve; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded.isdisjoint({"torch", "ray", "numba"})
+
+
+def test_import_paramserve_starts_no_thread_and_writes_nothing() -> None:
+    code = "import paramserve, threading; assert threading.active_count() == 1"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_all_lists_every_public_name_once() -> None:
+    listed = paramserve.__all__
+    assert len(listed) == len(set(listed))
+    assert all(hasattr(paramserve, name) for name in listed)
+    assert set(listed) >= EXPECTED
+
+
+@pytest.mark.parametrize("name", getattr(paramserve, "__all__", []))
+def test_public_name_is_documented(name: str) -> None:
+    thing = getattr(paramserve, name)
+    if not callable(thing):
+        return
+    assert written(thing), f"paramserve.{name} has no docstring"
+    if not inspect.isclass(thing):
+        return
+    for member, value in vars(thing).items():
+        if not member.startswith("_") and callable(value):
+            promised = [getattr(contract, member, None) for contract in CONTRACTS]
+            assert any(map(written, [value, *promised])), f"{name}.{member} has no docstring"
+
+
+def written(thing: object) -> bool:
+    """Whether a docstring was written: dataclasses and named tuples invent one."""
+    text = thing.__doc__ or ""
+    return bool(text.strip()) and not text.startswith(f"{getattr(thing, '__name__', '')}(")
+
+
+@pytest.mark.parametrize("kind", sorted(errors.KINDS))
+def test_error_survives_pickling(kind: str) -> None:
+    error = errors.KINDS[kind]("pull failed: worker 3", applied="unknown", fix="look at worker 5")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert (copy.failed, copy.applied, copy.fix) == (error.failed, error.applied, error.fix)
+
+
+def test_error_text_says_failed_applied_and_fix() -> None:
+    error = errors.ServerGone("push failed: server 1 ended", applied="unknown", fix="start again")
+    expected = "push failed: server 1 ended. Applied: unknown. To fix: start again"
+    assert str(error) == expected
+
+
+@pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
+def test_error_is_a_paramserve_error(kind: str) -> None:
+    assert issubclass(errors.KINDS[kind], errors.ParamServeError)

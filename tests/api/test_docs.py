@@ -1,0 +1,238 @@
+"""The pages say what is there: snippets run, files and names exist, figures are the defaults."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paramserve
+from paramserve import errors
+from paramserve.config import Deadlines, Limits
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "paramserve"
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPET_TIMEOUT_S = 60.0
+
+OBJECTS = {
+    "worker": "Worker",
+    "client": "Client",
+    "optimizer": "ServedOptimizer",
+    "job": "Job",
+    "ticket": "Ticket",
+}
+"""Variables that the pages use for an instance of a class."""
+FOREIGN = {"torch", "np", "sys"}
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(page: Path) -> list[str]:
+    """Everything between backticks in a page, outside fenced blocks, each once."""
+    return list(
+        dict.fromkeys(" ".join(each.split()) for each in re.findall("`([^`]+)`", prose(page)))
+    )
+
+
+def snippets(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+class Names:
+    """What the package defines: read from its source, so that nothing is imported."""
+
+    def __init__(self) -> None:
+        self.top: dict[str, set[str]] = defaultdict(set)
+        """By module (dotted, below the package): its functions, classes and variables."""
+        self.members: dict[str, set[str]] = defaultdict(set)
+        """By class: its methods and attributes, those of its bases in the package too."""
+        bases: dict[str, list[str]] = {}
+        for path in sorted(SOURCE.rglob("*.py")):
+            parts = path.relative_to(SOURCE).with_suffix("").parts
+            module = ".".join(part for part in parts if part != "__init__")
+            for node in ast.parse(path.read_text()).body:
+                self.top[module].update(_targets(node))
+                if isinstance(node, ast.ClassDef):
+                    bases[node.name] = [
+                        each.id for each in node.bases if isinstance(each, ast.Name)
+                    ]
+                    self.members[node.name].update(_members(node))
+        for name in bases:
+            self.members[name] |= set().union(*(self.members[b] for b in _ancestors(name, bases)))
+
+    def has(self, name: str) -> bool:
+        """Whether a dotted name, `Class.member` or `Class` is there."""
+        owner, _, last = name.rpartition(".")
+        owner = owner.removeprefix("paramserve.")
+        if not owner:
+            return any(last in defined for defined in self.top.values())
+        if owner in ("ps", "paramserve"):
+            return last in paramserve.__all__
+        variable = owner.rpartition(".")[2]  # worker.client.assign
+        kind = OBJECTS.get(variable, owner)
+        return last in self.members.get(kind, ()) or any(
+            last in self.top[module]
+            for module in self.top
+            if module == owner or module.endswith(f".{owner}")
+        )
+
+
+def _targets(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.AnnAssign):
+        yield ast.unparse(node.target)
+    elif isinstance(node, ast.Assign):
+        yield from map(ast.unparse, node.targets)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (each.asname or each.name for each in node.names)
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    for child in node.body:
+        yield from _targets(child)
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            yield child.attr
+
+
+def _ancestors(name: str, bases: dict[str, list[str]]) -> Iterator[str]:
+    for base in bases.get(name, ()):
+        yield base
+        yield from _ancestors(base, bases)
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    return Names()
+
+
+@pytest.mark.parametrize("code", snippets(README))
+def test_readme_snippet_runs(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SNIPPET_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_readme_snippets_show_a_run_and_the_key_value_face() -> None:
+    code = snippets(README)
+    assert any("ps.run(" in each for each in code)
+    assert any("ps.Cluster(" in each for each in code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_names_only_files_that_exist(page: Path) -> None:
+    wrong = [
+        name
+        for name in spans(page)
+        if re.fullmatch(r"[\w./-]+(\.py|\.toml|\.txt|/)", name)
+        and not name.startswith(("runs/", "/"))
+        if name != "script.py"
+        if not any((folder / name).exists() for folder in (ROOT, SOURCE))
+    ]
+    assert not wrong, f"{page.name} names files that do not exist: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", prose(page))
+    wrong = [each for each in targets if not each.startswith("http")]
+    wrong = [each for each in wrong if not (page.parent / each).exists()]
+    assert not wrong, f"{page.name} links to what does not exist: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None:
+    dotted = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(\(.*\))?"
+    camel = r"[A-Z][A-Za-z]*[a-z][A-Za-z]*"
+    call = r"[a-z_]+\(\)"
+    wrong = []
+    for span in spans(page):
+        if not re.fullmatch(f"{dotted}|{camel}|{call}", span) or span.endswith(
+            (".py", ".toml", ".txt", ".md")
+        ):
+            continue
+        name = re.sub(r"\(.*\)$", "", span)
+        if name.partition(".")[0] not in FOREIGN and name not in KNOWN and not names.has(name):
+            wrong.append(span)
+    assert not wrong, f"{page.name} names what the code does not define: {wrong}"
+
+
+KNOWN = {"AdamW", "GradScaler", "ValueError", "TypeError"}
+"""Of Python and torch."""
+
+
+def test_names_find_what_is_there_and_nothing_else(names: Names) -> None:
+    for there in ("Shard.step", "BlockClient.step", "Client.step", "stepping.collect", "ps.run"):
+        assert names.has(there), there
+    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.connect", "client.table"):
+        assert not names.has(absent), absent
+
+
+@pytest.mark.parametrize("name", paramserve.__all__)
+def test_public_name_is_on_a_page(name: str) -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert re.search(rf"`[^`\n]*\b(ps\.)?{name}\b[^`\n]*`", text), f"no page mentions ps.{name}"
+
+
+@pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
+def test_error_is_explained(kind: str) -> None:
+    rows = [line for line in TROUBLES.read_text().splitlines() if line.startswith("| `")]
+    assert any(f"`{kind}`" in row.split("|")[1] for row in rows), f"no row explains {kind}"
+
+
+@pytest.mark.parametrize("settings", [Deadlines(), Limits()], ids=["deadlines", "limits"])
+def test_deadlines_and_limits_are_those_of_the_code(settings: Deadlines | Limits) -> None:
+    rows = re.findall(r"^\| `(\w+_(?:s|max))` \| ([\d.]+)(?: (\w+))? \|", prose(ARCHITECTURE), re.M)
+    written = {name: float(number) * UNITS.get(unit, 1) for name, number, unit in rows}
+    code = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    for name in settings.__struct_fields__:
+        if name in written:
+            assert written[name] == getattr(settings, name), name
+        else:
+            assert not re.search(rf"\.{name}\b", code), f"{name} is used and on no page"
+    fields = {*Deadlines().__struct_fields__, *Limits().__struct_fields__}
+    assert set(written) <= fields
+
+
+def test_layers_are_those_of_the_contract() -> None:
+    after = ARCHITECTURE.read_text().split("## Layers")[1]
+    block = re.findall(r"^```\n(.*?)^```$", after, flags=re.DOTALL | re.MULTILINE)[0]
+    written = [re.split(r" {2,}", line)[0].strip() for line in block.splitlines()]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    assert written == [re.sub(r"[()]", "", layer) for layer in contract["layers"]]
+
+
+def test_readme_make_targets_and_variables_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z]+)", README.read_text())) - {"and"}:
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    for variable in set(re.findall(r"\b([A-Z]+)=", README.read_text())):
+        assert re.search(rf"^{variable} \?=", makefile, re.M), variable

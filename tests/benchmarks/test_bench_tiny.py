@@ -1,0 +1,62 @@
+"""The benchmarks run from end to end at tiny sizes. Nothing here judges speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    bench_dense_100mb,
+    bench_large_step,
+    bench_latency,
+    bench_memory,
+    bench_mnist,
+    bench_start,
+    run_all,
+)
+
+
+def rows_of(bench: ModuleType, folder: Path) -> list[dict[str, Any]]:
+    assert bench.main(["--tiny", "--out", str(folder)]) == 0
+    record = json.loads((folder / "bench.json").read_text())
+    assert record["failures"] == []
+    assert (folder / "bench.md").read_text().startswith("| workload | ours |")
+    rows: list[dict[str, Any]] = record["rows"]
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bench", [bench_dense_100mb, bench_latency, bench_mnist])
+def test_bench_with_rivals_tiny_measures_every_contestant(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    for row in rows_of(bench, tmp_path):
+        assert {"ours", "floor", "ray", "rpc"} <= set(row["medians"]), row["workload"]
+        assert all(value > 0 for value in row["medians"].values())
+        assert all(bar["met"] is not None for bar in row["judged"])
+
+
+@pytest.mark.parametrize("bench", [bench_large_step, bench_memory])
+def test_bench_without_rivals_tiny_measures_ours_and_floor(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    for row in rows_of(bench, tmp_path):
+        assert {"ours", "floor"} <= set(row["medians"])
+
+
+@pytest.mark.slow
+def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    (row,) = rows_of(bench_start, tmp_path)
+    assert {"ours", "floor", "ray"} == set(row["medians"])
+
+
+def test_run_all_has_every_benchmark() -> None:
+    files = {path.stem for path in Path(run_all.__file__).parent.glob("bench_*.py")}
+    assert {one.__name__.rpartition(".")[2] for one in run_all.BENCHMARKS} == files

@@ -1,0 +1,29 @@
+"""What holds for every test: a run that ends leaves no process behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+GRACE_S = 3.0
+"""Children that end by themselves may take this long after the last test."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_child_is_left() -> Iterator[None]:
+    """Fail the session if a child process outlives the tests that started it."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs(started, timeout=GRACE_S)
+    assert not alive, f"processes left behind by the tests: {[describe(one) for one in alive]}"
+
+
+def describe(process: psutil.Process) -> str:
+    """Pid and command line, as far as the process still tells."""
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid}: ended"

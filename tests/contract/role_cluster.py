@@ -1,0 +1,417 @@
+"""The real coordinator and servers in threads of the test's process, for the client's tests.
+
+Nothing is faked: sockets, arenas, handshakes and event loops are those of a run; only the processes
+are missing. Over "inprocess" a client's thread enters the server itself, one call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from paramserve import server
+from paramserve.client import Client
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec, ServerConfig
+from paramserve.control import ControlLink
+from paramserve.coordinator import CoordinatorRole
+from paramserve.core.consistency import Async, Consistency
+from paramserve.core.consistency import spec as policy_spec
+from paramserve.loading import load_kernels
+from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
+from paramserve.rules import SGD, Adam, Add
+from paramserve.server import ServerRole
+from paramserve.transport.arena import Arena
+from paramserve.transport.connection import Connection
+from paramserve.transport.dial import dial
+from paramserve.transport.framing import ByteArray
+from paramserve.transport.inprocess import InProcessLink, InProcessListener
+from paramserve.transport.link import Link
+from paramserve.transport.listener import Listener, listen_unix
+
+KINDS = ("unix", "tcp", "inprocess")
+WAIT_S = 10.0
+DEADLINES = Deadlines(
+    request_s=10.0, start_s=10.0, reconnect_s=0.2, resend_s=0.02, heartbeat_s=0.05, stall_s=10.0
+)
+
+
+class LoopThread:
+    """An event loop that runs in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.errors: list[dict[str, Any]] = []
+        """What was raised out of a callback, and what asyncio complains of."""
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, start: Callable[[], Any]) -> Any:
+        """Await what `start` makes, on the loop."""
+        return asyncio.run_coroutine_threadsafe(start(), self.loop).result(WAIT_S)
+
+    def call(self, do: Callable[[], Any]) -> Any:
+        """Call a function on the loop; its result."""
+
+        async def once() -> Any:
+            return do()
+
+        return self.run(once)
+
+    def close(self) -> None:
+        async def settle() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(settle)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
+
+
+class _FromAnyThread:
+    """The methods of an event loop that a role uses, callable from a client's thread too."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pool = ThreadPoolExecutor(1)
+        self.time = loop.time
+        self.remove_reader = loop.remove_reader
+
+    def call_later(self, delay: float, do: Callable[[], None]) -> _Later:
+        later = _Later(do)
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay, later)
+        return later
+
+    def create_task(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run_in_executor(self, _: None, do: Callable[..., None], *args: Any) -> Any:
+        return self._pool.submit(do, *args)
+
+
+class _Later:
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do: Callable[[], None] | None = do
+
+    def __call__(self) -> None:
+        if self._do is not None:
+            self._do()
+
+    def cancel(self) -> None:
+        self._do = None
+
+
+class InProcessRole(ServerRole):
+    """A server that clients of its process enter themselves; other servers come by socket."""
+
+    def __init__(self, config: ServerConfig, token: bytes, control: ControlLink) -> None:
+        self.entrance = InProcessListener(self, config.limits)
+        super().__init__(config, token, control)
+        self._loop: Any = _FromAnyThread(self._loop)
+
+    def _beat(self) -> None:
+        with self.entrance.turn():
+            super()._beat()
+
+    def _deadline(self) -> None:
+        with self.entrance.turn():
+            super()._deadline()
+
+    def _notices(self) -> None:
+        with self.entrance.turn():
+            super()._notices()
+
+    def _kernels_loaded(self, done: Any) -> None:
+        with self.entrance.turn():
+            super()._kernels_loaded(done)
+
+
+class TakesTurns:
+    """A handler whose calls take turns with those of the clients within the process."""
+
+    def __init__(self, role: InProcessRole) -> None:
+        self._role = role
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        with self._role.entrance.turn():
+            self._role.opened(conn, hello)
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        with self._role.entrance.turn():
+            self._role.frame(conn, header, payload)
+
+    def closed(self, conn: Connection) -> None:
+        with self._role.entrance.turn():
+            self._role.closed(conn)
+
+
+class Server:
+    """One running server."""
+
+    def __init__(self, role: ServerRole, listeners: list[Any], control: ControlLink) -> None:
+        self.role = role
+        self.listeners = listeners
+        self.control = control
+
+
+class RoleCluster:
+    """A coordinator and servers.
+
+    Attributes:
+        kind: how clients reach the servers.
+        address: the coordinator's.
+        connects: how often clients have connected to a server.
+    """
+
+    def __init__(
+        self,
+        kind: str = "unix",
+        *,
+        servers: int = 1,
+        workers: int = 0,
+        policy: Consistency | None = None,
+        limits: Limits | None = None,
+        deadlines: Deadlines = DEADLINES,
+    ) -> None:
+        self.kind = kind
+        self.token = secrets.token_bytes(32)
+        self.limits = limits if limits is not None else Limits()
+        self.deadlines = deadlines
+        self.connects = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ps-")
+        self.directory = self._folder.name
+        self._policy = policy_spec(policy if policy is not None else Async())
+        self._count, self._workers = servers, workers
+        self._clients: list[Client] = []
+        self.coordinating, self.serving = LoopThread(), LoopThread()
+        self._coordinator = self.coordinating.run(self._coordinate)
+        self.address = self._coordinator.address
+        self.servers = [self._start(shard) for shard in range(servers)]
+
+    async def _coordinate(self) -> Listener:
+        config = CoordinatorConfig(
+            self._count,
+            self._workers,
+            self.directory,
+            self._policy,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+        path = os.path.join(self.directory, "c.sock")
+        return await listen_unix(path, CoordinatorRole(config), self.limits)
+
+    def config(self, shard: int, tcp_bind: str = "") -> ServerConfig:
+        return ServerConfig(
+            shard,
+            self._count,
+            self._workers,
+            self.address,
+            self.directory,
+            self._policy,
+            tcp_bind=tcp_bind,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+
+    def _start(self, shard: int) -> Server:
+        config = self.config(shard, "127.0.0.1:0" if self.kind == "tcp" else "")
+        control = ControlLink.connect(
+            self.address, Hello("server"), token=b"", limits=self.limits, timeout_s=WAIT_S
+        )
+
+        async def listen() -> tuple[ServerRole, list[Any]]:
+            if self.kind == "inprocess":
+                role = InProcessRole(config, self.token, control)
+                path = os.path.join(self.directory, f"s{shard}.sock")
+                return role, [await listen_unix(path, TakesTurns(role), self.limits), role.entrance]
+            role = ServerRole(config, self.token, control)
+            return role, await server._listen(config, self.token, role)
+
+        role, listeners = self.serving.run(listen)
+        addresses = tuple(each.address for each in listeners[: 2 if self.kind == "tcp" else 1])
+        control.call(Register(0, shard, os.getpid(), addresses), Ok, timeout_s=WAIT_S)
+        self.on_server(lambda: role.take_notices(control.read_notices()))
+        return Server(role, listeners, control)
+
+    def on_server(self, do: Callable[[], Any]) -> Any:
+        """Call a function on the loop of the servers."""
+        return self.serving.call(do)
+
+    # --- clients -----------------------------------------------------------------------------
+
+    def client(
+        self,
+        rank: int = -1,
+        *,
+        limits: Limits | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> Client:
+        """A new client, which reaches the servers in the cluster's way only."""
+        limits = limits if limits is not None else Limits()
+        control = ControlLink.connect(
+            self.address, Hello("client"), token=b"", limits=limits, timeout_s=WAIT_S
+        )
+        try:
+            client = Client(
+                control,
+                control.call(Join(0, rank, os.getpid()), Joined, timeout_s=WAIT_S),
+                rank=rank,
+                token=self.token,
+                limits=limits,
+                deadlines=deadlines if deadlines is not None else self.deadlines,
+                connect=self._connect,
+            )
+        except BaseException:
+            control.close()
+            raise
+        self._clients.append(client)
+        return client
+
+    def _connect(
+        self,
+        addresses: Sequence[str],
+        hello: Hello,
+        *,
+        token: bytes,
+        arenas: Sequence[Arena],
+        timeout_s: float,
+        limits: Limits,
+    ) -> Any:
+        self.connects += 1
+        if self.kind == "inprocess":
+            (address,) = addresses
+            shard = int(address.removesuffix(".sock").rpartition("s")[2])
+            entrance = self.servers[shard].role.entrance
+            if shard in self._stopped:
+                raise ConnectionRefusedError("the server has stopped")
+            return InProcessLink.connect(entrance, hello, arenas=arenas)
+        return Link.connect(
+            [each for each in addresses if each.startswith(self.kind)],
+            hello,
+            token=token,
+            arenas=arenas,
+            timeout_s=timeout_s,
+            limits=limits,
+        )
+
+    @property
+    def _stopped(self) -> set[int]:
+        return {k for k, each in enumerate(self.servers) if each.role.ended.is_set()}
+
+    # --- faults ------------------------------------------------------------------------------
+
+    def cut(self, client: Client, shard: int = 0) -> None:
+        """End the server's side of a client's connection."""
+        role = self.servers[shard].role
+        self.on_server(lambda: role._clients[client.id].close())
+
+    def stop(self, shard: int = 0) -> None:
+        """End a server as if its process had died: sockets close, nobody listens any more."""
+        running = self.servers[shard]
+
+        def end() -> None:
+            if running.role.ended.is_set():
+                return
+            running.role.ended.set()
+            running.role.close()
+            for listener in running.listeners:
+                listener.close()
+            running.control.close()
+
+        self.on_server(end)
+
+    def mark_dead(self, rank: int) -> None:
+        """Tell the coordinator, as the driver does, that a worker's process has ended."""
+        control = ControlLink.connect(
+            self.address, Hello("driver"), token=b"", limits=self.limits, timeout_s=WAIT_S
+        )
+        control.call(MarkDead(0, "worker", rank), Ok, timeout_s=WAIT_S)
+        control.close()
+        wait_until(lambda: all(rank not in s.role.shard.live() for s in self.servers))
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The servers' loop stands still meanwhile, as under SIGSTOP."""
+        asleep, wake = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            asleep.set()
+            wake.wait(WAIT_S)
+
+        self.serving.loop.call_soon_threadsafe(sleep)
+        asleep.wait(WAIT_S)
+        try:
+            yield
+        finally:
+            wake.set()
+
+    def peer(self, shard: int = 0) -> socket.socket:
+        """A socket to a server whose uid or token was accepted, and whose hello is to come."""
+        (address, *_) = (
+            each.address
+            for each in self.servers[shard].listeners
+            if each.address.startswith(self.kind)
+        )
+        sock = dial(address, self.token, time.monotonic() + WAIT_S)
+        sock.settimeout(WAIT_S)
+        return sock
+
+    def close(self) -> None:
+        """End everything; nothing may have been raised out of an event loop."""
+        for client in self._clients:
+            client.close()
+        for shard in range(len(self.servers)):
+            self.stop(shard)
+        self.coordinating.call(self._coordinator.close)
+        self.serving.close()
+        self.coordinating.close()
+        self._folder.cleanup()
+        assert (self.coordinating.errors, self.serving.errors) == ([], [])
+
+
+def spec_of(policy: Consistency) -> PolicySpec:
+    return policy_spec(policy)
+
+
+@contextlib.contextmanager
+def clusters() -> Iterator[Callable[..., RoleCluster]]:
+    """Gives a function that makes clusters, and closes them at the end."""
+    load_all_kernels()
+    made: list[RoleCluster] = []
+
+    def make(*args: Any, **kwargs: Any) -> RoleCluster:
+        made.append(RoleCluster(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+def load_all_kernels() -> None:
+    """Before any test: a first compile takes longer than a test may."""
+    for dtype in ("float32", "float64"):
+        for rule in (None, Add(), SGD(0.1), SGD(0.1, momentum=0.9), Adam()):
+            load_kernels(np.dtype(dtype), rule)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what no reply tells: memberships, counters, threads."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

@@ -1,0 +1,548 @@
+"""One suite of the client over all transports, with 1 and 2 shards, under Async.
+
+Its synchronous part is in `test_client_sync.py`, broken connections are in `test_client_links.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster
+
+from paramserve.client import BlockPush, Client
+from paramserve.errors import ClientClosed, DefineMismatch, DefineTimeout, ShapeMismatch
+from paramserve.rules import SGD, Adam, Add
+
+LARGE = 40_000
+"""float64 elements that are split over the shards."""
+
+
+def taken(client: Client) -> int:
+    """Slots of shared memory that are in use."""
+    return len(client._exchange._pool.taken)
+
+
+def in_threads(*tasks: Callable[[], None]) -> None:
+    """Run all at once; raise what one of them raised."""
+    failures: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if failures:
+        raise failures[0]
+
+
+# --- define -----------------------------------------------------------------------------------
+
+
+def test_define_values_can_be_pulled_by_another_client(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    values = np.arange(float(LARGE)).reshape(200, 200)
+    first.define("w", values, rule=Add())
+    assert np.array_equal(second.pull("w"), values)
+    assert second.pull("w").dtype == np.float64
+    assert (first.rank, first.id != second.id) == (-1, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (7, 5), (20_000,)])
+def test_define_any_shape_and_dtype_comes_back(
+    cluster: RoleCluster, dtype: str, shape: tuple[int, ...]
+) -> None:
+    client = cluster.client()
+    value = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
+    client.define("w", value, rule=None)
+    back = client.pull("w")
+    assert (back.shape, back.dtype) == (shape, value.dtype)
+    assert np.array_equal(back, value)
+
+
+def test_define_mapping_is_one_block_with_many_pieces(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    block = client.define({"a": np.ones((2, 3)), "b": np.zeros(4)}, rule=Add(), group="g")
+    assert [(piece.name, piece.shape) for piece in block.pieces] == [("a", (2, 3)), ("b", (4,))]
+    assert (block.size, block.starts, block.group_name) == (10, (0, 6, 10), "g")
+    assert client.blocks() == [block]
+
+
+def test_define_again_checks_and_never_writes(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    first.define("w", np.ones(LARGE), rule=Add())
+    block = second.define("w", np.full(LARGE, 7.0), rule=Add())
+    assert block == first.blocks()[0]
+    assert (second.pull("w") == 1.0).all()
+
+
+def test_define_at_once_by_several_takes_one_of_their_values_whole(cluster: RoleCluster) -> None:
+    clients = [cluster.client() for _ in range(4)]
+    in_threads(
+        *[
+            lambda c=c, v=float(v): c.define("w", np.full(LARGE, v), rule=Add())  # type: ignore[misc]
+            for v, c in enumerate(clients)
+        ]
+    )
+    values = {client.pull("w").tobytes() for client in clients}
+    assert len(values) == 1
+    assert len(set(clients[0].pull("w"))) == 1
+
+
+def test_await_block_returns_when_another_has_defined_it(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    found = []
+
+    def wait() -> None:
+        found.append(second.await_block({"w": (3,)}, dtype="float64", rule=SGD(0.5), group="g"))
+
+    in_threads(wait, lambda: first.define("w", np.ones(3), rule=SGD(0.1), group="g") and None)
+    assert found == first.blocks()
+    assert second.pull("w").tolist() == [1.0] * 3
+
+
+def test_await_block_that_nobody_defines_times_out(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    with pytest.raises(DefineTimeout, match=r"'g'.*'w' was not defined in 0\.1 s"):
+        client.await_block({"w": (3,)}, dtype="float32", rule=None, group="g", timeout_s=0.1)
+
+
+def test_await_block_with_another_shape_is_a_mismatch(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    first.define("w", np.ones(3), rule=Add())
+    with pytest.raises(DefineMismatch, match=r"\(3,\).*\(4,\)"):
+        second.await_block({"w": (4,)}, dtype="float64", rule=Add())
+
+
+# --- push, pull, assign -----------------------------------------------------------------------
+
+
+def test_push_is_in_the_next_pull(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    for _ in range(5):
+        client.push("w", np.ones(LARGE))
+    assert (client.pull("w") == 5.0).all()
+    assert client.push("w", np.ones(LARGE)).result().version == 6
+
+
+def test_push_captures_the_bytes_before_it_returns(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    gradient = np.ones(LARGE)
+    tickets = []
+    for _ in range(10):
+        gradient[:] = 1.0
+        tickets.append(client.push("w", gradient))
+        gradient[:] = np.nan
+    for ticket in tickets:
+        ticket.result()
+    assert (client.pull("w") == 10.0).all()
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        np.ones((4, 6), np.float32),
+        np.ones((6, 4)).T,
+        np.ones((8, 6))[::2],
+        np.ones((4, 6)).astype(">f8"),
+        np.ones((4, 6)).tolist(),
+        np.broadcast_to(1.0, (4, 6)),
+    ],
+    ids=["float32", "transposed", "strided", "big-endian", "lists", "read-only"],
+)
+def test_push_any_floating_gradient_of_the_shape(cluster: RoleCluster, gradient: object) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros((4, 6)), rule=Add())
+    client.push("w", gradient).result()  # type: ignore[arg-type]
+    assert (client.pull("w") == 1.0).all()
+
+
+def test_push_mapping_updates_only_its_names(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.zeros(3), "b": np.zeros(LARGE), "c": np.zeros(3)}, rule=Add())
+    client.define("d", np.zeros(2), rule=Add())
+    client.push({"c": np.ones(3), "d": np.ones(2)})
+    client.push({"b": np.ones(LARGE)})
+    values = client.pull()
+    assert {name: value[0] for name, value in values.items()} == {"a": 0, "b": 1, "c": 1, "d": 1}
+    counts = [client.fetch(block, 0)[1] for block in client.blocks()]
+    assert counts == [(0, 1, 1), (1,)]
+
+
+def test_pull_one_several_and_all(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.ones(2), "b": np.full(3, 2.0)}, rule=Add())
+    client.define("c", np.full(1, 3.0), rule=Add(), group="other")
+    assert client.pull("a").tolist() == [1, 1]
+    assert list(client.pull(["c", "a"])) == ["c", "a"]
+    assert {k: v.tolist() for k, v in client.pull().items()} == {
+        "a": [1, 1],
+        "b": [2, 2, 2],
+        "c": [3],
+    }
+    assert client.pull([]) == {}
+
+
+def test_pull_into_out_writes_there(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.ones(LARGE), "b": np.ones(2)}, rule=Add())
+    mine = np.zeros(LARGE)
+    assert client.pull("a", out=mine) is mine
+    assert (mine == 1.0).all()
+    both = {"b": np.zeros(2)}
+    found = client.pull(["a", "b"], out=both)
+    assert found["b"] is both["b"]
+    assert (found["a"] == 1.0).all()
+    assert taken(client) == 0
+
+
+@pytest.mark.parametrize(
+    ("out", "error"),
+    [
+        (np.zeros(4), ShapeMismatch),
+        (np.zeros(3, np.float32), ShapeMismatch),
+        ([0.0] * 3, TypeError),
+        (np.broadcast_to(0.0, 3), TypeError),
+    ],
+    ids=["shape", "dtype", "list", "read-only"],
+)
+def test_pull_into_a_wrong_out_is_refused(
+    cluster: RoleCluster, out: object, error: type[Exception]
+) -> None:
+    client = cluster.client()
+    client.define("w", np.ones(3), rule=Add())
+    with pytest.raises(error, match="out for 'w'"):
+        client.pull("w", out=out)
+    with pytest.raises((TypeError, ValueError), match="out"):
+        client.pull(["w"], out=out if error is TypeError else {"x": out})
+    assert taken(client) == 0
+
+
+def test_pull_copy_is_the_callers_to_keep(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    before = client.pull("w")
+    client.push("w", np.ones(LARGE))
+    client.pull("w")
+    before += 1.0
+    assert (before == 1.0).all()
+
+
+def test_pull_without_copy_is_read_only_until_the_names_are_pulled_again(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    client.define("a", np.zeros(LARGE), rule=Add())
+    client.define("b", np.full(LARGE, 5.0), rule=Add())
+    views = client.pull(["a", "b"], copy=False)
+    assert not views["a"].flags.writeable
+    for _ in range(3):
+        client.push("a", np.ones(LARGE))
+        assert (client.pull("a") >= 1.0).all()
+    assert (views["b"] == 5.0).all()
+    client.pull("b")
+    assert taken(client) == 0
+
+
+def test_push_pull_sees_its_own_push(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
+    for step in range(1, 5):
+        values = client.push_pull({"b": np.ones(3), "a": np.ones(LARGE)}, copy=step % 2 == 0)
+        assert list(values) == ["b", "a"]
+        assert all((value == step).all() for value in values.values())
+    client.pull(["a", "b"])
+    assert taken(client) == 0
+
+
+def test_assign_overwrites_only_its_names(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
+    client.push("a", np.ones(LARGE))
+    client.assign("b", np.full(3, 9.0, np.float32))
+    assert client.pull("b").tolist() == [9.0] * 3
+    assert (client.pull("a") == 1.0).all()
+    client.assign({"a": np.full(LARGE, 2.0), "b": np.zeros(3)})
+    assert (client.pull("a") == 2.0).all()
+
+
+def test_gradient_is_pushed_without_a_copy(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros((200, 200)), rule=Add())
+    for step in range(1, 4):
+        gradient = client.gradient("w")
+        assert (gradient.shape, gradient.dtype) == ((200, 200), np.float64)
+        assert client.gradient("w").ctypes.data == gradient.ctypes.data
+        gradient[:] = 1.0
+        client.push("w", gradient)
+        assert (client.pull("w") == step).all()
+    assert taken(client) == 0
+
+
+def test_gradient_transposed_is_pushed_as_given(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros((3, 3)), rule=Add())
+    gradient = client.gradient("w")
+    gradient[:] = np.arange(9.0).reshape(3, 3)
+    client.push("w", gradient.T)
+    assert np.array_equal(client.pull("w"), np.arange(9.0).reshape(3, 3).T)
+
+
+def test_gradient_stays_the_callers_until_its_own_push(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define({"a": np.zeros(100), "b": np.zeros(100)}, rule=Add())
+    a, b = client.gradient("a"), client.gradient("b")
+    a[:], b[:] = 1.0, 2.0
+    client.push("a", a)
+    for _ in range(3):
+        client.pull(["a", "b"])  # would take the slot, had the first push let go of it
+    client.push("b", b)
+    assert (client.pull("a") == 1.0).all()
+    assert (client.pull("b") == 2.0).all()
+
+
+# --- tickets ----------------------------------------------------------------------------------
+
+
+def test_ticket_done_turns_true_without_waiting(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    ticket = client.push("w", np.ones(3))
+    while not ticket.done():
+        pass
+    assert ticket.result(0).version == 1
+    assert ticket.result() is ticket.result()
+
+
+def test_ticket_can_be_awaited(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+
+    async def several() -> list[int]:
+        tickets = [client.push("w", np.ones(3)) for _ in range(6)]
+        return [outcome.version for outcome in await asyncio.gather(*map(_await, tickets))]
+
+    assert asyncio.run(several()) == [1, 2, 3, 4, 5, 6]
+
+
+async def _await(ticket):  # type: ignore[no-untyped-def]
+    return await ticket
+
+
+def test_staleness_counts_updates_since_the_values_were_read(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    first.define("w", np.zeros(3), rule=Add())
+    first.pull("w")
+    for _ in range(3):
+        second.push("w", np.ones(3)).result()
+    assert first.push("w", np.ones(3)).result().staleness == 3
+    assert first.push_pull({"w": np.ones(3)})["w"][0] == 5.0
+    assert first.push("w", np.ones(3)).result().staleness == 0
+
+
+def test_many_pipelined_pushes_are_all_applied_in_order(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=SGD(1.0, momentum=0.5))
+    expected, buffer = np.zeros(LARGE), np.zeros(LARGE)
+    tickets = []
+    for step in range(40):
+        tickets.append(client.push("w", np.full(LARGE, float(step))))
+        buffer = 0.5 * buffer + step
+        expected -= buffer
+    assert [ticket.result().version for ticket in tickets] == list(range(1, 41))
+    assert np.array_equal(client.pull("w"), expected)
+    assert taken(client) == 0
+
+
+def test_tick_counts_a_groups_clock(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    client.define("v", np.zeros(3), rule=Add(), group="g")
+    client.tick().result()
+    client.tick().result()
+    client.push_pull({"v": np.ones(3)}, tick=True)
+    assert (client.clock(), client.clock("g"), client.clock("none")) == (2, 1, 0)
+
+
+# --- by block ---------------------------------------------------------------------------------
+
+
+def test_step_pushes_ticks_and_pulls_in_one_message(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    first = client.define({"a": np.zeros(LARGE), "b": np.zeros(2)}, rule=SGD(1.0), group="g")
+    second = client.define("c", np.zeros(5, np.float32), rule=SGD(1.0), group="g")
+    slots = client.gradient_slot(first), client.gradient_slot(second)
+    assert client.gradient_slot(first) is slots[0]
+    for slot in slots:
+        slot[:] = 1.0
+    push = [BlockPush(first, slots[0], (1,), (0.5, 0, 0, 0, 0, 0)), BlockPush(second, slots[1])]
+    ticket = client.step("g", push, pull=[first, second])
+    values = ticket.result().values
+    assert (values[first.id][:LARGE] == 0.0).all()
+    assert values[first.id][LARGE:].tolist() == [-0.5, -0.5]
+    assert values[second.id].tolist() == [-1.0] * 5
+    ticket.release()
+    assert (client.clock("g"), taken(client)) == (1, 0)
+
+
+def test_step_clips_by_the_global_norm_of_its_gradient(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    block = client.define("w", np.zeros(LARGE), rule=Add())
+    slot = client.gradient_slot(block)
+    slot[:] = 3.0
+    client.step("default", [BlockPush(block, slot)], clip_norm=1.0).result()
+    assert np.linalg.norm(client.pull("w")) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_fetch_and_store_every_field(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    block = client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Adam())
+    client.push("a", np.ones(LARGE)).result()
+    average, counts = client.fetch(block, 1)
+    assert counts == (1, 0)
+    assert average[:LARGE] == pytest.approx(0.1)
+    assert not average[LARGE:].any()
+    for field in (0, 1, 2):
+        client.store(block, field, np.full(block.size, 1.0 + field), counts=(7, 8))
+    for field in (0, 1, 2):
+        values, counts = client.fetch(block, field)
+        assert (values == 1.0 + field).all()
+        assert counts == (7, 8)
+    client.store(block, 2, np.zeros(block.size), active=(1,))
+    assert client.fetch(block, 2)[0].tolist() == [3.0] * LARGE + [0.0] * 3
+    assert taken(client) == 0
+
+
+def test_reports_tell_versions_staleness_and_bytes_of_each_shard(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    for _ in range(3):
+        client.push("w", np.ones(LARGE)).result()
+    reports = client.reports()
+    assert [report.shard for report in reports] == list(range(len(cluster.servers)))
+    assert sum(report.value_bytes for report in reports) == LARGE * 8
+    for report in reports:
+        (group,) = report.groups
+        assert (group.name, group.version, group.skipped) == ("default", 3, 0)
+        assert group.staleness == ((-1, 3, 3, 2),)
+
+
+def test_snapshots_are_kept_from_watch_on(cluster: RoleCluster) -> None:
+    writer, reader = cluster.client(), cluster.client()
+    assert reader.watch("default", 2) is False
+    assert reader.take_snapshot("default", 0) is None
+    writer.define("w", np.zeros(LARGE), rule=Add())
+    assert reader.watch("default", every=2, keep=2) is True
+    assert reader.take_snapshot("default", 0) is None
+    for _ in range(7):
+        writer.push("w", np.ones(LARGE)).result()
+    first = reader.take_snapshot("default", 0)
+    assert first is not None
+    assert (first.version, first.dropped) == (4, 1)
+    assert (first.values["w"] == 4.0).all()
+    second = reader.take_snapshot("default", first.version)
+    assert second is not None
+    assert second.version == 6
+    assert reader.take_snapshot("default", 6) is None
+    assert taken(reader) == 0
+
+
+# --- memory and life ---------------------------------------------------------------------------
+
+
+def test_arenas_grow_with_what_is_in_use_and_not_with_the_steps(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    for number in range(6):
+        client.define(f"w{number}", np.zeros(60_000), rule=Add())
+    names = [f"w{number}" for number in range(6)]
+    for _ in range(3):
+        values = client.push_pull({name: np.ones(60_000) for name in names})
+    before = len(client._exchange._arenas)
+    for _ in range(10):
+        values = client.push_pull({name: np.ones(60_000) for name in names})
+    assert all((values[name] == 13.0).all() for name in names)
+    assert (len(client._exchange._arenas), taken(client)) == (before, 0)
+    assert before > 1
+    assert (other.pull("w5") == 13.0).all()
+
+
+def test_several_clients_push_at_once_and_nothing_is_lost(cluster: RoleCluster) -> None:
+    clients = [cluster.client() for _ in range(4)]
+    clients[0].define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
+
+    def work(client: Client) -> None:
+        gradients = {"a": np.ones(LARGE), "b": np.ones(3)}
+        for step in range(15):
+            if step % 3:
+                client.push(gradients)
+            else:
+                client.push_pull(gradients)
+        client.drain()
+
+    in_threads(*[lambda c=c: work(c) for c in clients])  # type: ignore[misc]
+    values = clients[3].pull()
+    assert all((value == 60.0).all() for value in values.values())
+    assert clients[3].push({"b": np.ones(3)}).result().version == 61
+
+
+def test_one_client_may_be_used_by_several_threads(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+
+    def work() -> None:
+        for _ in range(10):
+            client.push("w", np.ones(LARGE)).result()
+            client.pull("w")
+
+    in_threads(work, work, work)
+    assert (client.pull("w") == 30.0).all()
+    assert taken(client) == 0
+
+
+def test_close_waits_for_what_was_sent_and_then_refuses(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    ticket = client.push("w", np.ones(LARGE))
+    client.close()
+    client.close()
+    assert client.closed
+    assert ticket.result().version == 1
+    assert (other.pull("w") == 1.0).all()
+    for use in (
+        lambda: client.push("w", np.ones(LARGE)),
+        lambda: client.pull("w"),
+        lambda: client.tick(),
+        lambda: client.gradient("w"),
+        lambda: client.define("x", np.ones(1)),
+        lambda: client.reports(),
+        lambda: client.drain(),
+    ):
+        with pytest.raises(ClientClosed, match="was closed"):
+            use()
+
+
+def test_pickled_client_is_a_new_one(cluster: RoleCluster) -> None:
+    if cluster.kind != "unix":
+        pytest.skip("a pickle holds an address and no token: it reaches servers of its host")
+    client = cluster.client()
+    client.define("w", np.ones(3), rule=Add())
+    data = pickle.dumps(client)
+    assert cluster.token not in data
+    with pickle.loads(data) as copy:
+        assert copy.id != client.id
+        copy.push("w", np.ones(3)).result()
+        assert (copy.pull("w") == 2.0).all()
+    assert (client.pull("w") == 2.0).all()

@@ -1,0 +1,53 @@
+"""Checks that a run leaves nothing behind: no process, folder, descriptor or thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ENDS_WITHIN_S = 2.0
+
+
+def folders() -> set[str]:
+    """Run directories that exist now."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("paramserve-*")}
+
+
+def descriptors() -> Counter[str]:
+    """What this process's descriptors are, and how many of each kind."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Around whole runs: afterwards this process is as it was."""
+    fds, threads = descriptors(), set(threading.enumerate())
+    yield
+    gc.collect()  # Python's mmap keeps a copy of an arena's descriptor as long as it lives
+    left = folders(), set(threading.enumerate()) - threads, descriptors() - fds
+    assert not any(left), f"left behind: {left}"
+
+
+@contextlib.contextmanager
+def all_end(pids: list[int]) -> Iterator[None]:
+    """Check that processes, anybody's children, end within the block or soon after it."""
+    with contextlib.ExitStack() as stack:
+        watched = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # ended already
+                watched.append((pid, os.pidfd_open(pid)))
+                stack.callback(os.close, watched[-1][1])
+        yield
+        left = [pid for pid, fd in watched if not select.select([fd], [], [], ENDS_WITHIN_S)[0]]
+        assert not left, f"processes {left} still run"

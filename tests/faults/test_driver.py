@@ -1,0 +1,51 @@
+"""Ctrl-C, a driver that ends without waiting, and a driver that forks."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+from tests.faults.drivers import driver
+from tests.faults.leftovers import all_end, folders
+
+STOPS_WITHIN_S = 2.0
+
+
+@pytest.mark.parametrize(
+    "then", ["job.wait()", "for _ in job.snapshots(every=10**6, name='default'): pass"]
+)
+def test_ctrl_c_stops_within_2_s_and_says_in_one_line_how_far_it_got(pipe: str, then: str) -> None:
+    caught = f"try:\n    {then}\nexcept KeyboardInterrupt:\n    sys.exit(130)"
+    with driver(pipe, caught) as run, all_end(run.children):
+        began = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        _, told = run.process.communicate()
+        assert time.monotonic() - began < STOPS_WITHIN_S
+    assert run.process.returncode == 130
+    assert re.fullmatch(r"paramserve: interrupted after [\d.]+ s: .*, 2 of 2 workers\n", told)
+    assert folders() == set()
+
+
+def test_driver_that_ends_without_waiting_takes_its_run_along(pipe: str) -> None:
+    with driver(pipe, "sys.stdin.read()") as run, all_end(run.children):
+        _, told = run.process.communicate()
+    assert run.process.returncode == 0
+    assert told == ""
+    assert folders() == set()
+
+
+def test_fork_of_the_driver_that_exits_leaves_the_run_alone(pipe: str) -> None:
+    forks = """
+import os
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+print(job.status().state, flush=True)
+job.stop()
+"""
+    with driver(pipe, forks) as run, all_end(run.children):
+        out, _ = run.process.communicate()
+    assert out == "running\n"
+    assert run.process.returncode == 0

@@ -1,0 +1,233 @@
+"""Whole runs with real processes: what comes back, how they end, what they leave."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults import victims
+from tests.faults.leftovers import nothing_left
+
+import paramserve as ps
+from paramserve.errors import (
+    ClientClosed,
+    NotAuthenticated,
+    RunTimeout,
+    UnknownName,
+    WorkerFailed,
+)
+from paramserve.observe import Staleness
+
+POLICIES = [ps.Sync(reduce="sum"), ps.Async()]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_run_gives_returns_values_and_staleness(policy: Any, servers: int) -> None:
+    result = ps.run(victims.count, workers=3, servers=servers, consistency=policy)
+    assert set(result.returns) == {0, 1, 2}
+    np.testing.assert_array_equal(result.values["default"]["w"], [60.0, 60.0, 60.0])
+    if isinstance(policy, ps.Sync):
+        assert all(each.max == 0 for each in result.staleness.values())
+    assert not result.failures
+    assert not result.stopped
+
+
+def test_run_staleness_of_a_short_run_is_complete() -> None:
+    result = ps.run(victims.count, kwargs={"steps": 3}, workers=1)
+    assert result.staleness == {0: Staleness(pushes=3, mean=0.0, max=0)}
+
+
+def test_run_of_a_function_without_parameters_has_no_values() -> None:
+    result = ps.run(lambda worker: worker.rank * 10, workers=2)
+    assert result.returns == {0: 0, 1: 10}
+    assert result.values == {}
+    with pytest.raises(UnknownName, match="no group 'model'"):
+        result.state_dict()
+
+
+def test_run_metrics_are_all_there_by_rank_and_clock() -> None:
+    result = ps.run(victims.regress, kwargs={"steps": 30}, workers=2, consistency=ps.Async())
+    for rank in range(2):
+        clocks = [record.clock for record in result.metrics if record.rank == rank]
+        assert clocks == list(range(1, 31))
+    assert all(record.values["norm"] > 0 for record in result.metrics)
+
+
+def test_run_same_seed_is_bitwise_equal_under_sync() -> None:
+    runs = [
+        ps.run(victims.regress, kwargs={"steps": 25}, workers=3, servers=2, seed=4) for _ in "ab"
+    ]
+    first, second = (run.values["default"]["w"] for run in runs)
+    assert first.tobytes() == second.tobytes()
+    assert np.abs(first).sum() > 0
+
+
+def test_run_without_a_seed_tells_the_one_it_chose() -> None:
+    result = ps.run(lambda worker: worker.seed)
+    assert result.returns[0] == result.seed
+
+
+def test_worker_that_returns_early_lets_the_rest_go_on() -> None:
+    result = ps.run(victims.count_by_rank, workers=3, consistency=ps.Sync(reduce="sum"))
+    assert result.returns == {0: 5, 1: 10, 2: 15}
+    np.testing.assert_array_equal(result.values["default"]["w"], np.full(3, 30.0))
+
+
+def test_worker_surroundings_have_thread_settings_and_no_torch() -> None:
+    result = ps.run(victims.surroundings, threads_per_worker=3)
+    environment, argv, modules = result.returns[0]
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        assert environment[name] == "3"
+    assert argv == ["worker 0"]
+    assert not {"torch", "ray", "pytest", "numba"} & set(modules)
+
+
+# --- ends that are no success --------------------------------------------------------------------
+
+
+def test_worker_that_raises_fails_the_run_with_its_traceback() -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        ps.run(victims.fail_on, args=(1, 3), workers=2)
+    text = str(caught.value)
+    assert "worker 1 raised LookupError: no batch 3" in text
+    assert "victims.py" in text
+    assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
+
+
+def test_worker_that_exits_fails_the_run() -> None:
+    with pytest.raises(WorkerFailed, match="exited with code 0 before its function returned"):
+        ps.run(victims.exit_early)
+
+
+def test_return_value_that_cannot_travel_fails_the_run() -> None:
+    with pytest.raises(WorkerFailed, match="what the training function returned"):
+        ps.run(victims.returns_what_cannot_travel)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_continue_goes_on_without_the_worker_that_raised(policy: Any) -> None:
+    result = ps.run(
+        victims.fail_on, args=(0, 3), workers=3, consistency=policy, on_worker_death="continue"
+    )
+    assert result.returns == {1: 20, 2: 20}
+    assert "LookupError" in str(result.failures[0])
+    np.testing.assert_array_equal(result.values["default"]["w"], np.full(3, 43.0))
+
+
+def test_continue_fails_when_every_worker_has_failed() -> None:
+    with pytest.raises(WorkerFailed, match="exited with code 0"):
+        ps.run(victims.exit_early, workers=2, on_worker_death="continue")
+
+
+def test_timeout_stops_the_run_and_names_who_is_not_done() -> None:
+    with pytest.raises(RunTimeout, match=r"timeout_s=1\.5; not done: worker 0"):
+        ps.run(victims.sleep_forever, timeout_s=1.5)
+
+
+def test_wait_raises_the_same_error_each_time() -> None:
+    job = ps.start(victims.exit_early)
+    for _ in range(2):
+        with pytest.raises(WorkerFailed):
+            job.wait()
+    with pytest.raises(WorkerFailed):
+        job.state_dict()
+    assert list(job.snapshots()) == []
+    assert job.status().state == "failed"
+
+
+# --- while it runs --------------------------------------------------------------------------------
+
+
+def test_stop_keeps_the_values_of_that_moment(pipe: str) -> None:
+    job = ps.start(victims.regress, args=(pipe, 10), workers=2)
+    assert Path(pipe).read_text() == "here\n"
+    job.stop()
+    result = job.wait()
+    assert result.stopped
+    assert result.returns == {}
+    assert np.abs(result.values["default"]["w"]).sum() > 0
+    assert job.status().state == "stopped"
+    job.stop()
+
+
+def test_stop_before_the_servers_are_up_ends_at_once() -> None:
+    job = ps.start(victims.sleep_forever)
+    job.stop()
+    assert job.wait().values == {}
+
+
+def test_snapshots_come_in_order_at_every_kth_version() -> None:
+    job = ps.start(victims.regress, kwargs={"steps": 200}, workers=2)
+    seen = list(job.snapshots(every=20, name="default"))
+    result = job.wait()
+    versions = [snapshot.version for snapshot in seen]
+    assert versions == sorted(set(versions))
+    assert {version % 20 for version in versions} == {0}
+    assert versions[-1] == 200
+    np.testing.assert_array_equal(seen[-1].state["w"], result.values["default"]["w"])
+    assert [snapshot.seconds for snapshot in seen] == sorted(s.seconds for s in seen)
+
+
+def test_snapshots_that_nobody_takes_are_dropped_and_training_goes_on() -> None:
+    job = ps.start(victims.regress, kwargs={"steps": 200}, workers=2)
+    snapshots = job.snapshots(every=1, name="default", keep=2)
+    first = next(snapshots)
+    job.wait()
+    rest = list(snapshots)
+    assert [snapshot.version for snapshot in rest] == [199, 200]
+    assert rest[-1].dropped >= 200 - first.version - 2
+
+
+def test_snapshots_two_readers_do_not_disturb_each_other() -> None:
+    job = ps.start(victims.regress, kwargs={"steps": 100}, workers=2)
+    found: dict[int, list[int]] = {}
+
+    def read(every: int) -> None:
+        found[every] = [s.version for s in job.snapshots(every=every, name="default")]
+
+    threads = [threading.Thread(target=read, args=(every,)) for every in (10, 25)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    job.wait()
+    assert found[10][-1] == 100
+    assert found[25][-1] == 100
+    assert {version % 10 for version in found[10]} == {0}
+    assert {version % 25 for version in found[25]} == {0}
+
+
+def test_running_job_can_be_read_and_connected_to(pipe: str) -> None:
+    job = ps.start(victims.regress, args=(pipe, 5), workers=2)
+    assert Path(pipe).read_text() == "here\n"
+    assert np.abs(np.asarray(job.state_dict("default")["w"])).sum() > 0
+    with pytest.raises(UnknownName, match="'default'"):
+        job.state_dict("model")
+    client = job.handle().connect()
+    assert client.rank == -1
+    assert client.pull("w").shape == (victims.SIZE,)
+    elsewhere = pickle.loads(pickle.dumps(job.handle()))
+    with pytest.raises(NotAuthenticated):
+        elsewhere.connect()
+    assert job.status().workers == {0: "running", 1: "running"}
+    job.stop()
+    with pytest.raises(ClientClosed):
+        client.pull("w")
+
+
+def test_two_runs_at_a_time_do_not_meet() -> None:
+    engine = ps.Local()
+    jobs = [ps.start(victims.count, args=(n,), engine=engine) for n in (5, 10)]
+    assert [job.wait().returns[0] for job in jobs] == [[5.0] * 3, [10.0] * 3]

@@ -1,0 +1,43 @@
+"""The checkers find bugs that were put in on purpose, and find nothing without them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.sim import planted
+
+from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.testing import Scenario, SimulatedCluster, Violation
+
+SEEDS = 30
+"""The rarest of them showed first at seed 14."""
+CASES = [
+    *(
+        pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
+        for plant in planted.SYNC
+    ),
+    *(pytest.param(plant, Async(), id=f"{plant.__name__}-async") for plant in planted.ASYNC),
+]
+
+
+def first_violation(kind: type[SimulatedCluster], policy: Consistency) -> int | None:
+    for seed in range(SEEDS):
+        cluster = kind(seed, Scenario(consistency=policy))
+        cluster.run()
+        try:
+            cluster.check()
+        except Violation:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize(("plant", "policy"), CASES)
+def test_planted_bug_is_found(
+    plant: planted.Plant, policy: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = first_violation(plant(monkeypatch), policy)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+def test_without_a_planted_bug_the_same_seeds_pass(policy: Consistency) -> None:
+    assert first_violation(SimulatedCluster, policy) is None

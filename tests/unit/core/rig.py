@@ -1,0 +1,237 @@
+"""Shards and their clients with nothing between them: each message is handed over by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from paramserve.config import Limits
+from paramserve.core.consistency import Async, Consistency, Decision
+from paramserve.core.shard import (
+    ClientHere,
+    Effects,
+    Event,
+    FromShard,
+    MembersChanged,
+    Requested,
+    Shard,
+)
+from paramserve.core.shard_session import Answer
+from paramserve.core.stepping import gathered
+from paramserve.errors import ParamServeError, rebuild
+from paramserve.messages import (
+    BlockSpec,
+    Define,
+    Done,
+    Gradient,
+    Member,
+    Members,
+    PeerMessage,
+    Piece,
+    Place,
+    Refused,
+    ShardRequest,
+    Step,
+)
+from paramserve.rules import Add, Rule
+from paramserve.rules.registry import spec as rule_spec
+
+RESEND_S = 0.5
+ADD = Add()
+
+
+def block_spec(
+    *shapes: tuple[int, ...],
+    number: int = 0,
+    group: int = 0,
+    cuts: Sequence[int] | None = None,
+    rule: Rule | None = ADD,
+    dtype: str = "float64",
+) -> BlockSpec:
+    """A block of one piece for each shape, by default whole on the first shard."""
+    shapes = shapes if shapes else ((4,),)
+    size = sum(int(np.prod(shape)) for shape in shapes)
+    return BlockSpec(
+        number,
+        group,
+        f"group {group}",
+        dtype,
+        None if rule is None else rule_spec(rule),
+        tuple(Piece(f"b{number}.{i}", shape) for i, shape in enumerate(shapes)),
+        tuple(cuts) if cuts is not None else (0, size),
+    )
+
+
+class Rig:
+    """Shards whose messages to each other wait in `wire` until `deliver`."""
+
+    def __init__(
+        self,
+        policy: Consistency | None = None,
+        *,
+        shards: int = 1,
+        workers: int = 2,
+        limits: Limits | None = None,
+    ) -> None:
+        self.policy = policy if policy is not None else Async()
+        limits = limits if limits is not None else Limits()
+        self.shards = [
+            Shard(k, shards, workers, self.policy, limits=limits, resend_s=RESEND_S)
+            for k in range(shards)
+        ]
+        self.now = 0.0
+        self.wire: list[tuple[int, PeerMessage]] = []
+        self.replies: list[tuple[int, int, Answer]] = []
+        """(shard, client, answer) of everything that was answered."""
+        self._last: dict[tuple[int, int], int] = {}
+        self._members = 0
+
+    def happen(self, event: Event, shard: int = 0) -> Effects:
+        """Let one event happen at a shard."""
+        effects = self.shards[shard].step(event, self.now)
+        self.wire += effects.peers
+        self.replies += [(shard, client, answer) for client, answer in effects.replies]
+        return effects
+
+    def deliver(self) -> None:
+        """Hand over what shards tell each other, until they are silent."""
+        while self.wire:
+            shard, message = self.wire.pop(0)
+            self.happen(FromShard(message), shard)
+
+    def join(self, client: int, rank: int = -1, *, incarnation: int = 1, window: int = 4) -> None:
+        """A client connects to all shards."""
+        for shard in range(len(self.shards)):
+            effects = self.happen(ClientHere(client, incarnation, rank, window), shard)
+            assert effects.refused is None, effects.refused
+
+    def members(self, *states: tuple[int, int, str]) -> Members:
+        """A new membership: (client, incarnation, state) by rank."""
+        self._members += 1
+        members = tuple(Member(rank, *state) for rank, state in enumerate(states))
+        return Members(self._members, members)
+
+    def tell(self, members: Members, *shards: int) -> None:
+        """The coordinator's news reach these shards, or all."""
+        for shard in shards if shards else range(len(self.shards)):
+            self.happen(MembersChanged(members), shard)
+
+    def send(
+        self,
+        client: int,
+        message: ShardRequest,
+        shard: int = 0,
+        memory: Mapping[int, Any] | None = None,
+    ) -> Effects:
+        """A client's next request to a shard."""
+        key = (client, shard)
+        self._last[key] = self._last.get(key, 0) + 1
+        numbered = structs.replace(message, seq=self._last[key])
+        return self.again(client, numbered, shard, memory)
+
+    def again(
+        self,
+        client: int,
+        message: ShardRequest,
+        shard: int = 0,
+        memory: Mapping[int, Any] | None = None,
+    ) -> Effects:
+        """A request with the number that it has."""
+        return self.happen(Requested(client, message, memory if memory is not None else {}), shard)
+
+    def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
+        """Bring a block's first values to all shards."""
+        size = spec.cuts[-1]
+        whole = np.zeros(size, spec.dtype) if values is None else np.asarray(values, spec.dtype)
+        for shard in range(len(self.shards)):
+            low, high = spec.cuts[shard], spec.cuts[shard + 1]
+            payload = gathered([whole[low:high]])
+            effects = self.send(client, Define(0, spec, attempt, 0, 0), shard, {0: payload})
+            done(effects)
+
+    def step(
+        self,
+        client: int,
+        push: Mapping[int, Any] | None = None,
+        pull: Sequence[int] = (),
+        *,
+        shard: int = 0,
+        clock: int = 0,
+        tick: bool = True,
+        group: int = 0,
+        active: Sequence[int] | None = None,
+        hyper: tuple[float, ...] | None = None,
+        **options: Any,
+    ) -> Effects:
+        """A step with its bytes in the frame; `push` has this shard's elements by block."""
+        push = push if push is not None else {}
+        arrays = [np.asarray(g, self.dtype(shard, block)) for block, g in push.items()]
+        pieces = None if active is None else tuple(active)
+        headers = tuple(Gradient(block, 0, 0, pieces, hyper) for block in push)
+        places = tuple(Place(block, 0, 0) for block in pull)
+        message = Step(0, group, clock, tick, headers, places, **options)
+        memory = {0: gathered(arrays)} if arrays else {}
+        return self.send(client, message, shard, memory)
+
+    def dtype(self, shard: int, block: int) -> Any:
+        known = self.shards[shard].blocks.get(block)
+        return known.dtype if known is not None else np.float64
+
+    def value(self, block: int = 0, shard: int = 0) -> list[float]:
+        """What a shard holds of a block."""
+        found: list[float] = self.shards[shard].blocks[block].value.tolist()
+        return found
+
+    def answers(self, client: int, shard: int | None = None) -> list[Any]:
+        """What a client was told, in order."""
+        return [
+            answer.message
+            for at, to, answer in self.replies
+            if to == client and shard in (None, at)
+        ]
+
+
+def done(effects: Effects) -> Done:
+    """The one answer, which must be good."""
+    assert len(effects.replies) == 1, effects.replies
+    message = effects.replies[0][1].message
+    assert isinstance(message, Done), message
+    return message
+
+
+def refused(effects: Effects) -> ParamServeError:
+    """The one answer, which must be a refusal, as the error that the client will see."""
+    assert len(effects.replies) == 1, effects.replies
+    message = effects.replies[0][1].message
+    assert isinstance(message, Refused), message
+    assert message.kind in str(type(rebuild(message.kind, "", "no", "")))
+    return rebuild(message.kind, message.failed, message.applied, message.fix)  # type: ignore[arg-type]
+
+
+def payload(effects: Effects, dtype: str = "float64") -> list[float]:
+    """The elements that came with the one answer (with the padding of each part)."""
+    found = effects.replies[0][1].payload
+    assert found is not None
+    values: list[float] = found.view(dtype).tolist()
+    return values
+
+
+class Bounded:
+    """A waiting rule as a user would write it: nobody reads more than `bound` clocks ahead."""
+
+    on_nonfinite = "refuse"
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+
+    def on_push(self, clock: int) -> Decision:
+        return Decision.APPLY
+
+    def on_pull(self, clock: int) -> int:
+        return clock - self.bound
+
+    def scale(self, weight: float) -> float:
+        return 1.0

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.core.rig import block_spec
+
+from paramserve.core.block import ShardBlock, check_spec
+from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
+from paramserve.messages import BlockSpec
+from paramserve.rules import SGD, Add, PushInfo, Rule, Run
+
+PUSH = PushInfo(0, 0, 0, 0, 1.0, 1.0)
+
+
+class Recorder(Add):
+    """Notes the runs that it is asked to update."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "runs", [])
+
+    def apply(
+        self, value: Any, gradient: Any, state: Any, hyper: Any, runs: Any, *rest: Any
+    ) -> None:
+        self.runs.append([tuple(run) for run in runs])  # type: ignore[attr-defined]
+        super().apply(value, gradient, state, hyper, runs, *rest)
+
+
+def make(
+    *shapes: tuple[int, ...],
+    shard: int = 0,
+    cuts: tuple[int, ...] | None = None,
+    rule: Rule | None = Add(),
+) -> ShardBlock:
+    return ShardBlock(block_spec(*shapes, cuts=cuts, rule=rule), shard, rule, attempt=1)
+
+
+def ones(block: ShardBlock) -> Any:
+    return np.ones(block.size)
+
+
+def test_bounds_are_cut_to_the_shard() -> None:
+    spec = [(2,), (3,), (), (4,)]
+    left = make(*spec, cuts=(0, 4, 10))
+    right = make(*spec, cuts=(0, 4, 10), shard=1)
+    assert [left.bounds(i) for i in range(4)] == [(0, 2), (2, 4), (4, 4), (4, 4)]
+    assert [right.bounds(i) for i in range(4)] == [(0, 0), (0, 1), (1, 2), (2, 6)]
+
+
+def test_apply_all_pieces_is_one_run_while_counts_are_equal() -> None:
+    rule = Recorder()
+    block = make((2,), (3,), rule=rule)
+    for _ in range(2):
+        block.apply(ones(block), None, None, PUSH)
+    assert rule.runs == [[Run(0, 5, 0)], [Run(0, 5, 1)]]  # type: ignore[attr-defined]
+    assert block.counts == [2, 2]
+
+
+def test_apply_some_pieces_counts_them_apart() -> None:
+    rule = Recorder()
+    block = make((2,), (3,), (1,), (0,), rule=rule)
+    block.apply(ones(block), (2, 0), None, PUSH)
+    block.apply(ones(block), None, None, PUSH)
+    assert rule.runs == [  # type: ignore[attr-defined]
+        [Run(0, 2, 0), Run(5, 6, 0)],
+        [Run(0, 2, 1), Run(2, 5, 0), Run(5, 6, 1)],
+    ]
+    assert block.counts == [2, 1, 2, 1]
+    assert block.value.tolist() == [2, 2, 1, 1, 1, 2]
+
+
+def test_apply_counts_that_meet_again_are_one_run_again() -> None:
+    rule = Recorder()
+    block = make((2,), (3,), rule=rule)
+    block.apply(ones(block), (0,), None, PUSH)
+    block.apply(ones(block), (1,), None, PUSH)
+    block.apply(ones(block), None, None, PUSH)
+    assert rule.runs[-1] == [Run(0, 5, 1)]  # type: ignore[attr-defined]
+
+
+def test_apply_counts_pieces_of_other_shards_too() -> None:
+    block = make((2,), (3,), shard=1, cuts=(0, 5, 5))
+    assert block.size == 0
+    block.apply(ones(block), (1,), None, PUSH)
+    assert block.counts == [0, 1]
+
+
+@pytest.mark.parametrize("active", [None, (1,)])
+def test_apply_out_has_all_values_afterwards(active: tuple[int, ...] | None) -> None:
+    block = make((2,), (3,))
+    block.value[:] = 5.0
+    out = np.full(5, -1.0)
+    block.apply(ones(block), active, None, PUSH, out)
+    assert out.tolist() == block.value.tolist()
+    assert out.tolist() == ([6.0] * 5 if active is None else [5.0, 5.0, 6.0, 6.0, 6.0])
+
+
+def test_apply_out_after_uneven_counts_has_all_values() -> None:
+    block = make((2,), (3,))
+    block.apply(ones(block), (0,), None, PUSH)
+    out = np.full(5, -1.0)
+    block.apply(ones(block), None, None, PUSH, out)
+    assert out.tolist() == [2.0, 2.0, 1.0, 1.0, 1.0]
+
+
+def test_apply_uses_the_pushed_hyper_parameters() -> None:
+    block = make((2,), rule=SGD(lr=1.0))
+    hyper = SGD(lr=0.5).hyper()
+    block.check(None, hyper)
+    block.apply(ones(block), None, hyper, PUSH)
+    block.apply(ones(block), None, None, PUSH)
+    assert block.value.tolist() == [-1.5, -1.5]
+
+
+def test_field_finds_values_and_state() -> None:
+    block = make((2,), rule=SGD(lr=1.0, momentum=0.9))
+    assert block.field(0) is block.value
+    assert block.field(1) is block.state[0]
+    for number in (2, -1):
+        with pytest.raises(ParamServeError, match="1 state arrays"):
+            block.field(number)
+
+
+def test_check_block_without_a_rule_is_refused() -> None:
+    with pytest.raises(ParamServeError, match="has no rule"):
+        make((2,), rule=None).check(None, None)
+
+
+@pytest.mark.parametrize("active", [(2,), (-1,), (0, 0)])
+def test_check_pieces_that_are_not_there_or_twice_are_refused(active: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeMismatch, match="pieces 0 to 1"):
+        make((2,), (3,)).check(active, None)
+
+
+def test_check_wrong_hyper_parameters_are_refused_each_time() -> None:
+    block = make((2,), rule=SGD(lr=1.0))
+    good = SGD(lr=0.5).hyper()
+    bad = (-1.0, *good[1:])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lr"):
+            block.check(None, bad)
+        block.check((0,), good)
+
+
+def test_check_hyper_parameters_that_need_missing_state_are_refused() -> None:
+    block = make((1,), (1,), (1,), (1,), rule=SGD(lr=1.0))
+    with pytest.raises(ParamServeError, match="momentum.*and 1 more"):
+        block.check(None, SGD(lr=1.0, momentum=0.9).hyper())
+
+
+def test_assign_whole_part_and_counts() -> None:
+    block = make((2,), (3,), rule=SGD(lr=1.0, momentum=0.9))
+    block.assign(0, np.arange(5.0), None, None)
+    block.assign(1, np.arange(5.0) + 10, (1,), (3, 4))
+    assert block.value.tolist() == [0, 1, 2, 3, 4]
+    assert block.state[0].tolist() == [0, 0, 12, 13, 14]
+    assert block.counts == [3, 4]
+
+
+@pytest.mark.parametrize(("active", "counts"), [(None, (1,)), ((2,), None), ((0, 0), None)])
+def test_assign_wrong_pieces_or_counts_change_nothing(
+    active: tuple[int, ...] | None, counts: tuple[int, ...] | None
+) -> None:
+    block = make((2,), (3,))
+    with pytest.raises(ShapeMismatch):
+        block.assign(0, ones(block), active, counts)
+    assert block.value.tolist() == [0.0] * 5
+    assert block.counts == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        block_spec((4,), cuts=(0, 4)),
+        block_spec((4,), cuts=()),
+        block_spec((4,), cuts=(0, 5, 4)),
+        block_spec((4,), cuts=(0, 2, 5)),
+        block_spec((4,), cuts=(1, 2, 4)),
+        block_spec((-4,), cuts=(0, 0, -4)),
+        BlockSpec(0, 0, "", "float64", None, (), (0, 0, 0)),
+    ],
+)
+def test_check_spec_wrong_cuts_are_refused(wrong: BlockSpec) -> None:
+    with pytest.raises(ShapeMismatch):
+        check_spec(wrong, shards=2)
+
+
+@pytest.mark.parametrize(("dtype", "rule"), [("int64", Add()), ("O", None), ("float16", None)])
+def test_check_spec_wrong_dtype_is_refused(dtype: str, rule: Rule | None) -> None:
+    with pytest.raises(DtypeMismatch):
+        check_spec(block_spec((4,), cuts=(0, 4), dtype=dtype, rule=rule), shards=1)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from paramserve.config import PolicySpec
+from paramserve.core.directory import Directory
+from paramserve.core.partition import SPLIT_BYTES_MIN
+from paramserve.errors import DefineMismatch, ParamServeError
+from paramserve.messages import Piece, PlaceBlock
+
+SGD = PolicySpec("SGD", {"lr": 0.1})
+
+
+def place(*shapes: tuple[int, ...], **changes: Any) -> PlaceBlock:
+    pieces = tuple(Piece(f"p{i}", shape) for i, shape in enumerate(shapes))
+    call = PlaceBlock(1, "model", "float32", SGD, pieces, True, 5.0)
+    return structs.replace(call, **changes)
+
+
+def test_place_first_one_defines_and_others_wait() -> None:
+    directory = Directory(2)
+    placed = directory.place(place((3,)), client=1)
+    assert placed is not None
+    spec, attempt = placed
+    assert (spec.block, spec.group, attempt) == (0, 0, 1)
+    assert directory.place(place((3,)), client=2) is None
+    assert directory.place(place((3,), define=False), client=2) is None
+    assert directory.place(place((3,)), client=1) == (spec, 1), "its own call came twice"
+    directory.defined(0, 1)
+    assert directory.place(place((3,)), client=2) == (spec, 0)
+    assert directory.place(place((3,), define=False), client=2) == (spec, 0)
+
+
+def test_place_waits_for_a_name_that_nobody_defines() -> None:
+    assert Directory(1).place(place((3,), define=False), client=1) is None
+
+
+def test_definer_gone_next_one_gets_a_higher_attempt() -> None:
+    directory = Directory(1)
+    directory.place(place((3,)), client=1)
+    directory.client_gone(2)
+    assert directory.place(place((3,)), client=2) is None
+    directory.client_gone(1)
+    assert directory.place(place((3,), define=False), client=3) is None
+    again = directory.place(place((3,)), client=2)
+    assert again is not None
+    assert again[1] == 2
+    directory.defined(0, 1)
+    assert directory.find(None) == (), "the first attempt does not count any more"
+    directory.defined(0, 2)
+    directory.client_gone(2)
+    assert directory.place(place((3,)), client=3) == (again[0], 0)
+
+
+def test_defined_unknown_block_is_ignored() -> None:
+    directory = Directory(1)
+    directory.defined(-1, 1)
+    directory.defined(0, 1)
+    assert directory.find(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"dtype": "float64"}, "dtype"),
+        ({"rule": PolicySpec("SGD", {"lr": 0.2})}, "rule"),
+        ({"rule": None, "define": False}, "rule"),
+        ({"rule": PolicySpec("Adam"), "define": False}, "rule"),
+        ({"pieces": (Piece("p0", (4,)), Piece("p1", (2,)))}, "names and shapes"),
+        ({"pieces": (Piece("p0", (3,)),)}, "names and shapes"),
+    ],
+)
+def test_place_known_name_otherwise_is_a_mismatch(changes: dict[str, Any], what: str) -> None:
+    directory = Directory(1)
+    directory.place(place((3,), (2,)), client=1)
+    with pytest.raises(DefineMismatch, match=what):
+        directory.place(place((3,), (2,), **changes), client=1)
+
+
+def test_place_names_of_two_blocks_is_a_mismatch() -> None:
+    directory = Directory(1)
+    directory.place(place((3,)), client=1)
+    directory.place(place(pieces=(Piece("q", (1,)),)), client=1)
+    with pytest.raises(DefineMismatch):
+        directory.place(place(pieces=(Piece("p0", (3,)), Piece("q", (1,)))), client=1)
+
+
+def test_place_waiting_client_may_bring_other_hyper_parameters() -> None:
+    directory = Directory(1)
+    directory.place(place((3,)), client=1)
+    directory.defined(0, 1)
+    other = PolicySpec("SGD", {"lr": 0.2})
+    assert directory.place(place((3,), rule=other, define=False), client=2) is not None
+
+
+def test_same_name_in_two_groups_is_two_blocks() -> None:
+    directory = Directory(1)
+    first = directory.place(place((3,)), client=1)
+    second = directory.place(place((5,), group="other"), client=1)
+    assert first is not None
+    assert second is not None
+    assert (first[0].block, first[0].group, second[0].block, second[0].group) == (0, 0, 1, 1)
+
+
+def test_small_blocks_go_where_least_lies_and_large_ones_everywhere() -> None:
+    directory = Directory(2)
+    cuts = []
+    for name, size in (("a", 10), ("b", 4), ("c", 4), ("d", SPLIT_BYTES_MIN)):
+        placed = directory.place(place(pieces=(Piece(name, (size,)),)), client=1)
+        assert placed is not None
+        cuts.append(placed[0].cuts)
+    assert cuts == [
+        (0, 10, 10),
+        (0, 0, 4),
+        (0, 0, 4),
+        (0, SPLIT_BYTES_MIN // 2, SPLIT_BYTES_MIN),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pieces": ()},
+        {"pieces": (Piece("a", (1,)), Piece("a", (2,)))},
+        {"dtype": "int64"},
+        {"dtype": "object"},
+        {"dtype": "complex128", "rule": None},
+        {"pieces": (Piece("", (1,)),)},
+        {"pieces": (Piece("a\n", (1,)),)},
+        {"pieces": (Piece("a" * 513, (1,)),)},
+        {"group": "\x7f"},
+        {"pieces": (Piece("a", (-1,)),)},
+    ],
+)
+def test_place_what_no_shard_can_hold_is_refused(changes: dict[str, Any]) -> None:
+    directory = Directory(1)
+    with pytest.raises(ParamServeError, match="define in group"):
+        directory.place(place((3,), **changes), client=1)
+    assert directory.place(place((3,)), client=1) is not None, "nothing of it is left"
+
+
+def test_buffers_may_hold_integers() -> None:
+    assert Directory(1).place(place((), rule=None, dtype="int64"), client=1) is not None
+
+
+def test_mismatch_text_is_short_however_large_the_model() -> None:
+    directory = Directory(1)
+    many = tuple(Piece(f"layer.{i}.weight", (64, 64)) for i in range(500))
+    directory.place(place(pieces=many), client=1)
+    with pytest.raises(DefineMismatch) as raised:
+        directory.place(place(pieces=many[1:]), client=1)
+    assert len(str(raised.value)) < 1000
+
+
+def test_find_by_names_needs_all_of_them() -> None:
+    directory = Directory(1)
+    directory.place(place((3,), (2,)), client=1)
+    directory.place(place(pieces=(Piece("q", (1,)),)), client=1)
+    assert directory.find(("p0",)) is None
+    directory.defined(0, 1)
+    found = directory.find(("p1", "p0"))
+    assert found is not None
+    assert [spec.block for spec in found] == [0]
+    assert directory.find(("p0", "q")) is None
+    directory.defined(1, 1)
+    everything = directory.find(None)
+    assert everything is not None
+    assert [spec.block for spec in everything] == [0, 1]

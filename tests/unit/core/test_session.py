@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserve.core.session import SLOT_ALIGN, ClientSession, Operation, SlotPool
+from paramserve.errors import NonFinite, ServerGone
+from paramserve.messages import Done, Fetch, Refused
+
+REQUEST = Fetch(0, 0, 0, 0, 0)
+
+
+def refused(seq: int, applied: str = "no") -> Refused:
+    return Refused(seq, "NonFinite", "a NaN", applied, "look")
+
+
+# --- operations
+
+
+def test_operation_is_complete_when_every_shard_has_answered() -> None:
+    calls: list[str] = []
+    operation = Operation(2)
+    operation.then(lambda: calls.append("done"))
+    operation.answered(1, Done(1))
+    assert not operation.complete
+    assert calls == []
+    operation.answered(0, Done(1, version=3))
+    assert operation.complete
+    assert operation.error is None
+    assert operation.replies[0].version == 3
+    assert calls == ["done"]
+
+
+def test_operation_then_after_completion_acts_at_once() -> None:
+    calls: list[str] = []
+    operation = Operation(1)
+    operation.answered(0, Done(1))
+    operation.then(lambda: calls.append("done"))
+    assert calls == ["done"]
+
+
+def test_operation_first_refusal_counts() -> None:
+    operation = Operation(2)
+    operation.answered(0, refused(1))
+    operation.answered(1, Refused(1, "ShapeMismatch", "other", "no", ""))
+    assert isinstance(operation.error, NonFinite)
+    assert (operation.error.failed, operation.error.applied) == ("a NaN", "no")
+
+
+def test_operation_refused_by_one_and_applied_by_another_is_unknown() -> None:
+    operation = Operation(2)
+    operation.answered(0, refused(1))
+    operation.answered(1, Done(1))
+    assert operation.error is not None
+    assert operation.error.applied == "unknown"
+
+
+def test_operation_refused_by_one_and_skipped_by_another_is_not_applied() -> None:
+    operation = Operation(2)
+    operation.answered(0, refused(1))
+    operation.answered(1, Done(1, skipped=True))
+    assert operation.error is not None
+    assert operation.error.applied == "no"
+
+
+def test_operation_unknown_outcome_stays_unknown() -> None:
+    operation = Operation(1)
+    operation.answered(0, refused(1, "unknown"))
+    assert operation.error is not None
+    assert operation.error.applied == "unknown"
+
+
+def test_operation_lost_shard_keeps_the_first_error() -> None:
+    operation = Operation(2)
+    operation.answered(0, refused(1))
+    operation.failed(ServerGone("gone", applied="unknown", fix=""))
+    assert isinstance(operation.error, NonFinite)
+
+
+# --- sessions
+
+
+def test_session_numbers_from_one() -> None:
+    session = ClientSession(0, 2)
+    assert [session.submit(REQUEST, Operation(1)).seq for _ in range(2)] == [1, 2]
+
+
+def test_session_window_is_full_until_the_oldest_is_answered() -> None:
+    session = ClientSession(0, 2)
+    for _ in range(2):
+        session.submit(REQUEST, Operation(1))
+    assert session.full
+    session.on_reply(Done(2))
+    assert session.full, "the shard keeps outcomes of the last two numbers only"
+    session.on_reply(Done(1))
+    assert not session.full
+
+
+def test_session_full_submit_is_a_fault_of_the_caller() -> None:
+    session = ClientSession(0, 1)
+    session.submit(REQUEST, Operation(1))
+    with pytest.raises(AssertionError):
+        session.submit(REQUEST, Operation(1))
+
+
+def test_session_repeated_reply_is_ignored() -> None:
+    session = ClientSession(0, 2)
+    operation = Operation(2)
+    session.submit(REQUEST, operation)
+    assert session.on_reply(Done(1)) is not None
+    assert session.on_reply(Done(1)) is None
+    assert operation.waiting == 1
+
+
+def test_session_resends_the_unanswered_in_order_with_their_numbers() -> None:
+    session = ClientSession(0, 3)
+    for _ in range(3):
+        session.submit(REQUEST, Operation(1))
+    session.on_reply(Done(1))
+    assert [message.seq for message in session.to_resend()] == [2, 3]
+    assert session.sent(1) is None
+    assert session.sent(3) is not None
+
+
+def test_session_abandon_fails_everything_unanswered() -> None:
+    session = ClientSession(0, 2)
+    operations = [Operation(1), Operation(1)]
+    for operation in operations:
+        session.submit(REQUEST, operation)
+    gone = ServerGone("gone", applied="unknown", fix="")
+    session.abandon(gone)
+    assert [operation.error for operation in operations] == [gone, gone]
+    assert not session.unanswered
+
+
+# --- slots
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> list[int]:
+    """Positive: take so many bytes; negative: give back one of those taken."""
+    return draw(st.lists(st.integers(-10, 300).filter(bool), max_size=60))
+
+
+@given(actions())
+def test_slots_never_overlap(steps: list[int]) -> None:
+    pool = SlotPool()
+    arenas = {1: 1024, 2: 4096}
+    for number, nbytes in arenas.items():
+        pool.add_arena(number, SLOT_ALIGN, nbytes)
+    owned: dict[tuple[int, int], int] = {}
+    for step in steps:
+        if step < 0:
+            if owned:
+                slot = list(owned)[step % len(owned)]
+                del owned[slot]
+                pool.give_back(slot)
+            continue
+        taken = pool.take(step)
+        if taken is None:
+            continue
+        arena, offset = taken
+        assert taken not in owned
+        assert offset % SLOT_ALIGN == 0
+        assert offset >= SLOT_ALIGN
+        assert offset + step <= arenas[arena]
+        for (other, start), size in owned.items():
+            assert other != arena or offset + step <= start or start + size <= offset
+        owned[taken] = step
+    assert pool.taken == set(owned)
+
+
+def test_slot_given_back_is_used_again_for_its_size() -> None:
+    pool = SlotPool()
+    pool.add_arena(1, 0, 192)
+    first, second = pool.take(100), pool.take(1)
+    assert (first, second) == ((1, 0), (1, 128))
+    assert pool.take(1) is None
+    pool.give_back((1, 0))
+    assert pool.take(1) is None, "a slot is never split"
+    assert pool.take(65) == (1, 0)
+
+
+def test_slot_that_is_free_cannot_be_given_back() -> None:
+    pool = SlotPool()
+    pool.add_arena(1, 0, 64)
+    slot = pool.take(0)
+    assert slot is not None
+    pool.give_back(slot)
+    with pytest.raises(KeyError):
+        pool.give_back(slot)

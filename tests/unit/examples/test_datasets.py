@@ -1,0 +1,305 @@
+"""examples/datasets.py: reads IDX files strictly, accepts only MNIST, and says what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import filelock
+import numpy as np
+import pytest
+
+import datasets
+from paramserve.errors import ParamServeError
+
+
+def idx(array: np.ndarray) -> bytes:
+    sizes = b"".join(int(size).to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+
+
+IMAGES = np.arange(3 * 28 * 28).reshape(3, 28, 28) % 251
+LABELS = np.array([7, 0, 9])
+BODIES = (idx(IMAGES), idx(LABELS), idx(IMAGES[:2]), idx(LABELS[:2]))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Stand-ins for the four files, known by their md5s; by name."""
+    shapes = ((3, 28, 28), (3,), (2, 28, 28), (2,))
+    parts = tuple(
+        datasets.Part(part.name, hashlib.md5(body).hexdigest(), shape)
+        for part, body, shape in zip(datasets.MNIST, BODIES, shapes, strict=True)
+    )
+    monkeypatch.setattr(datasets, "MNIST", parts)
+    return {part.name: body for part, body in zip(parts, BODIES, strict=True)}
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Mirrors and archive that fail; the names of those that were asked."""
+    asked: list[str] = []
+
+    def failing(name: str) -> datasets.Source:
+        def source(missing: Sequence[datasets.Part], cache: Path) -> None:
+            asked.append(name)
+            raise OSError(f"{name} is out of reach")
+
+        return source
+
+    monkeypatch.setattr(datasets, "_mirror", failing)
+    monkeypatch.setattr(datasets, "_archive", failing("archive"))
+    return asked
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    return folder
+
+
+# --- the IDX parser ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("array", [LABELS, IMAGES[0], IMAGES])
+def test_read_idx_whole_file_gives_its_array(tmp_path: Path, array: np.ndarray) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(idx(array))
+    found = datasets.read_idx(path)
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\0\0",
+        b"\0\0\x08",
+        b"\0\0\x09" + idx(LABELS)[3:],
+        b"\1\0\x08" + idx(LABELS)[3:],
+        b"\0\0\x08\x00",
+        b"\0\0\x08\x04" + idx(IMAGES)[4:],
+        gzip.compress(idx(LABELS)),
+    ],
+)
+def test_read_idx_wrong_magic_is_refused(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(body)
+    with pytest.raises(ParamServeError, match=r"file is no IDX file of bytes: it starts with"):
+        datasets.read_idx(path)
+
+
+@pytest.mark.parametrize("cut", [4, 6, 8, 12, 15, 16, 17, len(idx(IMAGES)) - 1])
+def test_read_idx_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(idx(IMAGES)[:cut])
+    with pytest.raises(ParamServeError, match=rf"it has {cut} bytes"):
+        datasets.read_idx(path)
+
+
+def test_read_idx_longer_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(idx(IMAGES) + b"\0")
+    with pytest.raises(ParamServeError, match="means 2368"):
+        datasets.read_idx(path)
+
+
+def test_read_idx_sizes_past_any_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes([0, 0, 8, 3]) + b"\xff" * 12 + b"\0" * 64)
+    with pytest.raises(ParamServeError, match="no IDX file"):
+        datasets.read_idx(path)
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+def test_fetch_given_raw_folder_is_used_in_place(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
+) -> None:
+    given = write(tmp_path / "given", small)
+    assert datasets.fetch(str(given), cache=tmp_path / "cache") == given
+    assert np.array_equal(datasets.load(given).train_images, IMAGES)
+    assert no_network == []
+
+
+def test_fetch_given_packed_folder_is_unpacked_into_the_cache(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
+) -> None:
+    packed = {f"{name}.gz": gzip.compress(body) for name, body in small.items()}
+    given = write(tmp_path / "given", packed)
+    folder = datasets.fetch(str(given), cache=tmp_path / "cache")
+    assert folder == tmp_path / "cache"
+    assert np.array_equal(datasets.load(folder).test_labels, LABELS[:2])
+    assert sorted(path.name for path in given.iterdir()) == sorted(packed)
+
+
+def test_fetch_given_names_with_dots_are_found(tmp_path: Path, small: dict[str, bytes]) -> None:
+    dotted = {name.replace("-idx", ".idx"): body for name, body in small.items()}
+    given = write(tmp_path / "given", dotted)
+    folder = datasets.fetch(str(given), cache=tmp_path / "cache")
+    assert np.array_equal(datasets.load(folder).train_labels, LABELS)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_fetch_given_file_with_another_md5_is_refused(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str], ending: str
+) -> None:
+    name = datasets.MNIST[1].name
+    files = {**small, name: idx(LABELS + 1)}
+    if ending:
+        files = {key + ending: gzip.compress(body) for key, body in files.items()}
+    given = write(tmp_path / "given", files)
+    with pytest.raises(ParamServeError, match=rf"is not MNIST's {name}: md5 [0-9a-f]{{32}}"):
+        datasets.fetch(str(given), cache=tmp_path / "cache")
+    assert no_network == []
+    assert not (tmp_path / "cache" / name).exists()
+
+
+def test_fetch_given_folder_without_a_file_names_it(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
+) -> None:
+    missing = datasets.MNIST[2].name
+    del small[missing]
+    given = write(tmp_path / "given", small)
+    with pytest.raises(ParamServeError, match=rf"{missing} missing, raw or \.gz"):
+        datasets.fetch(str(given), cache=tmp_path / "cache")
+    assert no_network == []
+
+
+def test_fetch_complete_cache_asks_nobody(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
+) -> None:
+    cache = write(tmp_path / "cache", small)
+    assert datasets.fetch(cache=cache) == cache
+    assert no_network == []
+
+
+def test_fetch_nothing_reachable_names_reasons_and_ways_out(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
+) -> None:
+    with pytest.raises(ParamServeError) as caught:
+        datasets.fetch(cache=tmp_path / "cache")
+    assert no_network == [*datasets.MIRRORS, "archive"]
+    text = str(caught.value)
+    for reason in (*datasets.MIRRORS, "archive"):
+        assert f"{reason} is out of reach" in text
+    assert "--data DIR" in text
+    assert "--data digits" in text
+
+
+def test_fetch_damaged_cache_file_is_fetched_again(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = datasets.MNIST[0].name
+    cache = write(tmp_path / "cache", {**small, damaged: small[damaged][:-1]})
+    fetched: list[str] = []
+    monkeypatch.setattr(datasets, "_mirror", lambda url: gives(small, fetched))
+    assert datasets.fetch(cache=cache) == cache
+    assert fetched == [damaged]
+    assert (cache / damaged).read_bytes() == small[damaged]
+
+
+def test_fetch_first_source_damaged_second_one_is_asked(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    wrong = {name: body[:-1] + b"\xff" for name, body in small.items()}
+    answers = {url: gives(files, fetched) for url, files in zip("ab", (wrong, small), strict=True)}
+    monkeypatch.setattr(datasets, "MIRRORS", ("a", "b"))
+    monkeypatch.setattr(datasets, "_mirror", answers.__getitem__)
+    cache = datasets.fetch(cache=tmp_path / "cache")
+    assert np.array_equal(datasets.load(cache).train_images, IMAGES)
+    assert fetched == [part.name for part in datasets.MNIST]
+
+
+def test_install_oversize_source_is_read_only_up_to_the_files_size(
+    tmp_path: Path, small: dict[str, bytes]
+) -> None:
+    part = datasets.MNIST[1]
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(bytes(10_000_000)))
+    with gzip.open(path) as file:
+        with pytest.raises(ParamServeError, match="is not MNIST's"):
+            datasets._install(file, part, tmp_path, origin="bomb")
+        assert file.tell() == part.size_bytes + 1
+
+
+def test_fetch_two_at_once_only_one_fetches(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(datasets, "_mirror", lambda url: gives(small, fetched))
+    threads = [
+        threading.Thread(target=datasets.fetch, kwargs={"cache": tmp_path / "cache"})
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fetched == [part.name for part in datasets.MNIST]
+
+
+def test_fetch_lock_held_by_another_ends_with_an_error(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "LOCK_TIMEOUT_S", 0.0)
+    cache = write(tmp_path / "cache", small)
+    with (
+        filelock.FileLock(cache / ".lock"),
+        pytest.raises(ParamServeError, match=r"another process has held .*\.lock"),
+    ):
+        datasets.fetch(cache=cache)
+
+
+def gives(files: dict[str, bytes], fetched: list[str]) -> datasets.Source:
+    """A source that has these files; notes which were accepted."""
+
+    def source(missing: Sequence[datasets.Part], cache: Path) -> None:
+        for part in missing:
+            path = cache / "given"
+            path.write_bytes(files[part.name])
+            with path.open("rb") as file:
+                datasets._install(file, part, cache, origin="a test")
+            fetched.append(part.name)
+
+    return source
+
+
+# --- what is made of them ---------------------------------------------------------------------
+
+
+def test_load_images_without_their_labels_are_refused(
+    tmp_path: Path, small: dict[str, bytes]
+) -> None:
+    folder = write(tmp_path, {**small, datasets.MNIST[1].name: idx(LABELS[:2])})
+    with pytest.raises(ParamServeError, match="do not belong together"):
+        datasets.load(folder)
+
+
+def test_digits_need_no_network_and_look_like_mnist(tmp_path: Path, no_network: list[str]) -> None:
+    folder = datasets.fetch("digits", cache=tmp_path)
+    data = datasets.load(folder)
+    assert data.train_images.shape == (1500, 28, 28)
+    assert data.test_images.shape == (297, 28, 28)
+    assert set(data.train_labels.tolist()) == set(range(10))
+    assert data.train_images.max() == 255
+    assert not data.train_images[:, :2].any()
+    assert no_network == []
+
+
+def test_tensors_are_normalised_and_writable() -> None:
+    import torch
+
+    images, labels = datasets.tensors(np.array(IMAGES, np.uint8), np.array(LABELS, np.uint8))[:]
+    assert images.shape == (3, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert labels.tolist() == LABELS.tolist()
+    expected = (IMAGES / 255 - 0.1307) / 0.3081
+    assert np.allclose(images.numpy()[:, 0], expected, atol=1e-6)

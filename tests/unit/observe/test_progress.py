@@ -1,0 +1,86 @@
+"""Progress lines."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+
+from paramserve.observe import Progress, watch
+from paramserve.observe.status import GroupStatus, RunStatus, Staleness
+
+
+def at(seconds: float, steps: int, state: str = "running", **metrics: float) -> RunStatus:
+    group = GroupStatus(steps, steps // 2, steps, 0, Staleness(steps, 0.75, 3))
+    return RunStatus(state, seconds, {0: "running", 1: "running"}, {"model": group}, metrics)
+
+
+def test_line_tells_speed_loss_and_staleness() -> None:
+    progress = Progress()
+    progress.line(at(1.0, 100))
+    line = progress.line(at(2.0, 400, loss=0.25))
+    assert "2/2 workers" in line
+    assert "300 steps/s" in line
+    assert "loss 0.25" in line
+    assert "staleness 0.8 (max 3)" in line
+
+
+def test_line_speed_is_that_of_the_last_seconds() -> None:
+    progress = Progress()
+    for second in range(10):
+        progress.line(at(float(second), second * 1000))
+    for second in range(10, 20):
+        line = progress.line(at(float(second), 9000 + (second - 9) * 10))
+    assert " 10 steps/s" in line
+
+
+def test_line_at_the_end_tells_the_speed_of_the_whole_run() -> None:
+    progress = Progress()
+    for second, steps in enumerate([0, 100, 100, 400]):
+        line = progress.line(at(float(second), steps))
+    line = progress.line(at(9.0, 400, "finished"))  # what came after the last step is left out
+    assert " 150 steps/s" in line
+
+
+def test_line_speed_is_absent_until_it_is_known() -> None:
+    assert "steps/s" not in Progress().line(at(1.0, 100))
+
+
+def test_line_before_the_first_step_tells_the_state() -> None:
+    status = RunStatus("starting", 0.1, {0: "starting"}, {}, {})
+    assert "starting" in Progress().line(status)
+
+
+def test_line_tells_what_was_skipped() -> None:
+    group = GroupStatus(4, 2, 4, 1234, Staleness(4, 0.0, 0))
+    assert "1,234 skipped" in Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
+
+
+class AsksBack:
+    """A run whose status is asked for; tells when that happened."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def status(self) -> RunStatus:
+        self.asked.set()
+        return at(1.0, 10)
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_watch_prints_lines_and_ends_its_thread(terminal: bool) -> None:
+    out, run = io.StringIO(), AsksBack()
+    threads = threading.active_count()
+    with watch(run, every_s=0.001, console=Console(file=out, force_terminal=terminal, width=120)):
+        assert run.asked.wait(10.0)
+    assert "model: 10 steps" in out.getvalue()
+    assert threading.active_count() == threads
+
+
+def test_watch_prints_a_last_line_even_for_a_short_run() -> None:
+    out = io.StringIO()
+    with watch(AsksBack(), every_s=60.0, console=Console(file=out, width=120)):
+        pass
+    assert out.getvalue().count("\n") == 1

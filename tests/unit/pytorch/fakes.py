@@ -1,0 +1,315 @@
+"""A cluster in this process: the client face that `paramserve.pytorch` uses, over plain numpy.
+
+It applies the rules by torch's formulas, stated again here. Gradient slots are given out with NaN
+in them and value slots are overwritten when they are released, so that reading what is not yours
+shows at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from paramserve.client import BlockPush
+from paramserve.errors import DefineTimeout, NonFinite
+from paramserve.messages import Piece
+from paramserve.rules.sgd import SGD
+
+WAIT_S = 20.0
+
+
+@dataclass(eq=False)
+class FakeBlock:
+    id: int
+    group_name: str
+    dtype: np.dtype
+    rule: Any
+    pieces: tuple[Piece, ...]
+    values: np.ndarray
+    state: list[np.ndarray] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(np.cumsum([0, *(prod(piece.shape) for piece in self.pieces)]).tolist())
+
+    def part(self, array: np.ndarray, piece: int) -> np.ndarray:
+        return array[self.starts[piece] : self.starts[piece + 1]]
+
+    def values_of(self, name: str) -> np.ndarray:
+        piece = next(i for i, each in enumerate(self.pieces) if each.name == name)
+        return self.part(self.values, piece).reshape(self.pieces[piece].shape)
+
+    def apply(self, gradient: np.ndarray, active: Sequence[int], hyper: Sequence[float]) -> None:
+        update = sgd_update if isinstance(self.rule, SGD) else adam_update
+        for piece in active:
+            update(
+                self.part(self.values, piece),
+                self.part(gradient, piece),
+                [self.part(array, piece) for array in self.state],
+                hyper,
+                self.counts[piece],
+            )
+            self.counts[piece] += 1
+
+
+def sgd_update(value, gradient, state, hyper, count) -> None:
+    lr, momentum, dampening, decay, nesterov, maximize = hyper
+    gradient = (-gradient if maximize else gradient) + value.dtype.type(decay) * value
+    if momentum:
+        buffer = state[0]
+        buffer[:] = momentum * buffer + (1 - dampening) * gradient if count else gradient
+        gradient = gradient + momentum * buffer if nesterov else buffer
+    value -= lr * gradient
+
+
+def adam_update(value, gradient, state, hyper, count) -> None:
+    lr, beta1, beta2, eps, decay, decoupled, maximize = hyper
+    mean, square = state
+    gradient = -gradient if maximize else gradient
+    if decoupled:
+        value *= 1 - lr * decay
+    else:
+        gradient = gradient + value.dtype.type(decay) * value
+    mean[:] = beta1 * mean + (1 - beta1) * gradient
+    square[:] = beta2 * square + (1 - beta2) * gradient * gradient
+    root = np.sqrt(square) / np.sqrt(1 - beta2 ** (count + 1))
+    value -= lr / (1 - beta1 ** (count + 1)) * mean / (root + eps)
+
+
+@dataclass
+class Sent:
+    """One call of `Client.step`."""
+
+    rank: int
+    group: str
+    push: tuple[BlockPush, ...]
+    tick: bool
+    weight: float
+    skip: bool
+    clip_norm: float
+
+
+class FakeCluster:
+    """Servers and coordinator. Sync applies the mean when all ranks ended a clock."""
+
+    def __init__(self, workers: int = 1, *, sync: bool = True) -> None:
+        self.workers = workers
+        self.sync = sync
+        self.blocks: list[FakeBlock] = []
+        self.sent: list[Sent] = []
+        self.stored: list[tuple[int, FakeBlock, int]] = []
+        self.held: dict[str, list[deque[tuple[Sent, list[np.ndarray], FakeTicket]]]] = {}
+        self.changed = threading.Condition()
+
+    def worker(self, rank: int = 0, seed: int = 7) -> Any:
+        return SimpleNamespace(
+            rank=rank,
+            workers=self.workers,
+            seed=seed,
+            client=FakeClient(self, rank),
+            aliases={},
+            finishers=[],
+        )
+
+    def block(self, group: str) -> FakeBlock:
+        (found,) = (block for block in self.blocks if block.group_name == group)
+        return found
+
+    def result(self, group: str = "model") -> dict[str, np.ndarray]:
+        """What `Result.state_dict` is made of: the untrained values first, then the trained."""
+        return {
+            piece.name: block.values_of(piece.name)
+            for name in (f"{group}.buffers", group)
+            for block in self.blocks
+            if block.group_name == name
+            for piece in block.pieces
+        }
+
+    def steps(self, group: str = "model") -> list[Sent]:
+        return [sent for sent in self.sent if sent.group == group and sent.tick]
+
+    def take(self, sent: Sent, ticket: FakeTicket) -> None:
+        """Apply a push, or hold it until its clock is complete; then the tickets get values."""
+        gradients = [push.gradient.copy() for push in sent.push]
+        for push in sent.push:
+            push.gradient.fill(np.nan)
+        if not sent.tick:
+            ticket.fill()
+            return
+        if not self.sync:
+            self.apply([(sent, gradients)])
+            ticket.fill()
+            return
+        queues = self.held.setdefault(sent.group, [deque() for _ in range(self.workers)])
+        queues[sent.rank].append((sent, gradients, ticket))
+        while all(queues):
+            contributions = [queue.popleft() for queue in queues]
+            self.apply([(each, arrays) for each, arrays, _ in contributions])
+            for _, _, waiting in contributions:
+                waiting.fill()
+            self.changed.notify_all()
+
+    def apply(self, contributions: Sequence[tuple[Sent, list[np.ndarray]]]) -> None:
+        if any(sent.skip for sent, _ in contributions):
+            return
+        weight = sum(sent.weight for sent, _ in contributions) if self.sync else 1.0
+        sums: dict[int, tuple[FakeBlock, np.ndarray, set[int], Any]] = {}
+        for sent, gradients in contributions:
+            factor = (sent.weight if self.sync else 1.0) / weight
+            for push, gradient in zip(sent.push, gradients, strict=True):
+                block = push.block
+                every = range(len(block.pieces))
+                active = every if push.active is None else push.active
+                _, total, pieces, _ = sums.setdefault(
+                    block.id, (block, np.zeros_like(gradient), set(), push.hyper)
+                )
+                for piece in active:
+                    block.part(total, piece)[:] += factor * block.part(gradient, piece)
+                pieces.update(active)
+        clip = contributions[0][0].clip_norm
+        if clip:
+            norm = np.sqrt(sum(float(np.sum(total**2)) for _, total, _, _ in sums.values()))
+            for _, total, _, _ in sums.values():
+                total *= min(1.0, clip / (norm + 1e-6))
+        for block, total, pieces, hyper in sums.values():
+            block.apply(total, sorted(pieces), hyper)
+
+
+class FakeTicket:
+    def __init__(self, cluster: FakeCluster, pull: Sequence[FakeBlock]) -> None:
+        self._cluster = cluster
+        self._pull = pull
+        self._slots: dict[int, np.ndarray] | None = None
+        self.released = False
+
+    def fill(self) -> None:
+        self._slots = {block.id: block.values.copy() for block in self._pull}
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        with self._cluster.changed:
+            filled = self._cluster.changed.wait_for(lambda: self._slots is not None, WAIT_S)
+        assert filled, "a rank is missing"
+        return SimpleNamespace(values=self._slots, version=0, staleness=0, skipped=False)
+
+    def release(self) -> None:
+        self.released = True
+        for slot in (self._slots or {}).values():
+            slot.fill(-99)
+
+
+class FakeClient:
+    def __init__(self, cluster: FakeCluster, rank: int) -> None:
+        self._cluster = cluster
+        self._rank = rank
+        self._slots: dict[int, list[np.ndarray]] = {}
+        self.tickets: list[FakeTicket] = []
+
+    def define(self, name, value=None, *, rule=None, group="default", timeout_s=None):
+        names = [
+            piece.name for b in self._cluster.blocks if b.group_name == group for piece in b.pieces
+        ]
+        assert not set(names) & set(name), "defined twice"
+        arrays = {key: np.asarray(each) for key, each in name.items()}
+        (dtype,) = {array.dtype for array in arrays.values()}
+        flat = np.concatenate([array.ravel() for array in arrays.values()])
+        states = rule.states(rule.hyper()) if rule is not None else ()
+        with self._cluster.changed:
+            block = FakeBlock(
+                len(self._cluster.blocks),
+                group,
+                dtype,
+                rule,
+                tuple(Piece(key, array.shape) for key, array in arrays.items()),
+                flat.copy(),
+                [np.zeros_like(flat) for _ in states],
+                [0] * len(arrays),
+            )
+            self._cluster.blocks.append(block)
+            self._cluster.changed.notify_all()
+        return block
+
+    def await_block(self, shapes: Mapping[str, Any], *, dtype, rule, group, timeout_s=None):
+        pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
+
+        def find() -> FakeBlock | None:
+            wanted = (group, np.dtype(dtype), rule, pieces)
+            return next(
+                (
+                    block
+                    for block in self._cluster.blocks
+                    if (block.group_name, block.dtype, block.rule, block.pieces) == wanted
+                ),
+                None,
+            )
+
+        with self._cluster.changed:
+            found = self._cluster.changed.wait_for(find, WAIT_S)
+        if found is None:
+            raise DefineTimeout(f"nobody defined {pieces}", fix="define it on rank 0")
+        return found
+
+    def gradient_slot(self, block: FakeBlock) -> np.ndarray:
+        slots = self._slots.setdefault(
+            block.id, [np.full(block.size, np.nan, block.dtype) for _ in range(2)]
+        )
+        slots.append(slots.pop(0))
+        return slots[-1]
+
+    def step(
+        self, group, push, *, pull=(), tick=True, weight=1.0, skip=False, clip_norm=0.0
+    ) -> FakeTicket:
+        for each in push:
+            for i, piece in enumerate(each.block.pieces):
+                active = each.active is None or i in each.active
+                if active and not np.isfinite(each.block.part(each.gradient, i)).all():
+                    raise NonFinite(f"{piece.name} on rank {self._rank}", fix="lower lr")
+        sent = Sent(self._rank, group, tuple(push), tick, weight, skip, clip_norm)
+        with self._cluster.changed:
+            self._cluster.sent.append(sent)
+            ticket = FakeTicket(self._cluster, tuple(pull))
+            self._cluster.take(sent, ticket)
+        self.tickets.append(ticket)
+        outstanding = [t for t in self.tickets if not t.released]
+        assert len(outstanding) <= 2, "more than two steps outstanding"
+        self.tickets = outstanding
+        return ticket
+
+    def fetch(self, block: FakeBlock, field: int) -> tuple[np.ndarray, tuple[int, ...]]:
+        array = block.state[field - 1] if field else block.values
+        return array.copy(), tuple(block.counts)
+
+    def store(self, block: FakeBlock, field: int, array, *, active=None, counts=None) -> None:
+        target = block.state[field - 1] if field else block.values
+        assert array.dtype == target.dtype
+        assert array.shape == target.shape
+        self._cluster.stored.append((self._rank, block, field))
+        target[:] = array
+        if counts is not None:
+            block.counts[:] = counts
+
+
+def on_all_ranks(cluster: FakeCluster, function: Callable[[Any], Any]) -> list[Any]:
+    """Run a training function on every rank, each in a thread; finishers run at its end."""
+
+    def run(rank: int) -> Any:
+        worker = cluster.worker(rank)
+        returned = function(worker)
+        for finisher in worker.finishers:
+            finisher()
+        return returned
+
+    with ThreadPoolExecutor(cluster.workers) as pool:
+        return list(pool.map(run, range(cluster.workers)))

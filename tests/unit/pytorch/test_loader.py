@@ -1,0 +1,172 @@
+"""Each rank's part of a dataset: disjoint, equally long, in an order that all agree on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from paramserve.pytorch.loader import load, sampler
+
+
+class Squares(Dataset[int]):
+    """A dataset without tensors in memory: it is fetched one by one and collated."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return index * index
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self):
+        return iter(int, 1)
+
+
+def worker(rank: int = 0, workers: int = 1, seed: int = 3) -> Any:
+    return SimpleNamespace(rank=rank, workers=workers, seed=seed)
+
+
+def numbers(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(size), torch.arange(size).float().view(-1, 1) / 2)
+
+
+def indices(loader: Any) -> list[list[int]]:
+    """The samples of each batch, for `numbers` and `Squares`."""
+    return [
+        (batch[0] if isinstance(batch, list) else batch.double().sqrt().long()).tolist()
+        for batch in loader
+    ]
+
+
+@pytest.mark.parametrize("make", [numbers, Squares])
+@pytest.mark.parametrize(("size", "workers", "batch"), [(60, 3, 5), (61, 2, 7), (47, 4, 11)])
+def test_loader_ranks_are_disjoint_and_equally_long(make, size, workers, batch) -> None:
+    parts = [
+        indices(load(worker(rank, workers), make(size), batch_size=batch))
+        for rank in range(workers)
+    ]
+    assert {len(part) for part in parts} == {size // (workers * batch)}
+    assert all(len(one) == batch for part in parts for one in part)
+    taken = [i for part in parts for one in part for i in one]
+    assert len(set(taken)) == len(taken)
+
+
+def test_loader_tensor_dataset_gives_what_a_dataloader_gives() -> None:
+    dataset = numbers(20)
+    (batch, *_) = load(worker(), dataset, batch_size=4, shuffle=False)
+    (expected, *_) = DataLoader(dataset, batch_size=4)
+    assert type(batch) is type(expected)
+    for got, wanted in zip(batch, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_loader_joined_batches_do_not_depend_on_the_number_of_workers() -> None:
+    def joined(workers: int) -> list[set[int]]:
+        parts = [
+            indices(load(worker(rank, workers), numbers(48), batch_size=12 // workers))
+            for rank in range(workers)
+        ]
+        return [{i for one in step for i in one} for step in zip(*parts, strict=True)]
+
+    assert joined(1) == joined(2) == joined(3)
+
+
+def test_loader_order_depends_on_seed_and_epoch_only() -> None:
+    def run(seed: int, epochs: int = 2) -> list[list[int]]:
+        return indices(load(worker(0, 2, seed), numbers(40), batch_size=5, epochs=epochs))
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    assert run(1)[:4] != run(1)[4:]
+    assert run(1)[4:] != run(2)[:4]
+    assert run(1, epochs=3)[:8] == run(1)
+
+
+def test_loader_iterated_again_goes_on_with_the_next_epoch() -> None:
+    whole = indices(load(worker(), numbers(40), batch_size=5, epochs=2))
+    loader = load(worker(), numbers(40), batch_size=5)
+    assert indices(loader) + indices(loader) == whole
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(3, 1), (8, 1), (19, 1), (3, 5)])
+def test_loader_steps_cut_or_add_epochs(steps, epochs) -> None:
+    loader = load(worker(), numbers(40), batch_size=5, steps=steps, epochs=epochs)
+    got = indices(loader)
+    assert len(loader) == len(got) == steps
+    assert got == indices(load(worker(), numbers(40), batch_size=5, epochs=5))[:steps]
+
+
+def test_loader_without_shuffle_keeps_the_order() -> None:
+    parts = [
+        indices(load(worker(rank, 2), numbers(13), batch_size=3, shuffle=False))
+        for rank in range(2)
+    ]
+    assert parts == [[[0, 2, 4], [6, 8, 10]], [[1, 3, 5], [7, 9, 11]]]
+
+
+def test_loader_passes_options_to_the_dataloader() -> None:
+    loader = load(worker(), numbers(8), batch_size=4, collate_fn=len)
+    assert list(loader) == [4, 4]
+
+
+def test_loader_worker_processes_give_the_same_batches() -> None:
+    expected = indices(load(worker(), numbers(8), batch_size=4))
+    assert indices(load(worker(), numbers(8), batch_size=4, num_workers=1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": 2.5}, TypeError, "batch_size"),
+        ({"batch_size": True}, TypeError, "batch_size"),
+        ({"batch_size": 2, "epochs": 0}, ValueError, "epochs"),
+        ({"batch_size": 2, "steps": 0}, ValueError, "steps"),
+        ({"batch_size": 2, "steps": "3"}, TypeError, "steps"),
+        ({"batch_size": 6}, ValueError, "need 12"),
+        ({"batch_size": 2, "drop_last": False}, TypeError, "drop_last"),
+        ({"batch_size": 2, "sampler": [1]}, TypeError, r"worker\.sampler"),
+        ({"batch_size": 2, "colour": "red"}, TypeError, "colour"),
+    ],
+)
+def test_loader_bad_option_is_refused_at_once(options, error, text) -> None:
+    with pytest.raises(error, match=text):
+        load(worker(0, 2), numbers(11), **options)
+
+
+@pytest.mark.parametrize("dataset", [Endless(), iter([1, 2])], ids=["iterable", "iterator"])
+def test_loader_dataset_without_length_is_refused(dataset) -> None:
+    with pytest.raises(TypeError, match="no length"):
+        load(worker(), dataset, batch_size=1)
+
+
+def test_sampler_serves_a_dataloader_of_your_own() -> None:
+    parts = []
+    for rank in range(3):
+        mine = sampler(worker(rank, 3), numbers(20))
+        loader = DataLoader(numbers(20), batch_size=4, sampler=mine)
+        first = indices(loader)
+        assert indices(loader) == first
+        mine.set_epoch(1)
+        assert indices(loader) != first
+        parts.append(first)
+        assert len(mine) == 6
+    assert [len(one) for part in parts for one in part] == [4, 2] * 3
+    assert len({i for part in parts for one in part for i in one}) == 18
+
+
+def test_sampler_bad_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 samples for 3 workers"):
+        sampler(worker(0, 3), numbers(2))
+    with pytest.raises(ValueError, match="epoch"):
+        sampler(worker(), numbers(2)).set_epoch(-1)

@@ -1,0 +1,353 @@
+"""Adoption: what it takes and refuses, and what keeps working on the same object."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from tests.unit.pytorch.fakes import FakeCluster, on_all_ranks
+from tests.unit.pytorch.test_optimizer_step import assert_same, loss_of, small_model, train
+from torch import nn
+
+from paramserve.pytorch.layout import alias_map
+from paramserve.pytorch.optimizer import adopt
+
+
+class Renamed(torch.optim.SGD):
+    """A subclass that leaves step alone."""
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+SCHEDULERS = [
+    lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.1),
+    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.3, total_steps=10),
+    lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 1 / (epoch + 1)),
+    lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [
+            torch.optim.lr_scheduler.ConstantLR(opt, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
+        ],
+        milestones=[2],
+    ),
+]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize("build", SCHEDULERS)
+def test_scheduler_built_before_or_after_steps_through_the_servers(build, when) -> None:
+    model, expected = small_model(), small_model()
+    cluster = FakeCluster()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
+    schedulers = [build(optimizer)] if when != "after" else []
+    adopt(cluster.worker(), model, optimizer)
+    schedulers += [build(optimizer)] if when != "before" else []
+    plain_schedulers = [build(plain) for _ in schedulers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(5):
+            for each, opt, following in (
+                (model, optimizer, schedulers),
+                (expected, plain, plain_schedulers),
+            ):
+                opt.zero_grad()
+                loss_of(each, step).backward()
+                opt.step()
+                for scheduler in following:
+                    scheduler.step()
+    assert len(cluster.steps()) == 5
+    assert_same(model, expected)
+
+
+def test_scheduler_stepped_first_still_warns() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    adopt(FakeCluster().worker(), model, optimizer)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+def test_reduce_on_plateau_lowers_the_rate_on_the_servers() -> None:
+    model = small_model()
+    cluster = FakeCluster()
+    optimizer = adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.2))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        scheduler.step(1.0)
+    assert [sent.push[0].hyper[0] for sent in cluster.steps()] == [0.2, 0.2, 0.1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_step_hooks_registered_before_or_after_run_once_each_step(when) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    seen = []
+
+    def register() -> None:
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append("pre"))
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append("post"))
+
+    if when == "before":
+        register()
+    adopt(FakeCluster().worker(), model, optimizer)
+    if when == "after":
+        register()
+    train(model, optimizer, 2)
+    assert seen == ["pre", "post"] * 2
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_unscales_and_skips_as_torch(clip, fused) -> None:
+    model, expected = small_model(), small_model()
+    cluster = FakeCluster()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    adopt(cluster.worker(), model, optimizer)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    scales = []
+    for each, opt in ((model, optimizer), (expected, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+        for step in range(5):
+            opt.zero_grad()
+            scaler.scale(loss_of(each, step)).backward()
+            if step == 2:
+                each[3].bias.grad[0] = float("inf")
+            if clip:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert_same(model, expected)
+    assert scales[0] == scales[1]
+    assert [sent.skip for sent in cluster.steps()] == [False, False, True, False, False]
+
+
+def test_grad_scaler_inf_on_one_rank_skips_the_clock_on_all() -> None:
+    cluster = FakeCluster(2)
+
+    def work(worker):
+        model = small_model()
+        optimizer = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(loss_of(model, 0)).backward()
+        if worker.rank == 1:
+            model[0].bias.grad[0] = float("inf")
+        scaler.step(optimizer)
+        return model
+
+    for model in on_all_ranks(cluster, work):
+        assert_same(model, small_model(), rtol=0)
+
+
+def test_grad_scaler_without_gradients_or_disabled_steps() -> None:
+    model = small_model()
+    cluster = FakeCluster()
+    optimizer = adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(cluster.steps()) == 1
+
+
+def test_zero_grad_and_autocast_work_as_in_torch() -> None:
+    model = small_model()
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, 0)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not param.grad.any() for param in model.parameters())
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_add_param_group_after_adoption_trains_it_on_all_ranks() -> None:
+    cluster = FakeCluster(2)
+
+    def work(worker):
+        model = small_model(seed=worker.rank + 1)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5)
+        adopt(worker, model, optimizer, overlap=True)
+        train(model, optimizer, 2)
+        optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.3})
+        train(model, optimizer, 2)
+        return model
+
+    models = on_all_ranks(cluster, work)
+    assert_same(models[1], models[0], rtol=0)
+    assert cluster.blocks[-1].counts == [2, 2]
+    assert [piece.name for piece in cluster.blocks[-1].pieces] == ["3.weight", "3.bias"]
+    assert_same_result(cluster, models[0])
+
+
+def assert_same_result(cluster: FakeCluster, model: nn.Module) -> None:
+    result = cluster.result()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(torch.from_numpy(result[name]), value)
+
+
+def test_add_param_group_refused_leaves_the_optimizer_as_it_was() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adopt(FakeCluster().worker(), model, optimizer)
+    with pytest.raises(TypeError, match="float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+
+
+def test_adopt_other_ranks_take_the_values_of_rank_0() -> None:
+    models = on_all_ranks(
+        FakeCluster(3),
+        lambda worker: adopted_model(worker, small_model(seed=worker.rank + 1)),
+    )
+    for model in models:
+        assert_same(model, small_model(seed=1), rtol=0)
+
+
+def adopted_model(worker, model: nn.Module) -> nn.Module:
+    adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def test_adopt_subclass_without_its_own_step_is_taken() -> None:
+    model, expected = small_model(), small_model()
+    train(model, adopt(FakeCluster().worker(), model, Renamed(model.parameters(), lr=0.1)))
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.1))
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "supported: torch.optim.SGD"),
+        (lambda p: torch.optim.LBFGS(p), "supported: torch.optim.SGD"),
+        (lambda p: torch.optim.SparseAdam(list(p)), "supported: torch.optim.SGD"),
+        (lambda p: OwnStep(p, lr=0.1), "do not override step"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
+        (lambda p: "sgd", "takes a torch optimizer"),
+    ],
+)
+def test_adopt_optimizer_that_no_rule_stands_for_is_refused(build, text) -> None:
+    model = small_model()
+    cluster = FakeCluster()
+    optimizer = build(model.parameters())
+    kind = type(optimizer)
+    with pytest.raises(TypeError, match=text):
+        adopt(cluster.worker(), model, optimizer)
+    assert cluster.blocks == []
+    assert type(optimizer) is kind
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=lambda d: str(d)
+)
+def test_adopt_parameter_of_another_dtype_is_refused(dtype) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=dtype))])
+    with pytest.raises(TypeError, match="float32 and float64"):
+        adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_adopt_lazy_or_meta_parameter_is_refused() -> None:
+    for model, text in (
+        (nn.LazyLinear(2), "no shape yet"),
+        (nn.Linear(2, 2, device="meta"), "meta"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_adopt_two_parameters_on_one_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight'.*share memory"):
+        adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_adopt_sparse_gradient_is_refused_at_the_step() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    cluster = FakeCluster()
+    optimizer = adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="'weight' is sparse"):
+        optimizer.step()
+    assert cluster.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"name": ""}, ValueError),
+        ({"buffers": "all"}, ValueError),
+        ({"clip_norm": 0.0}, ValueError),
+        ({"clip_norm": float("inf")}, ValueError),
+        ({"weight": "three"}, ValueError),
+    ],
+)
+def test_adopt_bad_option_is_refused(options, error) -> None:
+    model = small_model()
+    cluster = FakeCluster()
+    with pytest.raises(error):
+        adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert cluster.blocks == []
+
+
+def test_adopt_twice_or_under_a_used_name_is_refused() -> None:
+    model = small_model()
+    worker = FakeCluster().worker()
+    optimizer = adopt(worker, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="already"):
+        adopt(worker, model, optimizer, name="second")
+    second = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="name="):
+        adopt(worker, model, second)
+    adopt(worker, model, second, name="second")
+
+
+def test_adopt_step_replaced_by_somebody_else_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(TypeError, match="replaced on this instance"):
+        adopt(FakeCluster().worker(), model, optimizer)
+
+
+def test_adopt_model_that_is_no_module_is_refused() -> None:
+    model = small_model()
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        adopt(
+            FakeCluster().worker(),
+            model.parameters(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copy_of_an_adopted_optimizer_is_refused(duplicate) -> None:
+    model = small_model()
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="state_dict"):
+        duplicate(optimizer)
+
+
+def test_alias_map_covers_parameters_and_buffers_of_shared_modules() -> None:
+    norm = nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": norm, "b": norm})
+    assert alias_map(model) == {
+        f"b.{name}": f"a.{name}"
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }

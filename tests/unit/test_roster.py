@@ -1,0 +1,188 @@
+"""Which error a run ends with, whatever order its processes fall in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from paramserve.engine.base import Failure
+from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
+from paramserve.roster import CAUSE_S, COORDINATOR, Decision, Key, OnWorkerDeath, Roster
+
+START_BY = 60.0
+SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)
+
+
+def running(on_worker_death: OnWorkerDeath = "stop", servers: int = 1, workers: int = 2) -> Roster:
+    roster = Roster(servers, workers, on_worker_death, START_BY)
+    for key in roster.entries:
+        roster.on_report(key, "ready", b"", now=1.0)
+    return roster
+
+
+def raised(kind: str, text: str = "why") -> bytes:
+    return msgspec.msgpack.encode(Failure(kind, text, f"Traceback of {kind}"))
+
+
+def test_processes_start_with_coordinator_then_servers_then_workers() -> None:
+    keys = [str(key) for key in Roster(2, 1, "stop", START_BY).entries]
+    assert keys == ["coordinator", "server 0", "server 1", "worker 0"]
+
+
+def test_all_returned_is_finished_even_before_the_processes_end() -> None:
+    roster = running()
+    roster.on_report(WORKER, "returned", b"a", 2.0)
+    assert roster.decide(2.0) == Decision()
+    roster.on_report(OTHER, "returned", b"b", 3.0)
+    assert roster.decide(3.0).finished
+    assert [entry.returned for entry in roster.workers()] == [b"a", b"b"]
+
+
+def test_returned_worker_may_end_as_it_likes() -> None:
+    roster = running()
+    roster.on_report(WORKER, "returned", b"", 2.0)
+    roster.on_end(WORKER, -11, 2.1)
+    assert roster.decide(5.0) == Decision()
+
+
+def test_cluster_without_workers_never_finishes() -> None:
+    assert running(workers=0).decide(5.0) == Decision()
+
+
+def test_worker_that_raises_fails_the_run_with_its_traceback() -> None:
+    roster = running()
+    roster.on_report(OTHER, "failed", raised("ZeroDivisionError", "division by zero"), 2.0)
+    error = roster.decide(2.0).error
+    assert isinstance(error, WorkerFailed)
+    assert "worker 1 raised ZeroDivisionError: division by zero" in str(error)
+    assert "Traceback of ZeroDivisionError" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(-9, "was killed by SIGKILL"), (0, "exited with code 0"), (7, "exited with code 7")],
+)
+def test_worker_that_ends_without_returning_fails_the_run(status: int, words: str) -> None:
+    roster = running()
+    roster.on_end(WORKER, status, 2.0)
+    error = roster.decide(2.0).error
+    assert isinstance(error, WorkerFailed)
+    assert f"worker 0 {words} before its function returned" in str(error)
+
+
+@pytest.mark.parametrize("status", [-9, 1])
+def test_servers_end_fails_the_run_at_once(status: int) -> None:
+    roster = running("continue")
+    roster.on_end(SERVER, status, 2.0)
+    assert isinstance(roster.decide(2.0).error, ServerGone)
+
+
+def test_coordinators_end_fails_the_run_at_once() -> None:
+    roster = running("continue")
+    roster.on_end(COORDINATOR, -9, 2.0)
+    assert isinstance(roster.decide(2.0).error, CoordinatorGone)
+
+
+def test_worker_that_complains_of_a_server_waits_for_the_servers_end() -> None:
+    roster = running()
+    roster.on_report(WORKER, "failed", raised("ServerGone"), 2.0)
+    decision = roster.decide(2.0)
+    assert decision.error is None
+    assert decision.look_again_at == 2.0 + CAUSE_S
+    roster.on_end(SERVER, -9, 2.1)
+    error = roster.decide(2.1).error
+    assert isinstance(error, ServerGone)
+    assert "server 0 was killed by SIGKILL" in str(error)
+
+
+def test_complaint_without_a_cause_becomes_the_workers_own_failure() -> None:
+    roster = running()
+    roster.on_report(WORKER, "failed", raised("ServerGone"), 2.0)
+    assert isinstance(roster.decide(2.0 + CAUSE_S).error, WorkerFailed)
+
+
+def test_coordinators_end_counts_before_its_consequences() -> None:
+    roster = running(servers=2)
+    roster.on_end(Key("server", 1), 0, 2.0)  # a server ends in order when the coordinator is gone
+    roster.on_report(WORKER, "failed", raised("CoordinatorGone"), 2.0)
+    roster.on_report(OTHER, "failed", raised("ServerGone"), 2.0)
+    assert roster.decide(2.1).error is None
+    roster.on_end(COORDINATOR, -9, 2.2)
+    assert isinstance(roster.decide(2.2).error, CoordinatorGone)
+
+
+def test_server_that_ends_in_order_by_itself_is_gone() -> None:
+    roster = running()
+    roster.on_end(SERVER, 0, 2.0)
+    assert isinstance(roster.decide(2.0 + CAUSE_S).error, ServerGone)
+
+
+def test_worker_killed_and_another_complaining_reports_the_kill() -> None:
+    roster = running()
+    roster.on_report(OTHER, "failed", raised("ClientClosed"), 2.0)
+    roster.on_end(WORKER, -9, 2.1)
+    assert "worker 0 was killed" in str(roster.decide(2.1).error)
+
+
+def test_continue_goes_on_with_the_rest_and_tells_once() -> None:
+    roster = running("continue")
+    roster.on_end(WORKER, -9, 2.0)
+    assert roster.decide(2.0) == Decision(dead=(0,))
+    assert roster.decide(2.1) == Decision()
+    roster.on_report(OTHER, "returned", b"", 3.0)
+    assert roster.decide(3.0) == Decision(finished=True)
+
+
+def test_continue_last_worker_returned_before_the_other_died_is_finished() -> None:
+    roster = running("continue")
+    roster.on_report(OTHER, "returned", b"", 2.0)
+    roster.on_end(WORKER, -9, 3.0)
+    assert roster.decide(3.0) == Decision(dead=(0,), finished=True)
+
+
+def test_continue_fails_when_all_workers_died() -> None:
+    roster = running("continue")
+    roster.on_end(WORKER, -9, 2.0)
+    roster.decide(2.0)
+    roster.on_report(OTHER, "failed", raised("ValueError"), 3.0)
+    error = roster.decide(3.0).error
+    assert isinstance(error, WorkerFailed)
+    assert "worker 1 raised ValueError" in str(error)
+
+
+def test_continue_does_not_count_a_complaint_before_its_cause_can_show() -> None:
+    roster = running("continue", workers=3)
+    roster.on_end(WORKER, -9, 2.0)
+    roster.on_report(OTHER, "failed", raised("ServerGone"), 2.0)
+    assert roster.decide(2.0) == Decision(dead=(0,))
+    roster.on_end(SERVER, -9, 2.1)
+    assert isinstance(roster.decide(2.1).error, ServerGone)
+
+
+def test_start_that_takes_too_long_names_who_is_missing() -> None:
+    roster = Roster(2, 1, "stop", START_BY)
+    roster.on_report(COORDINATOR, "ready", b"", 1.0)
+    roster.on_report(Key("server", 0), "ready", b"", 1.0)
+    assert not roster.serving
+    assert roster.decide(START_BY - 1).look_again_at == START_BY
+    error = roster.decide(START_BY).error
+    assert isinstance(error, ConnectTimeout)
+    assert "server 1 not ready" in str(error)
+
+
+def test_silent_server_is_gone() -> None:
+    roster = running()
+    roster.on_silence(SERVER, 20.0)
+    error = roster.decide(20.0).error
+    assert isinstance(error, ServerGone)
+    assert "server 0 does not answer" in str(error)
+
+
+def test_dismissed_workers_end_without_meaning() -> None:
+    roster = running()
+    roster.dismiss_workers()
+    roster.on_end(WORKER, 143, 2.0)
+    roster.on_end(OTHER, -9, 2.0)
+    decision = roster.decide(2.0)
+    assert decision.error is None
+    assert decision.finished

@@ -1,0 +1,198 @@
+"""What a training function is given, and what happens around it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import msgspec
+import numpy as np
+import pytest
+
+from paramserve import seeding
+from paramserve import worker as worker_module
+from paramserve.engine.child import Bootstrap
+from paramserve.worker import Aliases, Worker, WorkerConfig, main
+
+
+class RecordsCalls:
+    """A client that talks to nobody and notes what is asked of it."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
+        self.workers = 3
+        self.incarnation = 2
+        self.calls: list[Any] = []
+
+    def clock(self, group: str = "default") -> int:
+        return {"default": 4, "model": 7}.get(group, 0)
+
+    def log(self, values: dict[str, float]) -> None:
+        self.calls.append(("log", values))
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def client() -> RecordsCalls:
+    return RecordsCalls()
+
+
+@pytest.fixture
+def worker(client: RecordsCalls) -> Worker:
+    return Worker(client, seed=5)  # type: ignore[arg-type] # a fake
+
+
+def test_worker_is_who_its_client_is(worker: Worker) -> None:
+    assert (worker.rank, worker.workers, worker.incarnation, worker.seed) == (1, 3, 2, 5)
+    assert repr(worker) == "Worker(rank=1, workers=3)"
+
+
+def test_clock_is_the_optimizers_once_there_is_one(worker: Worker) -> None:
+    assert worker.clock == 4
+    worker.aliases["model"] = {}
+    assert worker.clock == 7
+
+
+class LikeATensor:
+    def item(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"), [(1, 1.0), (0.25, 0.25), (np.float32(2), 2.0), (LikeATensor(), 0.5)]
+)
+def test_log_takes_numbers_of_every_kind(
+    worker: Worker, client: RecordsCalls, value: Any, logged: float
+) -> None:
+    worker.log(loss=value)
+    assert client.calls == [("log", {"loss": logged})]
+
+
+@pytest.mark.parametrize("value", ["high", None, [1.0]])
+def test_log_refuses_what_is_no_number_and_names_it(
+    worker: Worker, client: RecordsCalls, value: Any
+) -> None:
+    with pytest.raises(TypeError, match="loss is"):
+        worker.log(loss=value)
+    assert client.calls == []
+
+
+def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsCalls) -> None:
+    worker.finishers.append(lambda: client.calls.append("first"))
+    worker.finishers.append(lambda: client.calls.append("second"))
+    worker.finish()
+    assert client.calls == ["first", "second", "drain", "close"]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
+def test_optimizer_rank_0_tells_the_driver_of_tied_names(
+    monkeypatch: pytest.MonkeyPatch, rank: int, told: bool
+) -> None:
+    reports: list[tuple[str, bytes]] = []
+    worker = Worker(
+        RecordsCalls(rank),  # type: ignore[arg-type] # a fake
+        seed=5,
+        report=lambda kind, body: reports.append((kind, body)),
+    )
+
+    def adopt(worker: Worker, model: Any, optimizer: Any, *, name: str, **options: Any) -> Any:
+        assert options == {
+            "overlap": True,
+            "weight": None,
+            "clip_norm": 1.0,
+            "buffers": "local",
+        }
+        worker.aliases[name] = {"head.weight": "embedding.weight"}
+        return optimizer
+
+    fake = ModuleType("paramserve.pytorch.optimizer")
+    fake.adopt = adopt  # type: ignore[attr-defined] # the fake's
+    monkeypatch.setitem(sys.modules, "paramserve.pytorch.optimizer", fake)
+    marker: Any = object()
+    adopted = worker.optimizer(
+        marker, marker, name="lm", overlap=True, clip_norm=1.0, buffers="local"
+    )
+    assert adopted is marker
+    expected = Aliases("lm", {"head.weight": "embedding.weight"})
+    assert reports == ([("aliases", msgspec.msgpack.encode(expected))] if told else [])
+
+
+# --- the entry -----------------------------------------------------------------------------------
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls, function: Any, *args: Any, **kwargs: Any
+) -> list[tuple[str, bytes]]:
+    """Run the entry in this process; returns what it reports."""
+    reports: list[tuple[str, bytes]] = []
+
+    def connect(address: str, token: bytes, *, rank: int, **more: Any) -> RecordsCalls:
+        assert (address, token, rank) == ("unix:/nowhere", b"token", 1)
+        return client
+
+    def report(kind: str, body: bytes) -> None:
+        client.calls.append(kind)
+        reports.append((kind, body))
+
+    monkeypatch.setattr(worker_module.Client, "connect", connect)
+    packed = cloudpickle.dumps((function, args, kwargs))
+    payload = msgspec.msgpack.encode(WorkerConfig(1, "unix:/nowhere", 17, packed))
+    state, legacy = random.getstate(), np.random.get_state()
+    try:
+        main(Bootstrap("worker 1", payload, b"token", report, lambda callback: None))
+    finally:
+        random.setstate(state)
+        np.random.set_state(legacy)
+    return reports
+
+
+def test_main_reports_what_the_function_returned_after_leaving(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    def train(worker: Worker, a: int, *, b: int) -> dict[str, int]:
+        return {"rank": worker.rank, "sum": a + b}
+
+    reports = run_main(monkeypatch, client, train, 1, b=2)
+    assert client.calls == ["ready", "drain", "close", "returned"]
+    assert cloudpickle.loads(reports[-1][1]) == {"rank": 1, "sum": 3}
+
+
+def test_main_seeds_the_generators_by_rank(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    def train(worker: Worker) -> tuple[float, float]:
+        return random.random(), float(np.random.rand())
+
+    first = cloudpickle.loads(run_main(monkeypatch, client, train)[-1][1])
+    assert cloudpickle.loads(run_main(monkeypatch, client, train)[-1][1]) == first
+    assert random.Random(seeding.rank_seed(17, 1)).random() == first[0]
+
+
+def test_main_function_that_raises_does_not_leave_as_if_done(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    def train(worker: Worker) -> None:
+        raise LookupError("no data")
+
+    with pytest.raises(LookupError):
+        run_main(monkeypatch, client, train)
+    assert client.calls == ["ready"]
+
+
+def test_main_return_value_that_cannot_be_pickled_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    def train(worker: Worker) -> Any:
+        return (each for each in ())
+
+    with pytest.raises(TypeError, match="what the training function returned"):
+        run_main(monkeypatch, client, train)
+    assert "close" not in client.calls
