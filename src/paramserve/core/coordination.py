@@ -122,7 +122,7 @@ class Coordination:
                 self._lost(event.connection)
             case TimePassed():
                 for waiting in self._waiting:  # who waits for an answer cannot send a heartbeat
-                    self.membership.heard_worker(self._parties[waiting.connection].rank, now)
+                    self._heard(self._parties[waiting.connection])
                 for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
                     self._ended(rank, DEAD)
         self._retry_waiting()
@@ -221,13 +221,16 @@ class Coordination:
                 self.membership.heard_server(message, self._now)
             return
         if isinstance(message, WorkerBeat):
-            member = self.membership.members.get(party.rank)
-            if member is not None and member.client == party.client:
-                self.membership.heard_worker(party.rank, self._now)
+            self._heard(party)
             self._records.extend(message.records)
             while len(self._records) > self._records_max:
                 self._records.popleft()
                 self._first_record += 1
+
+    def _heard(self, party: Party) -> None:
+        member = self.membership.members.get(party.rank)
+        if member is not None and member.client == party.client:
+            self.membership.heard_worker(party.rank, self._now)
 
     def _lost(self, connection: int) -> None:
         self._waiting = [w for w in self._waiting if w.connection != connection]

@@ -139,6 +139,10 @@ def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
     except BaseException as error:
         reports.send("failed", _describe(error))
         sys.exit(EXIT_FAILED)
+    finally:
+        # It is ending by itself: an exception in the middle of the interpreter's own end helps
+        # nobody, and the driver kills what takes too long.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _terminated(signum: int, frame: object) -> None:

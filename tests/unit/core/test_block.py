@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.core.rig import block_spec
+from tests.unit.core.rig import ADD, block_spec
 
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
@@ -31,7 +31,7 @@ def make(
     *shapes: tuple[int, ...],
     shard: int = 0,
     cuts: tuple[int, ...] | None = None,
-    rule: Rule | None = Add(),
+    rule: Rule | None = ADD,
 ) -> ShardBlock:
     return ShardBlock(block_spec(*shapes, cuts=cuts, rule=rule), shard, rule, attempt=1)
 
@@ -145,7 +145,7 @@ def test_check_wrong_hyper_parameters_are_refused_each_time() -> None:
 
 def test_check_hyper_parameters_that_need_missing_state_are_refused() -> None:
     block = make((1,), (1,), (1,), (1,), rule=SGD(lr=1.0))
-    with pytest.raises(ParamServeError, match="momentum.*and 1 more"):
+    with pytest.raises(ParamServeError, match=r"momentum.*and 1 more"):
         block.check(None, SGD(lr=1.0, momentum=0.9).hyper())
 
 
