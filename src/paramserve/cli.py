@@ -71,8 +71,11 @@ def run(
         consistency=POLICIES[consistency](),
         **options,
     )
-    with nullcontext() if quiet else watch(job):
-        result = job.wait()
+    try:
+        with nullcontext() if quiet else watch(job):
+            result = job.wait()
+    except KeyboardInterrupt:  # the job has said how far it got; click would add an empty line
+        raise click.exceptions.Exit(INTERRUPTED) from None
     for rank, returned in result.returns.items():
         if returned is not None:
             click.echo(f"worker {rank} returned {returned!r}")

@@ -52,8 +52,6 @@ class Deadlines(Struct, frozen=True):
     heartbeat_s: float = 1.0
     stall_s: float = 15.0
     """Without a heartbeat for this long, a process counts as dead."""
-    first_compile_s: float = 300.0
-    """How long a server may be silent while it compiles the kernels of a rule."""
 
 
 class PolicySpec(Struct, frozen=True):

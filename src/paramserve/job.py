@@ -48,11 +48,12 @@ class Job:
         self._seed = seed
         self._watching: list[Watching] = []
         self._values: dict[str, State] = {}
-        self._lock = threading.Lock()
+        self._reader_lock = threading.Lock()
+        self._result_lock = threading.Lock()
         self._reader: Reader | None = None
         self._last_beats: list[ServerBeat] = []
         self._result: Result | None = None
-        self._supervisor = Supervisor(plan, engine, self._collect)
+        self._supervisor = Supervisor(plan, engine, self._collect, self._forget)
 
     def __repr__(self) -> str:
         return f"Job({self._supervisor.state}, {self._supervisor.seconds:.1f} s)"
@@ -72,7 +73,7 @@ class Job:
         with self._interruptible():
             self._supervisor.ended.wait()
         self._raise_error()
-        with self._lock:
+        with self._result_lock:
             if self._result is None:
                 self._result = self._make_result()
             return self._result
@@ -169,11 +170,18 @@ class Job:
         self._values = reader.read_all(aliases)
         self._last_beats = reader.client.reports()
 
+    def _forget(self) -> None:
+        """Let go of closed clients and their memory."""
+        self._reader = None
+        for watching in self._watching:
+            watching.forget()
+
     def _connected(self) -> Reader:
-        with self._lock:
-            if self._reader is None:
-                self._reader = Reader(self._supervisor.connect())
-            return self._reader
+        with self._reader_lock:
+            reader = self._reader
+            if reader is None:
+                reader = self._reader = Reader(self._supervisor.connect())
+            return reader
 
     def _aliases(self) -> dict[str, dict[str, str]]:
         found = {}
@@ -184,7 +192,7 @@ class Job:
         return found
 
     def _beats(self) -> list[ServerBeat]:
-        """The last word of each server: what it said when all workers were done, or its heartbeat."""
+        """What each server said when all workers were done, or its last heartbeat."""
         return self._last_beats or list(self._supervisor.overview.beats)
 
     def _raise_error(self) -> None:

@@ -95,9 +95,12 @@ class Overview:
             self._send(MarkDead(self._number(), "worker", rank))
 
     def silent(self, now: float) -> list[Key]:
-        """Processes that have not been heard of for too long."""
-        servers = self.status.silent_servers if self.status is not None else ()
-        found = [Key("server", shard) for shard in servers]
+        """Processes that have not been heard of for too long, or that the cluster counts as dead."""
+        found = []
+        if self.status is not None:
+            found += [Key("server", shard) for shard in self.status.silent_servers]
+            dead = [member.rank for member in self.status.members if member.state == "dead"]
+            found += [Key("worker", rank) for rank in dead]
         if self._asked_at is not None and now - self._asked_at > self._stall_s:
             found.append(COORDINATOR)
         return found

@@ -114,6 +114,10 @@ class Watching:
             while (found := self._ask(self._reader, aliases, now_s)) is not None:
                 self._kept.append(found)
 
+    def forget(self) -> None:
+        """Let go of the client, which is closed."""
+        self._reader = None
+
     def take_kept(self) -> Snapshot | None:
         """One that `drain` took over; when the servers are gone."""
         with self._lock:

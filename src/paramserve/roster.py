@@ -55,6 +55,8 @@ class Entry:
     status: int | None = None
     fell_at: float | None = None
     """When its failure or unexpected end was seen."""
+    silent: bool = False
+    """It ran when it was counted as dead."""
     counted: bool = False
     """It is dead, and that has been decided upon."""
 
@@ -149,6 +151,9 @@ class Roster:
     def on_silence(self, key: Key, now: float) -> None:
         """A process runs but has not been heard of for too long."""
         entry = self.entries[key]
+        if entry.status is not None or entry.returned is not None:
+            return
+        entry.silent = True
         entry.fell_at = entry.fell_at if entry.fell_at is not None else now
 
     def dismiss_workers(self) -> None:
@@ -206,6 +211,8 @@ def how_it_ended(entry: Entry) -> str:
     """In words: it raised, a signal killed it, or it exited with a code."""
     if entry.failure is not None:
         return f"raised {entry.failure.kind}: {entry.failure.text}"
+    if entry.silent:
+        return "gave no sign of life for too long (it was stopped, or hangs)"
     if entry.status is None:
         return "does not answer"
     if entry.status < 0:

@@ -49,13 +49,18 @@ class Supervisor:
     """
 
     def __init__(
-        self, plan: Plan, engine: Engine, collect: Callable[[], None] | None = None
+        self,
+        plan: Plan,
+        engine: Engine,
+        collect: Callable[[], None] | None = None,
+        forget: Callable[[], None] | None = None,
     ) -> None:
         """Launch everything; returns without waiting for it to be up.
 
         Args:
             collect: called in a thread of its own when all workers are done, while the servers
                 still run.
+            forget: called at the very end, to let go of clients.
         Raises:
             OSError: a process could not be started. None is left.
         """
@@ -70,6 +75,7 @@ class Supervisor:
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
         self._collect = collect
+        self._forget = forget
         self._collecting: threading.Thread | None = None
         self._collect_error: BaseException | None = None
         self._served = threading.Event()
@@ -159,6 +165,8 @@ class Supervisor:
                 self.state = "stopped"
             else:
                 self.state = "failed" if error is not None else "finished"
+            if self._forget is not None:
+                self._forget()
             atexit.unregister(self.abandon)
             self.ended.set()
             self._served.set()
@@ -205,8 +213,12 @@ class Supervisor:
             self.state = "running"
             self._served.set()
         self.overview.tick(now)
-        for key in self.overview.silent(now):
-            self.roster.on_silence(key, now)
+        silent = self.overview.silent(now)
+        for process, key in self._processes.items():
+            if key in silent:
+                self.roster.on_silence(key, now)
+                if key.kind == "worker":
+                    process.kill()  # it is fenced off already, and must not stay behind
 
     def _stop_workers(self, now: float) -> bool:
         """If a stop is wanted: whether the workers have ended; those that are slow are killed."""

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
+from paramserve.client import by_block, steps
+
 MakeCluster = Callable[..., RoleCluster]
 
 
 @pytest.fixture
-def make_cluster() -> Iterator[MakeCluster]:
+def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
+    monkeypatch.setattr(steps, "INQUIRE_S", 0.05)
+    monkeypatch.setattr(by_block, "CLOSE_S", 0.2)
     with clusters() as make:
         yield make
 
@@ -32,3 +36,11 @@ def shards(request: pytest.FixtureRequest) -> int:
 def cluster(make_cluster: MakeCluster, kind: str, shards: int) -> RoleCluster:
     """An asynchronous cluster over each transport, with 1 and 2 shards."""
     return make_cluster(kind, servers=shards)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def remote(
+    request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int
+) -> RoleCluster:
+    """As `cluster`, where a server can stand still: over sockets."""
+    return make_cluster(request.param, servers=shards)

@@ -27,6 +27,7 @@ from paramserve.control import ControlLink
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
+from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
 from paramserve.rules import SGD, Adam, Add
@@ -166,6 +167,16 @@ class Server:
         self.role = role
         self.listeners = listeners
         self.control = control
+        self.stopped = False
+
+    def stop(self) -> None:
+        """As if its process had died. To be called on the loop of the servers."""
+        if not self.stopped:
+            self.stopped = True
+            self.role.close()
+            for listener in self.listeners:
+                listener.close()
+            self.control.close()
 
 
 class RoleCluster:
@@ -296,8 +307,8 @@ class RoleCluster:
             (address,) = addresses
             shard = int(address.removesuffix(".sock").rpartition("s")[2])
             entrance = self.servers[shard].role.entrance
-            if shard in self._stopped:
-                raise ConnectionRefusedError("the server has stopped")
+            if self.servers[shard].stopped:
+                raise ConnectTimeout("the server has stopped", fix="none")
             return InProcessLink.connect(entrance, hello, arenas=arenas)
         return Link.connect(
             [each for each in addresses if each.startswith(self.kind)],
@@ -308,31 +319,22 @@ class RoleCluster:
             limits=limits,
         )
 
-    @property
-    def _stopped(self) -> set[int]:
-        return {k for k, each in enumerate(self.servers) if each.role.ended.is_set()}
-
     # --- faults ------------------------------------------------------------------------------
 
     def cut(self, client: Client, shard: int = 0) -> None:
-        """End the server's side of a client's connection."""
+        """End the server's side of a client's connection, if there is one now."""
         role = self.servers[shard].role
-        self.on_server(lambda: role._clients[client.id].close())
+
+        def end() -> None:
+            conn = role._clients.get(client.id)
+            if conn is not None:
+                conn.close()
+
+        self.on_server(end)
 
     def stop(self, shard: int = 0) -> None:
         """End a server as if its process had died: sockets close, nobody listens any more."""
-        running = self.servers[shard]
-
-        def end() -> None:
-            if running.role.ended.is_set():
-                return
-            running.role.ended.set()
-            running.role.close()
-            for listener in running.listeners:
-                listener.close()
-            running.control.close()
-
-        self.on_server(end)
+        self.on_server(self.servers[shard].stop)
 
     def mark_dead(self, rank: int) -> None:
         """Tell the coordinator, as the driver does, that a worker's process has ended."""

@@ -39,9 +39,10 @@ def test_driver_that_ends_without_waiting_takes_its_run_along(pipe: str) -> None
 def test_fork_of_the_driver_that_exits_leaves_the_run_alone(pipe: str) -> None:
     forks = """
 import os
+sys.stdin.read()
 if os.fork() == 0:
     sys.exit(0)
-os.wait()
+os.wait()  # for the fork: it is the first to end
 print(job.status().state, flush=True)
 job.stop()
 """

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,10 @@ from tests.faults.drivers import driver
 from tests.faults.leftovers import all_end, folders, nothing_left
 
 import paramserve as ps
+from paramserve import job as job_module
+from paramserve.config import Deadlines
 from paramserve.errors import CoordinatorGone, ServerGone, WorkerFailed
+from paramserve.plan import Plan
 from paramserve.roster import Key
 
 DETECTED_WITHIN_S = 2.0
@@ -146,3 +150,24 @@ def test_killed_while_training_a_torch_model(
             killed_at = kill(job, victim, pipe, chance)
             check_end(job, killed_at, error, f"{victim} was killed by SIGKILL")
 
+
+@pytest.mark.parametrize(
+    ("victim", "error"),
+    [(Key("server", 1), ServerGone), (Key("coordinator", 0), CoordinatorGone)],
+    ids=["server", "coordinator"],
+)
+def test_hung_process_counts_as_gone(
+    pipe: str, monkeypatch: pytest.MonkeyPatch, victim: Key, error: type[Exception]
+) -> None:
+    stall_s = 1.5
+    deadlines = Deadlines(stall_s=stall_s, heartbeat_s=0.2)
+    monkeypatch.setattr(job_module, "Plan", partial(Plan, deadlines=deadlines))
+    with nothing_left():
+        job, _ = begin(pipe, 12, "sync")
+        with all_end(list(pids(job).values())):
+            assert Path(pipe).read_text() == "here\n"
+            os.kill(pids(job)[victim], signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(error, match=f"{victim} does not answer"):
+                job.wait()
+            assert time.monotonic() - began < stall_s + DETECTED_WITHIN_S

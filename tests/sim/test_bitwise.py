@@ -8,6 +8,7 @@ import pytest
 from paramserve.core.consistency import Sync
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
+from paramserve.messages import BlockSpec, Piece
 from paramserve.rules import SGD, Adam, Array, PushInfo, Rule, Run
 from paramserve.testing import Call, Counting, Faults, Pushed, Row, Scenario, SimulatedCluster
 from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
@@ -107,7 +108,5 @@ def test_sync_run_equals_one_process_bit_for_bit(
 
 def simulated_block(number: int, size: int) -> Block:
     """As much of a block as the loop needs."""
-    from paramserve.messages import BlockSpec, Piece
-
     spec = BlockSpec(number, 0, "", "float32", None, (Piece("all", (size,)),), (0, size))
     return Block(spec)

@@ -5,8 +5,8 @@ From the face down: `by_name` (key-value), `by_block` (joining, blocks, steps), 
 outcome), `exchange` (links, sessions, slots, reconnects), `heartbeat`.
 """
 
-from paramserve.client.by_name import Client, Snapshot
+from paramserve.client.by_name import Client, GroupSnapshot
 from paramserve.client.steps import BlockPush
 from paramserve.client.ticket import Outcome, Ticket
 
-__all__ = ["BlockPush", "Client", "Outcome", "Snapshot", "Ticket"]
+__all__ = ["BlockPush", "Client", "GroupSnapshot", "Outcome", "Ticket"]

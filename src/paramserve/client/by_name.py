@@ -25,7 +25,7 @@ from paramserve.messages import TakeSnapshot, Watch
 Array = npt.NDArray[Any]
 
 
-class Snapshot(NamedTuple):
+class GroupSnapshot(NamedTuple):
     """A group's values at one version, the same on all shards.
 
     `dropped` counts earlier snapshots that were not read in time.
@@ -263,7 +263,7 @@ class Client(BlockClient):
             self._steps.finish("watch", requests, self.timeout_s, ())
             return True
 
-    def take_snapshot(self, group: str, after: int) -> Snapshot | None:
+    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
         """The oldest kept snapshot of a version past `after` that all shards have, or None."""
         self._check()
         with self._lock:
@@ -290,7 +290,7 @@ class Client(BlockClient):
                 flat = slot.array(block)
                 for piece in self._names.pieces(block):
                     values[piece.name] = piece.view(flat).copy()
-            return Snapshot(taken.pop(), values, max(reply.dropped for reply in replies))
+            return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))
 
     def _resolve(
         self, name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None

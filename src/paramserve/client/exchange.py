@@ -215,14 +215,27 @@ class Exchange:
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
     def _attach(self, shard: _Shard, link: Link, arena: Arena) -> None:
-        try:
-            link.attach(arena, timeout_s=self._deadlines.reconnect_s)
-        except ConnectTimeout as error:
-            self._give_up(shard, error)
-        except ProtocolError as error:
-            # The server has ended the link already: the next one brings all arenas along.
-            logger.debug("shard %d did not take an arena: %s", shard.number, error)
-            self._disconnect(shard)
+        deadline = time.monotonic() + self._deadlines.request_s
+        while True:
+            try:
+                link.attach(arena, timeout_s=self._deadlines.reconnect_s)
+            except ConnectTimeout as error:
+                if self._hung_up(shard):
+                    self._give_up(shard, error)
+                elif time.monotonic() < deadline:
+                    continue  # It lives, and is busy.
+                else:
+                    raise
+            except ProtocolError as error:
+                # The server has ended the link already: the next one brings all arenas along.
+                logger.debug("shard %d did not take an arena: %s", shard.number, error)
+                self._disconnect(shard)
+            return
+
+    def _hung_up(self, shard: _Shard) -> bool:
+        """Whether the other end of a shard's link is closed."""
+        ended = select.POLLHUP | select.POLLERR | select.POLLNVAL
+        return any(fd == shard.fileno and event & ended for fd, event in self._poll.poll(0))
 
     # --- links -------------------------------------------------------------------------------
 
@@ -241,6 +254,7 @@ class Exchange:
         self._poll.register(shard.fileno, select.POLLIN)
 
     def _disconnect(self, shard: _Shard) -> None:
+        """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
         link, shard.link = shard.link, None
         self._down.add(shard.number)
         if link is not None:
@@ -259,7 +273,7 @@ class Exchange:
             for message in shard.session.to_resend():
                 self._transmit(shard, message)
         except ConnectionError:
-            return  # It broke again: the next read sees that.
+            self._disconnect(shard)  # It broke again.
         except (ParamServeError, OSError) as error:
             logger.debug("shard %d is given up: %s; before: %s", shard.number, error, why)
             self._give_up(shard, error)
@@ -331,9 +345,11 @@ class Exchange:
                     operation.failed(shard.gone)
                     continue
                 numbered = shard.session.submit(message, operation)
-                # A broken link is made anew by whoever reads it next, and this is sent again.
-                with contextlib.suppress(ConnectionError):
+                # A broken link is made anew by whoever reads next, and this is sent again.
+                try:
                     self._transmit(shard, numbered)
+                except ConnectionError:
+                    self._disconnect(shard)
 
     def _transmit(self, shard: _Shard, message: ShardRequest) -> None:
         link = shard.link
@@ -492,18 +508,24 @@ class Exchange:
     def _ask(
         self, shards: Sequence[_Shard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
-        # Not numbered: what was asked over a link that breaks is not answered over the next one.
-        asked = [(shard, shard.link) for shard in shards if shard.link is not None]
-        for shard, link in asked:
+        for shard in shards:
             shard.told = None
-            with contextlib.suppress(ConnectionError):
-                link.send(encode(question))
+        asked: dict[int, Link] = {}
         deadline = time.monotonic() + timeout_s
-        while any(
-            shard.told is None and shard.link is link for shard, link in asked
-        ) and self._progress(deadline):
-            pass
-        return [shard.told for shard, _ in asked if shard.told is not None]
+        while True:
+            waiting = [each for each in shards if each.told is None and each.gone is None]
+            for shard in waiting:  # Not numbered: a question goes with its link, and is asked again.
+                if shard.link is not None and shard.link is not asked.get(shard.number):
+                    asked[shard.number] = shard.link
+                    self._question(shard, shard.link, question)
+            if not waiting or not self._progress(deadline):
+                return [shard.told for shard in shards if shard.told is not None]
+
+    def _question(self, shard: _Shard, link: Link, question: Inquire | AskReport) -> None:
+        try:
+            link.send(encode(question))
+        except ConnectionError:
+            self._disconnect(shard)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every request has been answered; False after `timeout_s`."""

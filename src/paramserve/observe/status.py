@@ -79,13 +79,19 @@ def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:
 
 
 def by_rank(beats: Iterable[ServerBeat]) -> dict[int, Staleness]:
-    """The staleness of each rank's pushes, over all groups and shards."""
-    found: dict[int, list[Staleness]] = {}
+    """The staleness of each rank's pushes, over all groups. A push reaches every shard and counts
+    once; its staleness is the mean over the shards."""
+    shards: dict[tuple[str, int], list[Staleness]] = {}
     for beat in beats:
         for report in beat.groups:
             for rank, pushes, total, largest in report.staleness:
                 each = Staleness(pushes, total / max(pushes, 1), largest)
-                found.setdefault(rank, []).append(each)
+                shards.setdefault((report.name, rank), []).append(each)
+    found: dict[int, list[Staleness]] = {}
+    for (_, rank), parts in shards.items():
+        joined = _total(parts)
+        pushes = max(part.pushes for part in parts)
+        found.setdefault(rank, []).append(Staleness(pushes, joined.mean, joined.max))
     return {rank: _total(parts) for rank, parts in sorted(found.items())}
 
 

@@ -62,8 +62,7 @@ def build(described: PolicySpec, registered: Mapping[str, type[Any]] = NONE) -> 
         raise UnknownRule(
             f"no rule is called {described.name!r} on the servers, "
             f"which know {', '.join(sorted(known))}",
-            fix=f"start the servers with it: ps.run(..., rules=[{described.name}]) "
-            f"or ps.Cluster(rules=[{described.name}])",
+            fix="use one of these rules; servers run no code that they were not started with",
         )
     try:
         rule: Rule = kind(**_arguments(described.options))

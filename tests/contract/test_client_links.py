@@ -1,0 +1,395 @@
+"""The client when connections break, servers end or do not answer, over all transports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.contract.echo_host import frame
+from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
+
+from paramserve.client import Client
+from paramserve.config import Deadlines
+from paramserve.core.consistency import Sync
+from paramserve.errors import (
+    ClientClosed,
+    CoordinatorGone,
+    DefineTimeout,
+    ParamServeError,
+    PullTimeout,
+    PushTimeout,
+    ServerGone,
+)
+from paramserve.messages import Hello, encode
+from paramserve.rules import Add
+
+LARGE = 40_000
+SOON_S = 2.0
+"""Within this time everybody knows that a server is gone."""
+MakeCluster = Callable[..., RoleCluster]
+
+
+def taken(client: Client) -> int:
+    """Slots of shared memory that are in use."""
+    return len(client._exchange._pool.taken)
+
+
+# --- the connection ends, the server lives ----------------------------------------------------
+
+
+def test_pipelined_pushes_are_applied_once_through_reconnects(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    before = cluster.connects
+    random = np.random.default_rng(1)
+    tickets = []
+    for _ in range(60):
+        tickets.append(client.push("w", np.ones(LARGE)))
+        if random.random() < 0.3:
+            cluster.cut(client, int(random.integers(len(cluster.servers))))
+    assert [ticket.result().version for ticket in tickets] == list(range(1, 61))
+    assert (client.pull("w") == 60.0).all()
+    assert (other.pull("w") == 60.0).all()
+    assert cluster.connects > before + 5
+    exchange = client._exchange
+    assert len(exchange._by_fileno) == len(cluster.servers)  # broken links are polled no more
+    assert taken(client) == 0
+
+
+def test_pull_goes_on_over_the_next_connection(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.full(LARGE, 3.0), rule=Add())
+    for _ in range(5):
+        for shard in range(len(cluster.servers)):
+            cluster.cut(client, shard)
+        assert (client.pull("w") == 3.0).all()
+
+
+def test_reconnect_costs_no_busy_loop(remote: RoleCluster) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(3), rule=Add())
+    for shard in range(len(remote.servers)):
+        remote.cut(client, shard)
+    client.push("w", np.ones(3)).result()
+    with remote.frozen():
+        ticket = client.push("w", np.ones(3))
+        used = time.thread_time()
+        with pytest.raises(PushTimeout):
+            ticket.result(0.1)
+        assert time.thread_time() - used < 0.1
+    assert ticket.result().version == 2
+
+
+def test_arena_that_grows_after_a_cut_comes_with_the_next_connection(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    client.define("small", np.zeros(3), rule=Add())
+    for shard in range(len(cluster.servers)):
+        cluster.cut(client, shard)
+    client.define("w", np.ones(300_000), rule=Add())
+    assert (client.push_pull({"w": np.ones(300_000)})["w"] == 2.0).all()
+    assert client.pull("small").tolist() == [0.0] * 3
+
+
+def test_questions_lost_with_a_connection_do_not_hang(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    for shard in range(len(cluster.servers)):
+        cluster.cut(client, shard)
+    start = time.monotonic()
+    client.reports()
+    assert time.monotonic() - start < SOON_S
+    assert len(client.reports()) == len(cluster.servers)
+
+
+@pytest.mark.parametrize("part", [1, 19, 25, -1], ids=["prelude", "most", "header", "payload"])
+def test_client_that_vanishes_within_a_message_harms_nobody(
+    make_cluster: MakeCluster, part: int, kind: str
+) -> None:
+    if kind == "inprocess":
+        kind = "tcp"  # A call within the process cannot end in its middle.
+    cluster = make_cluster(kind)
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    shard = cluster.servers[0].role
+    before = len(shard._parties)
+    for number in range(20, 25):
+        sock = cluster.peer()
+        data = frame(encode(Hello("client", client=number)))
+        data += frame(b"\x00" * 40, b"\x00" * (0 if part > 0 else 1000))
+        sock.sendall(data[: len(data) - 1000 if part < 0 else 20 + 30 + part])
+        wait_until(lambda n=number: n in shard._clients)  # type: ignore[misc]
+        sock.close()
+    wait_until(lambda: len(shard._parties) == before)
+    assert client.push("w", np.ones(3)).result().version == 1
+
+
+# --- servers that end or stand still ----------------------------------------------------------
+
+
+def gone(use: Callable[[], object]) -> None:
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match=r"server of shard \d .*Applied: unknown"):
+        use()
+    assert time.monotonic() - start < SOON_S
+
+
+@pytest.mark.parametrize("which", ["last", "all"])
+def test_server_that_ends_is_gone_for_those_who_wait_and_for_every_later_call(
+    remote: RoleCluster, which: str
+) -> None:
+    client, idle = remote.client(), remote.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    idle.pull("w")
+    with remote.frozen():
+        tickets = [client.push("w", np.ones(LARGE)) for _ in range(3)]
+        pulled = []
+        thread = threading.Thread(target=lambda: pulled.append(_error(lambda: client.pull("w"))))
+        thread.start()
+        count = len(remote.servers)
+        for shard in range(count) if which == "all" else [count - 1]:
+            remote.serving.loop.call_soon_threadsafe(remote.servers[shard].stop)
+    for ticket in tickets:
+        gone(ticket.result)
+    thread.join(SOON_S)
+    assert [type(error) for error in pulled] == [ServerGone]
+    for use in (
+        lambda: client.push("w", np.ones(LARGE)),
+        lambda: client.pull("w"),
+        lambda: client.assign("w", np.ones(LARGE)),
+        lambda: client.push_pull({"w": np.ones(LARGE)}),
+        lambda: client.tick(),
+        lambda: client.reports(),
+        lambda: client.define("x", np.ones(2)),
+        lambda: idle.push_pull({"w": np.ones(LARGE)}),
+        lambda: idle.pull("w"),
+    ):
+        gone(use)
+    start = time.monotonic()
+    client.close()
+    idle.close()
+    assert time.monotonic() - start < SOON_S
+
+
+def _error(use: Callable[[], object]) -> BaseException | None:
+    try:
+        use()
+    except BaseException as error:
+        return error
+    return None
+
+
+def test_sync_step_ends_when_the_other_shard_is_gone(make_cluster: MakeCluster, kind: str) -> None:
+    """The shard that lives holds the step for ever: it waits for the dead one's part."""
+    cluster = make_cluster(kind, servers=2, workers=2, policy=Sync())
+    first, second = cluster.client(0), cluster.client(1)
+    first.define("w", np.zeros(LARGE), rule=Add())
+    first.push("w", np.ones(LARGE))
+    ticket = first.tick()
+    time.sleep(0.05)
+    cluster.stop(1)
+    gone(ticket.result)
+    gone(lambda: second.pull("w"))
+
+
+def test_growing_while_the_server_ends_is_server_gone(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(300_000), rule=Add())
+    for shard in range(len(cluster.servers)):
+        cluster.stop(shard)
+    gone(lambda: [client.push("w", np.ones(300_000)) for _ in range(9)][-1].result())
+
+
+def test_coordinator_that_ends_is_gone_for_what_needs_it_only(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    cluster.coordinating.call(cluster._coordinator.close)
+    for server in cluster.servers:
+        wait_until(server.role.ended.is_set)
+    with pytest.raises(CoordinatorGone):
+        client.define("v", np.zeros(3))
+    assert client.push("w", np.ones(3)).result().version == 1
+
+
+def test_timeout_frees_nothing_and_result_can_be_called_again(remote: RoleCluster) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(LARGE), rule=Add())
+    with remote.frozen():
+        ticket = client.push("w", np.ones(LARGE))
+        for _ in range(2):
+            with pytest.raises(PushTimeout, match=r"push timed out.*Applied: unknown"):
+                ticket.result(0.01)
+        assert not ticket.done()
+        in_use = taken(client)
+        assert in_use == 1
+    assert ticket.result().version == 1
+    assert taken(client) == 0
+
+
+def test_pull_that_timed_out_gives_its_memory_back_when_the_answer_comes(
+    remote: RoleCluster,
+) -> None:
+    client = remote.client()
+    client.define("w", np.full(LARGE, 2.0), rule=Add())
+    with remote.frozen():
+        with pytest.raises(PullTimeout, match=r"pull timed out.*Applied: no"):
+            client.pull("w", timeout_s=0.01)
+        assert taken(client) == 1
+    for _ in range(3):
+        assert (client.pull("w") == 2.0).all()
+    client.drain()
+    client.pull("w")
+    assert taken(client) == 0
+
+
+def test_every_call_has_its_timeout(remote: RoleCluster) -> None:
+    client = remote.client()
+    block = client.define("w", np.zeros(3), rule=Add())
+    client.watch("default", 1)
+    client.timeout_s = 0.02
+    with remote.frozen():
+        for use, error in (
+            (lambda: client.define("x", np.zeros(2), rule=Add()), DefineTimeout),
+            (lambda: client.assign("w", np.zeros(3)), PushTimeout),
+            (lambda: client.fetch(block, 0), PullTimeout),
+            (lambda: client.take_snapshot("default", 0), PullTimeout),
+        ):
+            with pytest.raises(error, match="timed out"):
+                use()
+        assert client.reports() == []
+    client.timeout_s = 5.0
+    assert client.push_pull({"w": np.ones(3)})["w"].tolist() == [1.0] * 3
+    client.pull("w")
+    assert taken(client) == 0
+
+
+def test_full_window_is_a_timeout_and_sends_nothing_anywhere(remote: RoleCluster) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(20_000), rule=Add())
+    client.timeout_s = 0.02
+    with remote.frozen():
+        for _ in range(4):
+            client.push("w", np.ones(20_000))
+        for _ in range(3):
+            with pytest.raises(PushTimeout, match=r"left 4 requests unanswered.*Applied: no"):
+                client.push("w", np.ones(20_000))
+        assert taken(client) == 4
+    client.timeout_s = 5.0
+    client.push("w", np.ones(20_000))
+    assert (client.pull("w") == 5.0).all()
+    assert taken(client) == 0
+
+
+# --- threads, forks, errors that nobody read --------------------------------------------------
+
+
+def test_close_by_another_thread_ends_every_wait(remote: RoleCluster) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(3), rule=Add())
+    errors: list[BaseException | None] = []
+
+    def wait(use: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: errors.append(_error(use)))
+        thread.start()
+        return thread
+
+    with remote.frozen():
+        ticket = client.push("w", np.ones(3))
+        threads = [
+            wait(ticket.result),
+            wait(ticket.result),
+            wait(lambda: client.await_block({"v": (2,)}, dtype="float64", rule=None)),
+        ]
+        time.sleep(0.02)
+        start = time.monotonic()
+        client.close()
+        for thread in threads:
+            thread.join(5)
+        assert time.monotonic() - start < 3.0
+    assert [type(error) for error in errors] == [ClientClosed] * 3
+
+
+def test_forked_client_is_refused_and_the_parents_goes_on(remote: RoleCluster) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(3), rule=Add())
+    with remote.frozen():
+        ticket = client.push("w", np.ones(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+            child = os.fork()
+        if not child:
+            status = 1
+            with contextlib.suppress(BaseException):
+                status = _is_refused(client, ticket.result)
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ticket.result().version == 1
+    assert client.push_pull({"w": np.ones(3)})["w"].tolist() == [2.0] * 3
+
+
+def _is_refused(client: Client, result: Callable[[], object]) -> int:
+    uses = (
+        lambda: client.push("w", np.ones(3)),
+        lambda: client.pull("w"),
+        lambda: client.define("v", np.ones(2)),
+        result,
+    )
+    for status, use in enumerate(uses, 2):
+        error = _error(use)
+        if not isinstance(error, ClientClosed) or "in the child" not in str(error):
+            return status
+    client.close()
+    return 0 if client.closed else 9
+
+
+def test_error_that_nobody_read_is_raised_by_the_next_call(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+
+    def refused() -> object:
+        """A push that only the server can refuse, as its checks are not those of the client."""
+        for server in cluster.servers:
+            block = next(iter(server.role.shard.blocks.values()))
+            block.rule, kept = None, block.rule
+        ticket = client.push("w", np.ones(3))
+        while not ticket.done():
+            pass
+        for server in cluster.servers:
+            next(iter(server.role.shard.blocks.values())).rule = kept
+        return ticket
+
+    for use in (
+        lambda: client.push("w", np.ones(3)),
+        lambda: client.pull("w"),
+        lambda: client.assign("w", np.ones(3)),
+        lambda: client.tick(),
+        lambda: client.drain(),
+    ):
+        refused()
+        with pytest.raises(ParamServeError, match="has no rule"):
+            use()
+        assert client.pull("w").tolist() == [0.0] * 3
+    ticket = refused()
+    for _ in range(2):
+        with pytest.raises(ParamServeError, match="has no rule"):
+            ticket.result()  # type: ignore[attr-defined]
+    client.pull("w")
+    assert taken(client) == 0
+
+
+def test_ranks_clock_outlives_nothing_but_its_client(make_cluster: MakeCluster) -> None:
+    """A deadline that is not given comes from the cluster's settings."""
+    quick = Deadlines(request_s=0.05, start_s=5.0, reconnect_s=0.2)
+    cluster = make_cluster("unix", deadlines=DEADLINES)
+    client = cluster.client(deadlines=quick)
+    client.define("w", np.zeros(3), rule=Add())
+    with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited 0\.1 s|waited 0\.0 s"):
+        client.pull("w")
+    assert client.timeout_s == 0.05

@@ -1,0 +1,81 @@
+"""`ps.Cluster` with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import paramserve as ps
+from paramserve.errors import ClientClosed, ServerGone
+from paramserve.roster import Key
+from tests.faults.leftovers import all_end, nothing_left
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def pids(cluster: ps.Cluster) -> dict[Key, int]:
+    return {key: process.pid for process, key in cluster._supervisor._processes.items()}
+
+
+def test_cluster_holds_values_and_closes_its_clients() -> None:
+    with ps.Cluster(servers=2) as cluster, all_end(list(pids(cluster).values())):
+        first, second = cluster.client(), cluster.client()
+        first.define("w", np.zeros(10), rule=ps.Add())
+        first.push("w", np.ones(10)).result()
+        np.testing.assert_array_equal(second.pull("w"), np.ones(10))
+        cluster.close()
+        cluster.close()
+        assert first.closed
+        with pytest.raises(ClientClosed):
+            second.pull("w")
+        with pytest.raises(ClientClosed, match="was stopped"):
+            cluster.client()
+        del first, second
+
+
+def test_cluster_ranks_step_together_under_sync() -> None:
+    with ps.Cluster(servers=2, workers=2, consistency=ps.Sync(reduce="sum")) as cluster:
+        ranks = [cluster.client(rank=rank) for rank in range(2)]
+        assert [client.rank for client in ranks] == [0, 1]
+        assert [client.workers for client in ranks] == [2, 2]
+        ranks[0].define("w", np.zeros(4), rule=ps.Add())
+        tickets = []
+        for client in ranks:
+            client.push("w", np.full(4, client.rank + 1.0))
+            tickets.append(client.tick())
+        assert [ticket.result().version for ticket in tickets] == [1, 1]
+        np.testing.assert_array_equal(ranks[1].pull("w"), np.full(4, 3.0))
+        del ranks, client, tickets
+
+
+def test_cluster_closes_when_the_block_raises() -> None:
+    with pytest.raises(LookupError), ps.Cluster() as cluster:
+        found = list(pids(cluster).values())
+        raise LookupError
+    with all_end(found):
+        pass
+
+
+def test_killed_server_is_server_gone_for_clients_within_2_s() -> None:
+    with ps.Cluster(servers=2) as cluster, all_end(list(pids(cluster).values())):
+        client = cluster.client()
+        client.define("w", np.zeros(100_000), rule=ps.Add())
+        os.kill(pids(cluster)[Key("server", 1)], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises((ServerGone, ClientClosed)):
+            while True:
+                client.push_pull({"w": np.ones(100_000)})
+        assert time.monotonic() - began < 2.0
+        cluster._supervisor.ended.wait()
+        with pytest.raises(ServerGone, match="server 1 was killed by SIGKILL"):
+            cluster.client()
+        del client

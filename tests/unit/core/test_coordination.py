@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec
+from paramserve.core import coordination as module
+from paramserve.core.coordination import (
+    Called,
+    ConnectionLost,
+    Coordination,
+    Decided,
+    Noticed,
+    TimePassed,
+)
+from paramserve.messages import (
+    AskStatus,
+    CoordinatorRequest,
+    Defined,
+    Failed,
+    Found,
+    GroupReport,
+    Join,
+    Joined,
+    Leave,
+    Lookup,
+    MarkDead,
+    Ok,
+    Piece,
+    PlaceBlock,
+    Placed,
+    Record,
+    Register,
+    ServerBeat,
+    Status,
+    WorkerBeat,
+)
+
+START_S, STALL_S = 10.0, 5.0
+SERVER, DRIVER = 90, 99
+"""Connections; a worker's is its rank."""
+
+
+class Cluster:
+    """A coordinator whose calls are made at `now`."""
+
+    def __init__(self, servers: int = 1, workers: int = 2, *, up: bool = True) -> None:
+        deadlines = Deadlines(start_s=START_S, stall_s=STALL_S)
+        limits = Limits(log_records_max=2)
+        policy = PolicySpec("Async")
+        self.one = Coordination(
+            CoordinatorConfig(servers, workers, "", policy, limits=limits, deadlines=deadlines)
+        )
+        self.now = 0.0
+        if up:
+            for shard in range(servers):
+                self.call(SERVER + shard, Register(1, shard, 1, (f"unix:{shard}",)))
+
+    def happen(self, event: Any) -> Decided:
+        return self.one.step(event, self.now)
+
+    def call(self, connection: int, message: CoordinatorRequest) -> Any:
+        """The reply to a call, or None while it waits."""
+        decided = self.happen(Called(connection, message))
+        mine = [reply for to, reply in decided.replies if to == connection]
+        assert len(mine) <= 1
+        return mine[0] if mine else None
+
+    def join(self, rank: int, connection: int | None = None) -> Joined:
+        reply = self.call(connection if connection is not None else rank, Join(1, rank, 1))
+        assert isinstance(reply, Joined)
+        return reply
+
+    def states(self) -> list[str]:
+        return [member.state for member in self.one.membership.snapshot().members]
+
+
+def place(*names: str, define: bool = True, wait_s: float = 1.0) -> PlaceBlock:
+    pieces = tuple(Piece(name, (3,)) for name in names)
+    return PlaceBlock(7, "model", "float32", None, pieces, define, wait_s)
+
+
+def test_join_waits_until_all_servers_are_up() -> None:
+    cluster = Cluster(servers=2, up=False)
+    assert cluster.call(0, Join(5, 0, 1)) is None
+    cluster.call(SERVER, Register(1, 1, 1, ("unix:b",)))
+    decided = cluster.happen(Called(SERVER + 1, Register(1, 0, 1, ("unix:a",))))
+    joined = dict(decided.replies)[0]
+    assert isinstance(joined, Joined)
+    assert (joined.call, joined.client, joined.incarnation, joined.workers) == (5, 1, 1, 2)
+    assert joined.servers == (("unix:a",), ("unix:b",))
+    assert decided.members is not None
+    assert [member.state for member in decided.members.members] == ["live", "expected"]
+
+
+def test_join_fails_when_servers_do_not_come_up() -> None:
+    cluster = Cluster(servers=2, up=False)
+    cluster.call(SERVER, Register(1, 1, 1, ()))
+    assert cluster.call(0, Join(5, 0, 1)) is None
+    cluster.now = START_S
+    ((to, failed),) = cluster.happen(TimePassed()).replies
+    assert to == 0
+    assert isinstance(failed, Failed)
+    assert failed.call == 5
+    assert "shards [0]" in failed.failed
+
+
+def test_join_taken_rank_is_refused() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    reply = cluster.call(7, Join(5, 0, 1))
+    assert isinstance(reply, Failed)
+    assert "taken" in reply.failed
+
+
+def test_servers_are_told_only_when_something_changed() -> None:
+    cluster = Cluster()
+    assert cluster.happen(Called(0, Join(1, 0, 1))).members is not None
+    assert cluster.happen(Called(1, Join(1, -1, 1))).members is None
+    assert cluster.happen(Noticed(0, WorkerBeat(1))).members is None
+    assert cluster.happen(TimePassed()).members is None
+    assert cluster.happen(Called(0, Leave(1))).members is not None
+    assert cluster.happen(ConnectionLost(0)).members is None
+
+
+def test_leave_then_lost_connection_counts_as_left() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    assert cluster.call(0, Leave(3)) == Ok(3)
+    cluster.happen(ConnectionLost(0))
+    assert cluster.states() == ["left", "expected"]
+
+
+def test_lost_connection_without_leave_is_a_death() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.happen(ConnectionLost(0))
+    cluster.happen(ConnectionLost(SERVER))
+    cluster.happen(ConnectionLost(55))
+    assert cluster.states() == ["dead", "expected"]
+
+
+def test_lost_connection_of_an_older_incarnation_harms_nobody() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.call(DRIVER, MarkDead(1, "worker", 0))
+    assert cluster.join(0, connection=10).incarnation == 2
+    cluster.happen(ConnectionLost(0))
+    assert cluster.states() == ["live", "expected"]
+
+
+def test_mark_dead_is_for_workers_only() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    reply = cluster.call(DRIVER, MarkDead(4, "server", 0))
+    assert isinstance(reply, Failed)
+    assert cluster.states() == ["live", "expected"]
+    assert cluster.call(DRIVER, MarkDead(4, "worker", 0)) == Ok(4)
+    assert cluster.call(DRIVER, MarkDead(5, "worker", 9)) == Ok(5)
+    assert cluster.states() == ["dead", "expected"]
+
+
+def test_silent_worker_is_declared_dead() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    cluster.now = STALL_S
+    cluster.happen(Noticed(1, WorkerBeat(3)))
+    cluster.now = STALL_S + 1.0
+    decided = cluster.happen(TimePassed())
+    assert decided.members is not None
+    assert cluster.states() == ["dead", "live"]
+
+
+def test_worker_that_waits_for_an_answer_is_not_silent() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    assert cluster.call(0, Lookup(1, ("w",), 100.0)) is None
+    for _ in range(3):
+        cluster.now += STALL_S
+        cluster.happen(TimePassed())
+    assert cluster.states()[0] == "live"
+
+
+def test_heartbeat_of_an_older_incarnation_does_not_count() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.call(DRIVER, MarkDead(1, "worker", 0))
+    cluster.join(0, connection=10)
+    cluster.now = STALL_S + 1.0
+    cluster.happen(Noticed(0, WorkerBeat(3)))
+    cluster.happen(TimePassed())
+    assert cluster.states()[0] == "dead"
+
+
+def test_place_second_client_waits_until_it_is_defined() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    placed = cluster.call(0, place("w"))
+    assert isinstance(placed, Placed)
+    assert placed.attempt == 1
+    assert cluster.call(1, place("w")) is None
+    decided = cluster.happen(Called(0, Defined(8, placed.spec.block, 1)))
+    assert dict(decided.replies) == {0: Ok(8), 1: Placed(7, placed.spec, 0)}
+
+
+def test_place_definer_that_dies_is_followed_by_the_next() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    cluster.call(0, place("w"))
+    assert cluster.call(1, place("w")) is None
+    ((to, placed),) = cluster.happen(ConnectionLost(0)).replies
+    assert to == 1
+    assert isinstance(placed, Placed)
+    assert placed.attempt == 2
+
+
+def test_place_of_a_worker_that_counts_as_dead_is_refused() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.call(DRIVER, MarkDead(1, "worker", 0))
+    reply = cluster.call(0, place("w"))
+    assert isinstance(reply, Failed)
+    assert reply.kind == "WorkerFenced"
+    cluster.join(1)
+    assert isinstance(cluster.call(1, place("w")), Placed)
+
+
+def test_place_waiting_worker_that_dies_is_told() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    cluster.call(0, place("w"))
+    assert cluster.call(1, place("w")) is None
+    decided = cluster.happen(Called(DRIVER, MarkDead(1, "worker", 1)))
+    told = dict(decided.replies)[1]
+    assert isinstance(told, Failed)
+    assert told.kind == "WorkerFenced"
+
+
+def test_place_that_waits_too_long_fails_with_its_names() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    assert cluster.call(0, place("w", define=False, wait_s=2.0)) is None
+    cluster.now = 1.9
+    assert cluster.happen(TimePassed()).replies == []
+    cluster.now = 2.0
+    ((_, failed),) = cluster.happen(TimePassed()).replies
+    assert isinstance(failed, Failed)
+    assert failed.kind == "DefineTimeout"
+    assert "'w'" in failed.failed
+
+
+def test_place_mismatch_is_refused() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.call(0, place("w"))
+    reply = cluster.call(0, place("w", "v"))
+    assert isinstance(reply, Failed)
+    assert reply.kind == "DefineMismatch"
+
+
+def test_place_mismatch_that_shows_later_ends_the_wait() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    cluster.join(1)
+    assert cluster.call(1, place("w", "v", define=False)) is None
+    decided = cluster.happen(Called(0, place("w")))
+    told = dict(decided.replies)
+    assert isinstance(told[0], Placed)
+    assert isinstance(told[1], Failed)
+    assert told[1].kind == "DefineMismatch"
+
+
+def test_wait_of_a_lost_connection_is_forgotten() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    assert cluster.call(0, Lookup(1, ("w",), 1.0)) is None
+    cluster.happen(ConnectionLost(0))
+    cluster.now = 5.0
+    assert cluster.happen(TimePassed()).replies == []
+
+
+def test_waiting_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
+    cluster = Cluster()
+    for connection in (10, 11):
+        cluster.join(-1, connection)
+        assert cluster.call(connection, Lookup(1, ("w",), 1.0)) is None
+    cluster.join(-1, 12)
+    ((to, failed),) = cluster.happen(Called(12, Lookup(1, ("w",), 1.0))).replies
+    assert to == 10
+    assert isinstance(failed, Failed)
+
+
+def test_lookup_finds_defined_names_and_says_what_is_unknown() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    placed = cluster.call(0, place("w"))
+    cluster.call(0, Defined(1, 0, 1))
+    assert cluster.call(0, Lookup(2, ("w",), 1.0)) == Found(2, (placed.spec,))
+    assert cluster.call(0, Lookup(3, None, 1.0)) == Found(3, (placed.spec,))
+    assert cluster.call(0, Lookup(4, ("v",), 1.0)) is None
+    cluster.now = 1.0
+    ((_, failed),) = cluster.happen(TimePassed()).replies
+    assert isinstance(failed, Failed)
+    assert failed.kind == "UnknownName"
+    assert "'v'" in failed.failed
+    assert "defined: w" in failed.failed
+
+
+def test_lookup_before_any_define_says_so() -> None:
+    cluster = Cluster()
+    assert cluster.call(0, Lookup(4, ("v",), 0.0)) is not None
+    assert "nothing yet" in cluster.call(0, Lookup(4, ("v",), 0.0)).failed
+
+
+def record(rank: int, clock: int) -> Record:
+    return Record(float(clock), rank, clock, {"loss": 1.0})
+
+
+def test_status_hands_on_records_and_counts_those_that_were_dropped() -> None:
+    cluster = Cluster(workers=1)
+    cluster.join(0)
+    cluster.happen(Noticed(0, WorkerBeat(1, (record(0, 1),))))
+    status = cluster.call(DRIVER, AskStatus(1))
+    assert isinstance(status, Status)
+    assert ([r.clock for r in status.records], status.next_record) == ([1], 1)
+    cluster.happen(Noticed(0, WorkerBeat(3, (record(0, 2), record(0, 3)))))
+    status = cluster.call(DRIVER, AskStatus(2, status.next_record))
+    assert ([r.clock for r in status.records], status.next_record) == ([2, 3], 3)
+    status = cluster.call(DRIVER, AskStatus(3, 0))
+    assert ([r.clock for r in status.records], status.dropped_records) == ([2, 3], 1)
+
+
+def test_status_shows_servers_and_who_is_silent() -> None:
+    cluster = Cluster(servers=2)
+    report = GroupReport("model", 4, ((0, 4),), 0, ())
+    cluster.now = STALL_S
+    cluster.happen(Noticed(SERVER + 1, ServerBeat(1, (report,), 3)))
+    cluster.happen(Noticed(SERVER, ServerBeat(1, ())))
+    cluster.now = STALL_S + 1.0
+    status = cluster.call(DRIVER, AskStatus(1))
+    assert [beat.groups for beat in status.servers] == [(), (report,)]
+    assert status.silent_servers == (0,)

@@ -1,0 +1,168 @@
+"""State dicts and snapshots, put together from what a client reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserve.client import Snapshot as ClientSnapshot
+from paramserve.core.partition import Block
+from paramserve.errors import UnknownName
+from paramserve.messages import BlockSpec, Piece
+from paramserve.reading import Reader, Watching, as_state_dict, with_aliases
+
+
+def block(number: int, group: str, **shapes: tuple[int, ...]) -> Block:
+    pieces = tuple(Piece(name, shape) for name, shape in shapes.items())
+    size = sum(int(np.prod(shape)) for shape in shapes.values())
+    return Block(BlockSpec(number, number, group, "float32", None, pieces, (0, size)))
+
+
+class HoldsValues:
+    """A client of servers that hold the given blocks, filled with their number."""
+
+    def __init__(self, *blocks: Block, versions: tuple[int, ...] = ()) -> None:
+        self.held = list(blocks)
+        self.versions = list(versions)
+        self.watched: list[tuple[str, int, int]] = []
+
+    def blocks(self) -> list[Block]:
+        return list(self.held)
+
+    def fetch(self, wanted: Block, field: int) -> tuple[Any, tuple[int, ...]]:
+        assert field == 0
+        return np.arange(wanted.size, dtype=np.float32) + 100 * wanted.id, ()
+
+    def watch(self, group: str, every: int, keep: int) -> bool:
+        self.watched.append((group, every, keep))
+        return True
+
+    def take_snapshot(self, group: str, after: int) -> ClientSnapshot | None:
+        found = [version for version in self.versions if version > after]
+        if not found:
+            return None
+        return ClientSnapshot(found[0], {"w": np.full(2, float(found[0]))}, dropped=0)
+
+
+def reader(client: HoldsValues) -> Reader:
+    return Reader(client)
+
+
+@pytest.fixture
+def torch_not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    yield
+    monkeypatch.undo()
+
+
+def test_read_puts_the_blocks_of_a_group_together_with_its_buffers() -> None:
+    client = HoldsValues(
+        block(1, "model", weight=(2, 3), bias=(2,)),
+        block(2, "model", scale=()),
+        block(3, "model.buffers", mean=(2,)),
+        block(4, "other", w=(1,)),
+    )
+    state = reader(client).read("model", {"model": {"tied": "bias", "gone": "nothing"}})
+    assert {name: array.shape for name, array in state.items()} == {
+        "weight": (2, 3),
+        "bias": (2,),
+        "scale": (),
+        "mean": (2,),
+        "tied": (2,),
+    }
+    assert state["weight"].tolist() == [[100, 101, 102], [103, 104, 105]]
+    assert state["bias"].tolist() == [106, 107]
+    assert state["tied"] is state["bias"]
+
+
+def test_read_all_has_no_group_of_its_own_for_buffers() -> None:
+    client = HoldsValues(block(1, "model", w=(1,)), block(2, "model.buffers", mean=(1,)))
+    values = reader(client).read_all({})
+    assert {name: set(state) for name, state in values.items()} == {"model": {"w", "mean"}}
+
+
+def test_read_of_an_unknown_group_is_empty() -> None:
+    assert reader(HoldsValues(block(1, "model", w=(1,)))).read("other", {}) == {}
+
+
+def test_watching_waits_until_the_group_is_defined() -> None:
+    client = HoldsValues(versions=(10,))
+    watching = Watching("model", every=10, keep=4)
+    assert watching.take(lambda: client, {}, 1.0) is None
+    assert client.watched == []
+    client.held.append(block(1, "model", w=(2,)))
+    first = watching.take(lambda: client, {}, 2.5)
+    assert client.watched == [("model", 10, 4)]
+    assert first is not None
+    assert (first.version, first.seconds) == (10, 0.0)
+
+
+def test_watching_gives_each_version_once_and_counts_seconds_from_the_definition() -> None:
+    client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20))
+    watching = Watching("model", every=10, keep=4)
+    taken = [watching.take(lambda: client, {}, now) for now in (1.0, 1.5, 2.0)]
+    assert [each and (each.version, each.seconds) for each in taken] == [
+        (10, 0.0),
+        (20, 0.5),
+        None,
+    ]
+
+
+def test_watching_state_has_buffers_and_tied_tensors() -> None:
+    client = HoldsValues(
+        block(1, "model", w=(2,)), block(2, "model.buffers", mean=(1,)), versions=(10,)
+    )
+    taken = Watching("model", 10, 4).take(lambda: client, {"model": {"v": "w"}}, 0.0)
+    assert taken is not None
+    assert {name: array.tolist() for name, array in taken.state.items()} == {
+        "w": [10.0, 10.0],
+        "v": [10.0, 10.0],
+        "mean": [200.0],
+    }
+
+
+def test_watching_drained_before_the_end_gives_the_rest_afterwards() -> None:
+    client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20, 30))
+    watching = Watching("model", every=10, keep=4)
+    watching.take(lambda: client, {}, 0.0)
+    watching.drain({}, 1.0)
+    watching.forget()
+    rest = [watching.take_kept() for _ in range(3)]
+    assert [each and each.version for each in rest] == [20, 30, None]
+
+
+def test_watching_that_was_never_read_keeps_nothing() -> None:
+    watching = Watching("model", every=10, keep=4)
+    watching.drain({}, 1.0)
+    assert watching.take_kept() is None
+
+
+@pytest.mark.usefixtures("torch_not_imported")
+def test_state_dict_without_torch_is_arrays() -> None:
+    array = np.ones(2)
+    assert as_state_dict({"model": {"w": array}}, "model")["w"] is array
+
+
+def test_state_dict_with_torch_is_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("torch")
+    fake.from_numpy = lambda array: SimpleNamespace(array=array)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    array = np.ones(2)
+    assert as_state_dict({"model": {"w": array}}, "model")["w"].array is array
+
+
+def test_state_dict_of_an_unknown_group_names_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match=r"no group 'model'; its groups: 'default', 'lm'"):
+        as_state_dict({"default": {}, "lm": {}}, "model")
+    with pytest.raises(UnknownName, match="none"):
+        as_state_dict({}, "model")
+
+
+def test_with_aliases_keeps_the_order_of_names() -> None:
+    state = {"a": np.ones(1), "b": np.zeros(1)}
+    assert list(with_aliases(state, {"c": "a"})) == ["a", "b", "c"]

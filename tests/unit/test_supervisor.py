@@ -1,0 +1,142 @@
+"""What the supervisor does to an engine's processes; the engine here starts none."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paramserve.config import PolicySpec
+from paramserve.engine.base import Ended, Event, Process, Role
+from paramserve.errors import ServerGone
+from paramserve.plan import Plan
+from paramserve.supervisor import Supervisor
+
+PLAN = Plan(
+    servers=1,
+    workers=2,
+    consistency=PolicySpec("Async"),
+    worker_payload=lambda rank, address: f"{rank} at {address}".encode(),
+    threads_per_worker=3,
+)
+
+
+class Puppet:
+    """A process that ends when it is told to."""
+
+    pid = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.exit_status: int | None = None
+        self.asked: list[str] = []
+
+    def interrupt(self) -> None:
+        self.asked.append("interrupt")
+        self.end(143)
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+        self.end(-9)
+
+    def end(self, status: int) -> None:
+        if self.exit_status is None:
+            self.exit_status = status
+
+    def wait(self, timeout_s: float) -> int | None:
+        return self.exit_status
+
+
+class Puppets:
+    """An engine and its fleet: runs nothing, and fails at the launch of `fails_at`."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.fails_at = fails_at
+        self.roles: list[Role] = []
+        self.processes: dict[str, Puppet] = {}
+        self.told: set[str] = set()
+        self.closed = threading.Event()
+
+    def open(self) -> Puppets:
+        return self
+
+    def launch(self, role: Role) -> Process:
+        if role.name == self.fails_at:
+            raise OSError("no more processes")
+        self.roles.append(role)
+        self.processes[role.name] = Puppet(role.name)
+        return self.processes[role.name]
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        found = []
+        for name, process in self.processes.items():
+            if process.exit_status is not None and name not in self.told:
+                self.told.add(name)
+                found.append(Ended(process, process.exit_status))
+        return found
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_roles_say_what_to_start_and_keep_the_token_to_themselves() -> None:
+    engine = Puppets()
+    supervisor = Supervisor(PLAN, engine)
+    supervisor.abandon()
+    assert [(role.name, role.entry) for role in engine.roles] == [
+        ("coordinator", "paramserve.coordinator:main"),
+        ("server 0", "paramserve.server:main"),
+        ("worker 0", "paramserve.worker:main"),
+        ("worker 1", "paramserve.worker:main"),
+    ]
+    assert [role.environment["OMP_NUM_THREADS"] for role in engine.roles] == ["1", "1", "3", "3"]
+    assert engine.roles[3].payload == f"1 at {supervisor.address}".encode()
+    assert len({role.secret for role in engine.roles}) == 1
+    assert len(engine.roles[0].secret) == 32
+    for role in engine.roles:
+        assert role.secret not in role.payload
+        assert role.secret.hex() not in repr(role) + str(role.environment)
+
+
+def test_launch_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    engine = Puppets(fails_at="worker 1")
+    with pytest.raises(OSError, match="no more processes"):
+        Supervisor(PLAN, engine)
+    assert engine.closed.is_set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_process_ends_the_others_and_removes_the_folder(tmp_path: Path) -> None:
+    engine = Puppets()
+    supervisor = Supervisor(PLAN, engine)
+    assert len(list(tmp_path.iterdir())) == 1
+    engine.processes["server 0"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, ServerGone)
+    assert "server 0 was killed by SIGSEGV" in str(supervisor.error)
+    for name in ("coordinator", "worker 0", "worker 1"):
+        assert engine.processes[name].asked[0] == "interrupt"
+    assert engine.closed.is_set()
+    assert list(tmp_path.iterdir()) == []
+    assert supervisor.state == "failed"
+    with pytest.raises(ServerGone):
+        supervisor.connect()
+
+
+def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    supervisor = Supervisor(PLAN, Puppets())
+    supervisor.abandon()
+    assert len(supervisor.address.removeprefix("unix:")) <= 107
