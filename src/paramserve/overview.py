@@ -95,7 +95,7 @@ class Overview:
             self._send(MarkDead(self._number(), "worker", rank))
 
     def silent(self, now: float) -> list[Key]:
-        """Processes that have not been heard of for too long, or that the cluster counts as dead."""
+        """Processes that were not heard of for too long, or that the cluster counts as dead."""
         found = []
         if self.status is not None:
             found += [Key("server", shard) for shard in self.status.silent_servers]

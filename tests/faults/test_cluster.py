@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.faults.leftovers import all_end, nothing_left
 
 import paramserve as ps
 from paramserve.errors import ClientClosed, ServerGone
 from paramserve.roster import Key
-from tests.faults.leftovers import all_end, nothing_left
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,15 @@ def test_cluster_ranks_step_together_under_sync() -> None:
 
 
 def test_cluster_closes_when_the_block_raises() -> None:
-    with pytest.raises(LookupError), ps.Cluster() as cluster:
-        found = list(pids(cluster).values())
-        raise LookupError
+    found: list[int] = []
+
+    def use() -> None:
+        with ps.Cluster() as cluster:
+            found.extend(pids(cluster).values())
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        use()
     with all_end(found):
         pass
 
@@ -71,11 +77,15 @@ def test_killed_server_is_server_gone_for_clients_within_2_s() -> None:
         client.define("w", np.zeros(100_000), rule=ps.Add())
         os.kill(pids(cluster)[Key("server", 1)], signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises((ServerGone, ClientClosed)):
+
+        def push_on() -> None:
             while True:
                 client.push_pull({"w": np.ones(100_000)})
+
+        with pytest.raises((ServerGone, ClientClosed)):
+            push_on()
         assert time.monotonic() - began < 2.0
         cluster._supervisor.ended.wait()
         with pytest.raises(ServerGone, match="server 1 was killed by SIGKILL"):
             cluster.client()
-        del client
+        del client, push_on

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve.client import Snapshot as ClientSnapshot
+from paramserve.client import GroupSnapshot
 from paramserve.core.partition import Block
 from paramserve.errors import UnknownName
 from paramserve.messages import BlockSpec, Piece
@@ -42,11 +42,11 @@ class HoldsValues:
         self.watched.append((group, every, keep))
         return True
 
-    def take_snapshot(self, group: str, after: int) -> ClientSnapshot | None:
+    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
         found = [version for version in self.versions if version > after]
         if not found:
             return None
-        return ClientSnapshot(found[0], {"w": np.full(2, float(found[0]))}, dropped=0)
+        return GroupSnapshot(found[0], {"w": np.full(2, float(found[0]))}, dropped=0)
 
 
 def reader(client: HoldsValues) -> Reader:

@@ -178,6 +178,13 @@ def test_silent_server_is_gone() -> None:
     assert "server 0 does not answer" in str(error)
 
 
+def test_returned_worker_may_be_silent() -> None:
+    roster = running()
+    roster.on_report(WORKER, "returned", b"", 2.0)
+    roster.on_silence(WORKER, 3.0)
+    assert roster.decide(3.0) == Decision()
+
+
 def test_dismissed_workers_end_without_meaning() -> None:
     roster = running()
     roster.dismiss_workers()

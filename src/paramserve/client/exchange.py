@@ -514,7 +514,7 @@ class Exchange:
         deadline = time.monotonic() + timeout_s
         while True:
             waiting = [each for each in shards if each.told is None and each.gone is None]
-            for shard in waiting:  # Not numbered: a question goes with its link, and is asked again.
+            for shard in waiting:  # Not numbered: a question is lost with its link.
                 if shard.link is not None and shard.link is not asked.get(shard.number):
                     asked[shard.number] = shard.link
                     self._question(shard, shard.link, question)
