@@ -88,4 +88,3 @@ def test_killed_server_is_server_gone_for_clients_within_2_s() -> None:
         cluster._supervisor.ended.wait()
         with pytest.raises(ServerGone, match="server 1 was killed by SIGKILL"):
             cluster.client()
-        del client, push_on

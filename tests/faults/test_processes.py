@@ -168,6 +168,6 @@ def test_hung_process_counts_as_gone(
             assert Path(pipe).read_text() == "here\n"
             os.kill(pids(job)[victim], signal.SIGSTOP)
             began = time.monotonic()
-            with pytest.raises(error, match=f"{victim} does not answer"):
+            with pytest.raises(error, match=f"{victim} gave no sign of life"):
                 job.wait()
             assert time.monotonic() - began < stall_s + DETECTED_WITHIN_S

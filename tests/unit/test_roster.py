@@ -175,7 +175,7 @@ def test_silent_server_is_gone() -> None:
     roster.on_silence(SERVER, 20.0)
     error = roster.decide(20.0).error
     assert isinstance(error, ServerGone)
-    assert "server 0 does not answer" in str(error)
+    assert "server 0 gave no sign of life" in str(error)
 
 
 def test_returned_worker_may_be_silent() -> None:

@@ -145,12 +145,13 @@ def run_main(
     monkeypatch.setattr(worker_module.Client, "connect", connect)
     packed = cloudpickle.dumps((function, args, kwargs))
     payload = msgspec.msgpack.encode(WorkerConfig(1, "unix:/nowhere", 17, packed))
-    state, legacy = random.getstate(), np.random.get_state()
+    state, legacy, finders = random.getstate(), np.random.get_state(), list(sys.meta_path)
     try:
         main(Bootstrap("worker 1", payload, b"token", report, lambda callback: None))
     finally:
         random.setstate(state)
         np.random.set_state(legacy)
+        sys.meta_path[:] = finders  # without the one that would seed torch
     return reports
 
 

@@ -30,9 +30,9 @@ def test_group_without_live_workers_has_its_version_as_clock() -> None:
     assert by_group([ServerBeat(0, (report,))])["model"].clock == 9
 
 
-def test_staleness_of_a_rank_is_taken_over_all_shards() -> None:
+def test_push_counts_once_with_the_mean_staleness_of_its_shards() -> None:
     beats = [shard(0, 4, (0, 2, 2, 1), (1, 2, 0, 0)), shard(1, 4, (0, 2, 6, 5), (1, 2, 0, 0))]
-    assert by_rank(beats) == {0: Staleness(4, 2.0, 5), 1: Staleness(4, 0.0, 0)}
+    assert by_rank(beats) == {0: Staleness(2, 2.0, 5), 1: Staleness(2, 0.0, 0)}
 
 
 def test_nothing_reported_gives_nothing() -> None:

@@ -1,0 +1,400 @@
+"""The client under Sync, over all transports with 1 and 2 shards: all ranks' gradients, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster, wait_until
+
+from paramserve.client import BlockPush, Client, Ticket
+from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.errors import (
+    HyperMismatch,
+    NonFinite,
+    NotAMember,
+    ParamServeError,
+    PullTimeout,
+    PushTimeout,
+    WorkerFenced,
+)
+from paramserve.rules import SGD, Add
+
+LARGE = 20_000
+WORKERS = 3
+MakeCluster = Callable[..., RoleCluster]
+
+
+class Team:
+    """A cluster with a client of each rank."""
+
+    def __init__(self, cluster: RoleCluster) -> None:
+        self.cluster = cluster
+        self.ranks = [cluster.client(rank) for rank in range(WORKERS)]
+
+    def define(self, rule: object = None, size: int = LARGE) -> None:
+        rule = rule if rule is not None else Add()
+        for client in self.ranks:
+            client.define("w", np.zeros(size), rule=rule)  # type: ignore[arg-type]
+
+    def values(self) -> np.ndarray:
+        reader = self.cluster.client()
+        values = reader.pull("w")
+        reader.close()
+        return values  # type: ignore[no-any-return]
+
+    def versions(self) -> list[int]:
+        """Of the first group, on each shard."""
+        return [server.role.shard.groups[0].version for server in self.cluster.servers]
+
+
+MakeTeam = Callable[..., Team]
+
+
+@pytest.fixture
+def make_team(make_cluster: MakeCluster, kind: str, shards: int) -> MakeTeam:
+    def make(policy: Consistency | None = None) -> Team:
+        policy = policy if policy is not None else Sync(reduce="sum")
+        return Team(make_cluster(kind, servers=shards, workers=WORKERS, policy=policy))
+
+    return make
+
+
+@pytest.fixture
+def team(make_team: MakeTeam) -> Team:
+    return make_team()
+
+
+def gradient(rank: int, step: int, size: int = LARGE) -> np.ndarray:
+    return np.random.default_rng([rank, step]).standard_normal(size)
+
+
+def step(client: Client, values: np.ndarray, **options: object) -> Ticket:
+    """One step of the default group by block."""
+    block = client.blocks()[0]
+    slot = client.gradient_slot(block)
+    slot[:] = values
+    hyper = options.pop("hyper", None)
+    return client.step("default", [BlockPush(block, slot, None, hyper)], **options)  # type: ignore[arg-type]
+
+
+# --- clocks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_clocks_equal_one_process_that_sums_in_rank_order(
+    make_team: MakeTeam, reduce: str
+) -> None:
+    """3 ranks with 2 outstanding pushes each; equal to the last bit."""
+    team = make_team(Sync(reduce=reduce))  # type: ignore[arg-type]
+    team.define(SGD(0.1, momentum=0.9))
+    waiting: list[Ticket] = []
+    for number in range(8):
+        for rank in (2, 0, 1):
+            waiting.append(step(team.ranks[rank], gradient(rank, number)))
+        while len(waiting) > WORKERS:
+            waiting.pop(0).result()
+    versions = [ticket.result().version for ticket in waiting]
+    expected, buffer = np.zeros(LARGE), np.zeros(LARGE)
+    for number in range(8):
+        total = gradient(0, number) + gradient(1, number) + gradient(2, number)
+        if reduce == "mean":
+            total = total * (1.0 / 3.0)
+        buffer = total.copy() if number == 0 else 0.9 * buffer + total
+        expected -= 0.1 * buffer
+    assert versions == [8] * WORKERS
+    assert np.array_equal(team.values(), expected)
+    assert [client.clock() for client in team.ranks] == [8] * WORKERS
+
+
+def test_async_with_two_outstanding_pushes_applies_each_once(make_team: MakeTeam) -> None:
+    team = make_team(Async())
+    team.define()
+    waiting: list[Ticket] = []
+    for _ in range(10):
+        waiting += [step(client, np.ones(LARGE)) for client in team.ranks]
+        while len(waiting) > WORKERS:
+            waiting.pop(0).result()
+    for ticket in waiting:
+        ticket.result()
+    assert (team.values() == 30.0).all()
+    assert team.versions() == [30] * len(team.cluster.servers)
+
+
+def test_pushes_by_name_add_up_until_the_tick(team: Team) -> None:
+    team.define()
+    tickets = []
+    for client in team.ranks:
+        tickets.append(client.push("w", np.ones(LARGE)))
+        tickets.append(client.push("w", np.full(LARGE, 10.0, np.float32)))
+    assert not any(ticket.done() for ticket in tickets)
+    with pytest.raises(ParamServeError, match=r"not ended.*call client.tick"):
+        tickets[0].result()
+    assert (team.values() == 0.0).all()
+    ends = [client.tick() for client in team.ranks]
+    assert [ticket.result().version for ticket in (*ends, *tickets)] == [1] * 9
+    assert (team.values() == 33.0).all()
+
+
+def test_gradient_given_after_a_push_is_another_one(team: Team) -> None:
+    team.define()
+    for client in team.ranks:
+        for number in (1.0, 2.0):
+            array = client.gradient("w")
+            array[:] = number
+            client.push("w", array)
+        client.tick()
+    team.ranks[0].drain()
+    assert (team.values() == 9.0).all()
+
+
+def test_push_pull_with_tick_sees_all_ranks(team: Team) -> None:
+    team.define()
+    blocked = team.ranks[0]
+    for client in team.ranks[1:]:
+        client.push("w", np.ones(LARGE))
+        client.tick()
+    assert (blocked.push_pull({"w": np.ones(LARGE)})["w"] == 0.0).all()
+    assert (blocked.push_pull({"w": np.ones(LARGE)}, tick=True)["w"] == 4.0).all()
+    assert (team.ranks[1].pull("w") == 4.0).all()
+
+
+def test_reader_without_a_rank_waits_for_nobody_and_cannot_push(team: Team) -> None:
+    team.define()
+    reader = team.cluster.client()
+    step(team.ranks[0], np.ones(LARGE))
+    assert (reader.pull("w") == 0.0).all()
+    reader.push("w", np.ones(LARGE))
+    with pytest.raises(NotAMember, match=r"rank -1.*live workers \[0, 1, 2\].*Applied: no"):
+        reader.tick().result()
+    assert team.versions() == [0] * len(team.cluster.servers)
+
+
+def test_tick_of_some_ranks_without_a_gradient_counts_as_zero(team: Team) -> None:
+    team.define()
+    ends = [client.tick() for client in team.ranks[:2]]
+    team.ranks[2].push("w", np.ones(LARGE))
+    ends.append(team.ranks[2].tick())
+    assert [end.result().version for end in ends] == [1, 1, 1]
+    assert (team.values() == 1.0).all()
+
+
+def test_weighted_mean_and_global_clipping(make_team: MakeTeam) -> None:
+    team = make_team(Sync())
+    team.define()
+    for rank, client in enumerate(team.ranks):
+        step(client, gradient(rank, 0), weight=float(rank + 1), clip_norm=0.5)
+    team.ranks[0].drain()
+    mean = sum((rank + 1) * gradient(rank, 0) for rank in range(WORKERS)) / 6
+    expected = mean * min(1.0, 0.5 / (np.linalg.norm(mean) + 1e-6))
+    assert np.allclose(team.values(), expected, rtol=1e-12, atol=1e-15)
+
+
+# --- refused whole ----------------------------------------------------------------------------
+
+
+def test_hyper_mismatch_names_ranks_and_values_and_applies_nothing(team: Team) -> None:
+    team.define(SGD(0.1))
+    rates = {0: 0.1, 1: 0.1, 2: 0.7}
+    tickets = [
+        step(client, np.ones(LARGE), hyper=(rates[rank], 0.0, 0.0, 0.0, 0.0, 0.0))
+        for rank, client in enumerate(team.ranks)
+    ]
+    for ticket in tickets:
+        with pytest.raises(HyperMismatch, match=r"rank 0: .*0\.1.*rank 2: .*0\.7.*Applied: no"):
+            ticket.result()
+    assert not team.values().any()
+    assert team.versions() == [0] * len(team.cluster.servers)
+    for ticket in [step(client, np.ones(LARGE)) for client in team.ranks]:
+        assert ticket.result().version == 1
+    assert np.allclose(team.values(), -0.3)
+
+
+@pytest.mark.parametrize("policy", [Sync(), Async()], ids=["sync", "async"])
+def test_nonfinite_gradient_is_refused_with_rank_and_name(
+    make_team: MakeTeam, policy: Consistency
+) -> None:
+    team = make_team(policy)
+    team.define()
+    client = team.ranks[1]
+    client.define({"a": np.zeros(4), "b": np.zeros(LARGE)}, rule=Add())
+    bad = np.ones(LARGE)
+    bad[-1] = np.nan
+    words = r"gradient of 'b' on rank 1 holds NaN or Inf.*Applied: no"
+    with pytest.raises(NonFinite, match=words):
+        client.push({"a": np.ones(4), "b": bad})
+    with pytest.raises(NonFinite, match=words):
+        client.push_pull({"a": np.ones(4), "b": bad}, tick=True)
+    block = client.blocks()[1]
+    slot = client.gradient_slot(block)
+    slot[:] = np.inf
+    with pytest.raises(NonFinite, match="gradient of 'a' on rank 1"):
+        client.step("default", [BlockPush(block, slot)])
+    assert client.clock() == 0
+    assert team.versions() == [0] * len(team.cluster.servers)
+    # What was refused left nothing behind that the next push would carry along.
+    slot = client.gradient_slot(block)
+    slot[:] = 1.0
+    ends = [client.step("default", [BlockPush(block, slot)])]
+    ends += [other.tick() for other in (team.ranks[0], team.ranks[2])]
+    for end in ends:
+        end.result()
+    scale = 1.0 if isinstance(policy, Async) else 1.0 / 3.0
+    assert np.allclose(client.pull("b"), scale)
+    assert np.allclose(client.pull("a"), scale)
+
+
+def test_refused_gradient_can_be_mended_in_its_place(team: Team) -> None:
+    team.define()
+    client = team.ranks[0]
+    array = client.gradient("w")
+    array[:] = np.inf
+    with pytest.raises(NonFinite):
+        client.push("w", array)
+    client.pull("w")
+    array[:] = 1.0
+    client.push("w", array)
+    ends = [each.tick() for each in team.ranks]
+    assert [end.result().version for end in ends] == [1] * WORKERS
+    assert (team.values() == 1.0).all()
+
+
+@pytest.mark.parametrize("kind_of_policy", [Sync, Async], ids=["sync", "async"])
+def test_nonfinite_gradient_skipped_is_counted_on_all_shards_alike(
+    make_team: MakeTeam, kind_of_policy: type[Sync] | type[Async]
+) -> None:
+    team = make_team(kind_of_policy(on_nonfinite="skip"))
+    team.define()
+    bad = np.ones(LARGE)
+    bad[0] = np.nan
+    tickets = [step(client, bad if client.rank == 1 else np.ones(LARGE)) for client in team.ranks]
+    skipped = [ticket.result().skipped for ticket in tickets]
+    sync = kind_of_policy is Sync
+    assert skipped == ([True] * 3 if sync else [False, True, False])
+    team.ranks[0].push("w", bad)
+    ends = [client.tick() for client in team.ranks]
+    assert [end.result().skipped for end in ends] == [sync] * 3
+    expected = 0.0 if sync else 2.0
+    assert (team.values() == expected).all()
+    reports = team.ranks[0].reports()
+    assert [report.groups[0].skipped for report in reports] == [2] * len(team.cluster.servers)
+    assert team.versions() == [int(expected)] * len(team.cluster.servers)
+
+
+# --- who is late, leaves or dies --------------------------------------------------------------
+
+
+def test_timeout_names_the_missing_workers_and_the_step_goes_on(team: Team) -> None:
+    team.define()
+    ticket = step(team.ranks[0], np.ones(LARGE))
+    step(team.ranks[2], np.ones(LARGE))
+    with pytest.raises(PushTimeout, match=r"rank 0 waited .*worker 1 \(at clock 0\).*unknown"):
+        ticket.result(0.05)
+    with pytest.raises(PullTimeout, match=r"worker 1 \(at clock 0\)"):
+        team.ranks[2].pull("w", timeout_s=0.05)
+    step(team.ranks[1], np.ones(LARGE))
+    assert ticket.result().version == 1
+    assert (team.ranks[2].pull("w") == 3.0).all()
+
+
+def test_worker_that_leaves_holds_up_nobody(team: Team) -> None:
+    team.define()
+    for client in team.ranks:
+        step(client, np.ones(LARGE))
+    team.ranks[0].drain()
+    ticket = step(team.ranks[0], np.ones(LARGE))
+    team.ranks[1].close()
+    step(team.ranks[2], np.ones(LARGE))
+    assert ticket.result().version == 2
+    assert (team.values() == 5.0).all()
+
+
+def test_worker_that_dies_is_fenced_and_holds_up_nobody(team: Team) -> None:
+    team.define()
+    first, dead, last = team.ranks
+    fenced = [step(dead, np.ones(LARGE)) for _ in range(2)]
+    ticket = step(first, np.ones(LARGE))
+    step(last, np.ones(LARGE))
+    ticket.result()
+    ticket = step(first, np.ones(LARGE))
+    team.cluster.mark_dead(1)
+    step(last, np.ones(LARGE))
+    assert ticket.result().version == 2
+    assert fenced[0].result().version == 1
+    start = time.monotonic()
+    try:
+        fenced[1].result()  # it had arrived in time on all shards, or on none counts
+    except WorkerFenced:
+        pass
+    with pytest.raises(WorkerFenced, match="worker 1"):
+        step(dead, np.ones(LARGE)).result()
+    assert time.monotonic() - start < 2.0
+    assert team.values()[0] in (5.0, 6.0)
+    assert len(set(team.values())) == 1
+
+
+def test_pipelined_steps_of_a_dead_worker_are_all_answered(team: Team) -> None:
+    team.define()
+    dead = team.ranks[1]
+    tickets = [step(dead, np.ones(LARGE)) for _ in range(3)]
+    team.cluster.mark_dead(1)
+    start = time.monotonic()
+    for ticket in tickets[1:]:
+        with pytest.raises(WorkerFenced):
+            ticket.result()
+    assert time.monotonic() - start < 2.0
+
+
+def test_worker_that_dies_between_two_shards_counts_on_all_or_none(
+    make_cluster: MakeCluster, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = Team(make_cluster(kind, servers=2, workers=WORKERS, policy=Sync(reduce="sum")))
+    team.define()
+    dying = team.ranks[1]
+    transmit = dying._exchange._transmit
+
+    def first_only(shard: object, message: object) -> None:
+        if shard is dying._exchange.shards[0]:
+            transmit(shard, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dying._exchange, "_transmit", first_only)
+    step(dying, np.full(LARGE, 100.0))
+    tickets = [step(team.ranks[rank], np.ones(LARGE)) for rank in (0, 2)]
+    with pytest.raises(PushTimeout, match="worker 1|decision of shard"):
+        tickets[0].result(0.05)
+    team.cluster.mark_dead(1)
+    assert [ticket.result().version for ticket in tickets] == [1, 1]
+    assert (team.values() == 2.0).all()
+    assert team.versions() == [1, 1]
+
+
+def test_older_incarnation_is_fenced_by_a_newer_one(team: Team) -> None:
+    team.define()
+    old = team.ranks[1]
+    with pytest.raises(ParamServeError, match=r"rank 1 is taken by a live worker"):
+        team.cluster.client(1)
+    team.cluster.mark_dead(1)
+    new = team.cluster.client(1)
+    assert (new.incarnation, old.incarnation) == (2, 1)
+    wait_until(
+        lambda: all(s.role.shard.members[1].incarnation == 2 for s in team.cluster.servers)
+    )
+    with pytest.raises(WorkerFenced, match=r"worker 1 \(incarnation 1\)"):
+        step(old, np.ones(LARGE)).result()
+    new.define("w", np.zeros(LARGE), rule=Add())
+    tickets = [step(client, np.ones(LARGE)) for client in (team.ranks[0], new, team.ranks[2])]
+    assert [ticket.result().version for ticket in tickets] == [1] * 3
+    assert (team.values() == 3.0).all()
+
+
+def test_clock_survives_reconnects_of_every_rank(team: Team) -> None:
+    team.define()
+    for number in range(6):
+        tickets = []
+        for rank, client in enumerate(team.ranks):
+            tickets.append(step(client, np.ones(LARGE)))
+            team.cluster.cut(team.ranks[(rank + number) % WORKERS], number % len(team.cluster.servers))
+        assert [ticket.result().version for ticket in tickets] == [number + 1] * WORKERS
+    assert (team.values() == 18.0).all()
