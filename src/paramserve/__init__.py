@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from paramserve.job import Job as Job
     from paramserve.job import run as run
     from paramserve.job import start as start
-    from paramserve.reading import Snapshot as Snapshot
-    from paramserve.result import Result as Result
+    from paramserve.job.reading import Snapshot as Snapshot
+    from paramserve.job.result import Result as Result
     from paramserve.rules.adam import Adam as Adam
     from paramserve.rules.add import Add as Add
     from paramserve.rules.sgd import SGD as SGD
@@ -35,8 +35,8 @@ _WHERE = {
     "run": "job",
     "start": "job",
     "Job": "job",
-    "Result": "result",
-    "Snapshot": "reading",
+    "Result": "job.result",
+    "Snapshot": "job.reading",
     "Worker": "worker",
     "Cluster": "cluster",
     "Client": "client",

@@ -62,8 +62,8 @@ def run(
     from contextlib import nullcontext
 
     from paramserve.job import start
+    from paramserve.job.packing import WithArguments
     from paramserve.observe import watch
-    from paramserve.packing import WithArguments
 
     path, function = load_function(target, script_args)
     job = start(

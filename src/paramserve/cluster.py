@@ -8,9 +8,9 @@ from paramserve.client import Client
 from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.engine.base import Engine
-from paramserve.job import check_count, check_engine
-from paramserve.plan import Plan
-from paramserve.supervisor import Supervisor
+from paramserve.job.plan import Plan
+from paramserve.job.running import check_count, check_engine
+from paramserve.job.supervisor import Supervisor
 
 
 class Cluster:

@@ -39,8 +39,6 @@ def cluster(make_cluster: MakeCluster, kind: str, shards: int) -> RoleCluster:
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def remote(
-    request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int
-) -> RoleCluster:
+def remote(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> RoleCluster:
     """As `cluster`, where a server can stand still: over sockets."""
     return make_cluster(request.param, servers=shards)

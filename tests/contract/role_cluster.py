@@ -90,6 +90,7 @@ class _FromAnyThread:
         self._loop = loop
         self._pool = ThreadPoolExecutor(1)
         self.time = loop.time
+        self.call_soon = loop.call_soon_threadsafe
         self.remove_reader = loop.remove_reader
 
     def call_later(self, delay: float, do: Callable[[], None]) -> _Later:
@@ -409,6 +410,25 @@ def load_all_kernels() -> None:
     for dtype in ("float32", "float64"):
         for rule in (None, Add(), SGD(0.1), SGD(0.1, momentum=0.9), Adam()):
             load_kernels(np.dtype(dtype), rule)
+
+
+def in_threads(*tasks: Callable[[], None]) -> None:
+    """Run all at once; raise what one of them raised."""
+    failures: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if failures:
+        raise failures[0]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

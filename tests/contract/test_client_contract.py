@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster
+from tests.contract.role_cluster import RoleCluster, in_threads
 
 from paramserve.client import BlockPush, Client
 from paramserve.errors import ClientClosed, DefineMismatch, DefineTimeout, ShapeMismatch
@@ -25,25 +23,6 @@ LARGE = 40_000
 def taken(client: Client) -> int:
     """Slots of shared memory that are in use."""
     return len(client._exchange._pool.taken)
-
-
-def in_threads(*tasks: Callable[[], None]) -> None:
-    """Run all at once; raise what one of them raised."""
-    failures: list[BaseException] = []
-
-    def guarded(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    if failures:
-        raise failures[0]
 
 
 # --- define -----------------------------------------------------------------------------------

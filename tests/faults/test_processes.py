@@ -26,8 +26,8 @@ import paramserve as ps
 from paramserve import job as job_module
 from paramserve.config import Deadlines
 from paramserve.errors import CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.plan import Plan
-from paramserve.roster import Key
+from paramserve.job.plan import Plan
+from paramserve.job.roster import Key
 
 DETECTED_WITHIN_S = 2.0
 STEPS_MAX = 200

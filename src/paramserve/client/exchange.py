@@ -52,7 +52,6 @@ from paramserve.messages import (
 )
 from paramserve.transport import forks
 from paramserve.transport.arena import RESERVED_BYTES, Arena
-from paramserve.transport.framing import padded
 from paramserve.transport.link import Link
 
 logger = logging.getLogger("paramserve")
@@ -153,8 +152,7 @@ class Exchange:
         self._limits = limits
         self._deadlines = deadlines
         self._dial = connect
-        self._pool = SlotPool()
-        self._slots: dict[tuple[int, int], Slot] = {}
+        self._pool = SlotPool(self._slot)
         self._arenas: dict[int, Arena] = {}
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
@@ -189,25 +187,23 @@ class Exchange:
             Overloaded: there is no memory for it, or a server refuses to map more.
         """
         with self._lock:
-            taken = self._pool.take(nbytes)
-            if taken is None:
+            slot = self._pool.take(nbytes)
+            if slot is None:
                 have = sum(arena.nbytes for arena in self._arenas.values())
                 growth = min(have, ARENA_GROWTH_BYTES_MAX)
                 self._add_arena(max(nbytes + 2 * RESERVED_BYTES, growth))
-                taken = self._pool.take(nbytes)
-                assert taken is not None
-            slot = self._slots.get(taken)
-            if slot is None or slot.bytes.size < nbytes:
-                arena, offset = taken
-                memory = self._arenas[arena].memory[offset : offset + padded(nbytes)]
-                slot = self._slots[taken] = Slot(arena, offset, memory)
+                slot = self._pool.take(nbytes)
+                assert slot is not None
             return slot
+
+    def _slot(self, arena: int, offset: int, size: int) -> Slot:
+        return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """The caller, their owner, lets go of these slots."""
         with self._lock:
             for slot in slots:
-                self._pool.give_back((slot.arena, slot.offset))
+                self._pool.give_back(slot)
 
     def _add_arena(self, nbytes: int) -> None:
         arena = Arena.create(nbytes, len(self._arenas) + 1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from msgspec import structs
 
@@ -140,42 +141,49 @@ class ClientSession:
             self.unanswered.popleft().operation.failed(error)
 
 
-@dataclass
-class SlotPool:
+S = TypeVar("S")
+
+
+class SlotPool(Generic[S]):
     """Which parts of a client's arenas are free: exact sizes, since steps repeat their sizes.
 
     A slot is taken in the step that gives it out. It never moves and is never split, so that two
     requests can never share bytes.
+
+    Args:
+        make: the owner's own object for a slot, from (arena, offset, size in bytes); hashable.
     """
 
-    taken: set[tuple[int, int]] = field(default_factory=set)
-    """(arena, offset)."""
-    _free: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _room: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(self, make: Callable[[int, int, int], S]) -> None:
+        self.taken: set[S] = set()
+        self._make = make
+        self._free: dict[int, list[S]] = {}
+        self._room: dict[int, tuple[int, int]] = {}
+        self._sizes: dict[S, int] = {}
 
     def add_arena(self, number: int, start: int, nbytes: int) -> None:
         """An arena whose bytes from `start` (aligned) can be given out."""
         self._room[number] = (start, nbytes)
 
-    def take(self, nbytes: int) -> tuple[int, int] | None:
-        """A free slot of at least `nbytes`: (arena, offset). None: a new arena is needed."""
-        size = -(-max(nbytes, 1) // SLOT_ALIGN) * SLOT_ALIGN
+    def take(self, nbytes: int) -> S | None:
+        """A free slot of at least `nbytes`. None: a new arena is needed."""
+        size = (nbytes + SLOT_ALIGN - 1) // SLOT_ALIGN * SLOT_ALIGN or SLOT_ALIGN
         free = self._free.get(size)
-        if free:
-            slot = free.pop()
+        slot = free.pop() if free else self._cut(size)
+        if slot is not None:
             self.taken.add(slot)
-            return slot
+        return slot
+
+    def _cut(self, size: int) -> S | None:
         for number, (start, end) in self._room.items():
             if start + size <= end:
                 self._room[number] = (start + size, end)
-                slot = (number, start)
+                slot = self._make(number, start, size)
                 self._sizes[slot] = size
-                self.taken.add(slot)
                 return slot
         return None
 
-    def give_back(self, slot: tuple[int, int]) -> None:
+    def give_back(self, slot: S) -> None:
         """The last owner of a slot lets go of it."""
         self.taken.remove(slot)
         self._free.setdefault(self._sizes[slot], []).append(slot)

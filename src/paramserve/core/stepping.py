@@ -63,11 +63,10 @@ def view(memory: Memory, arena: int, offset: int, block: ShardBlock) -> Array:
     if block.size == 0:
         return np.empty(0, block.dtype)
     whole = memory.get(arena)
-    have = 0 if whole is None else whole.size
-    if whole is None or offset < 0 or offset % ALIGN or offset + block.nbytes > have:
+    if whole is None or offset < 0 or offset % ALIGN or offset + block.nbytes > whole.size:
         raise ShapeMismatch(
             f"{block.nbytes} bytes at offset {offset} of arena {arena} for block "
-            f"{block.spec.block}, but there are {have} bytes",
+            f"{block.spec.block}, but there are {0 if whole is None else whole.size} bytes",
             fix="send exactly the elements that this shard holds, at aligned offsets",
         )
     return np.frombuffer(whole, block.dtype, block.size, offset)

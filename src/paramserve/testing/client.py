@@ -31,7 +31,7 @@ class SimulatedClient(ClientProcess):
         """Those that it knows, by name."""
         self.in_flight = 0
         """Steps that are not answered yet."""
-        self.pool = SlotPool()
+        self.pool = SlotPool(lambda arena, offset, size: (arena, offset))
         self.pool.add_arena(ARENA, 0, self.arena.size)
         self._slots: dict[Operation, list[int]] = {}
         self._calls = 0

@@ -11,7 +11,7 @@ import pytest
 import paramserve as ps
 from paramserve.engine.base import Fleet
 from paramserve.errors import NotAuthenticated
-from paramserve.result import Handle
+from paramserve.job.result import Handle
 
 
 class NeverOpens:

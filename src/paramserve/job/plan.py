@@ -11,7 +11,7 @@ import msgspec
 
 from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec, ServerConfig
 from paramserve.engine.base import Role
-from paramserve.roster import Key, OnWorkerDeath
+from paramserve.job.roster import Key, OnWorkerDeath
 
 SOCKET_PATH_BYTES_MAX = 107
 """Of the address of a Unix socket. Source: unix(7), sun_path."""

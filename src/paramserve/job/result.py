@@ -8,9 +8,9 @@ from typing import Any
 
 from paramserve.client import Client
 from paramserve.errors import NotAuthenticated, ParamServeError
+from paramserve.job.reading import State, as_state_dict
 from paramserve.messages import Record
 from paramserve.observe.status import Staleness
-from paramserve.reading import State, as_state_dict
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from paramserve.errors import (
     WorkerFailed,
     rebuild,
 )
+from paramserve.job.packing import pack
+from paramserve.job.plan import Plan, cores
+from paramserve.job.reading import Reader, Snapshot, State, Watching, as_state_dict
+from paramserve.job.result import Handle, Result
+from paramserve.job.roster import Key, OnWorkerDeath
+from paramserve.job.supervisor import Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group, by_rank
-from paramserve.packing import pack
-from paramserve.plan import Plan, cores
-from paramserve.reading import Reader, Snapshot, State, Watching, as_state_dict
-from paramserve.result import Handle, Result
-from paramserve.roster import Key, OnWorkerDeath
-from paramserve.supervisor import Supervisor
 from paramserve.worker import Aliases, WorkerConfig
 
 SNAPSHOT_POLL_S = 0.05

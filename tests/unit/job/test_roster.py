@@ -7,7 +7,7 @@ import pytest
 
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.roster import CAUSE_S, COORDINATOR, Decision, Key, OnWorkerDeath, Roster
+from paramserve.job.roster import CAUSE_S, COORDINATOR, Decision, Key, OnWorkerDeath, Roster
 
 START_BY = 60.0
 SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)

@@ -9,8 +9,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paramserve import packing
-from paramserve.packing import WithArguments, pack
+from paramserve.job import packing
+from paramserve.job.packing import WithArguments, pack
 
 
 def unpack(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

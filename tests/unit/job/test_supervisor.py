@@ -12,8 +12,8 @@ import pytest
 from paramserve.config import PolicySpec
 from paramserve.engine.base import Ended, Event, Process, Role
 from paramserve.errors import ServerGone
-from paramserve.plan import Plan
-from paramserve.supervisor import Supervisor
+from paramserve.job.plan import Plan
+from paramserve.job.supervisor import Supervisor
 
 PLAN = Plan(
     servers=1,

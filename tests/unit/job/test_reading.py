@@ -13,8 +13,8 @@ import pytest
 from paramserve.client import GroupSnapshot
 from paramserve.core.partition import Block
 from paramserve.errors import UnknownName
+from paramserve.job.reading import Reader, Watching, as_state_dict, with_aliases
 from paramserve.messages import BlockSpec, Piece
-from paramserve.reading import Reader, Watching, as_state_dict, with_aliases
 
 
 def block(number: int, group: str, **shapes: tuple[int, ...]) -> Block:

@@ -13,6 +13,7 @@ import msgspec
 
 from paramserve.config import Deadlines, Limits
 from paramserve.errors import ParamServeError
+from paramserve.job.roster import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
     CoordinatorReply,
@@ -24,7 +25,6 @@ from paramserve.messages import (
     Status,
     encode,
 )
-from paramserve.roster import COORDINATOR, Key
 from paramserve.transport.link import Link
 
 EVERY_S = 0.25

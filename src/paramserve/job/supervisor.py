@@ -19,9 +19,9 @@ from typing import Literal
 from paramserve.client import Client
 from paramserve.engine.base import Ended, Engine, Event, Process
 from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, RunTimeout
-from paramserve.overview import Overview
-from paramserve.plan import Plan, make_directory
-from paramserve.roster import Key, Roster, worker_failed
+from paramserve.job.overview import Overview
+from paramserve.job.plan import Plan, make_directory
+from paramserve.job.roster import Key, Roster, worker_failed
 
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
