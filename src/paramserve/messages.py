@@ -3,7 +3,7 @@
 A frame is a fixed prelude (`transport/framing.py`), one of these structs in msgpack, and a raw
 payload. Bulk values never lie in a header. Where a part of a request has an `arena`, number 0 means
 that its bytes follow in the frame's payload (or come back in the reply's), part after part, each
-padded to `ALIGN`; another number names a shared arena of this client, and `offset` says where in it.
+padded to `ALIGN`; another number names a shared arena of this client, and `offset` a place in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paramserve.config import PolicySpec
 
 PROTOCOL_VERSION = 1
 ALIGN = 64
-"""Bytes: slots and parts of a payload start at multiples of this (a cache line, an AVX-512 word)."""
+"""Bytes: slots and parts of a payload start at multiples of this: a cache line, a vector word."""
 
 VALUE = 0
 """`field` of a block that holds its values; 1, 2, ... are its rule's state arrays."""
@@ -50,7 +50,7 @@ class BlockSpec(Struct, frozen=True, array_like=True):
 
 
 class Gradient(Struct, frozen=True, array_like=True):
-    """One block's gradient. `active` lists its pieces (None: all); `hyper` None: the defined ones."""
+    """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined."""
 
     block: int
     arena: int

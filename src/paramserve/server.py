@@ -20,8 +20,7 @@ import numpy as np
 from paramserve.config import ServerConfig
 from paramserve.control import ControlLink
 from paramserve.core.consistency import build as build_policy
-from paramserve.core.partition import DTYPES
-from paramserve.core.shard import (
+from paramserve.core.events import (
     ClientBye,
     ClientGone,
     ClientHere,
@@ -32,8 +31,9 @@ from paramserve.core.shard import (
     Inquired,
     MembersChanged,
     Requested,
-    Shard,
 )
+from paramserve.core.partition import DTYPES
+from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap
 from paramserve.errors import CoordinatorGone, Overloaded, ParamServeError, ProtocolError
 from paramserve.loading import load_kernels, loaded

@@ -11,9 +11,10 @@ import pytest
 
 from paramserve.core import shard as shard_module
 from paramserve.core import stepping
+from paramserve.core.events import ClientHere
 from paramserve.core.group import Group
 from paramserve.core.session import ClientSession, Operation
-from paramserve.core.shard import ClientHere, Shard
+from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Contribution, Lead
 from paramserve.errors import ParamServeError

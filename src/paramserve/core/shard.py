@@ -6,9 +6,6 @@ when, and what the other shards are told; the server role moves the bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import numpy as np
 from msgspec import structs
 
@@ -16,6 +13,18 @@ from paramserve.config import Limits
 from paramserve.core import stepping
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.consistency import Consistency
+from paramserve.core.events import (
+    ClientBye,
+    ClientGone,
+    ClientHere,
+    DeadlineReached,
+    Effects,
+    Event,
+    FromShard,
+    Inquired,
+    MembersChanged,
+    Requested,
+)
 from paramserve.core.group import Group, Watching
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Lead, lead_of
@@ -34,7 +43,6 @@ from paramserve.messages import (
     Done,
     Fetch,
     GroupReport,
-    Inquire,
     Member,
     Members,
     PeerMessage,
@@ -42,7 +50,6 @@ from paramserve.messages import (
     Ready,
     Refused,
     ShardReply,
-    ShardRequest,
     Step,
     TakeSnapshot,
     Waiting,
@@ -52,81 +59,6 @@ from paramserve.rules.registry import build as build_rule
 
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
-
-
-class ClientHere(NamedTuple):
-    """A client opened a connection (its older one is closed already)."""
-
-    client: int
-    incarnation: int
-    rank: int
-    window: int
-
-
-class ClientGone(NamedTuple):
-    """A client's connection ended. It may come back: nothing of it is forgotten yet."""
-
-    client: int
-
-
-class ClientBye(NamedTuple):
-    """A client ended by its own wish: its session is forgotten."""
-
-    client: int
-
-
-class Requested(NamedTuple):
-    """A numbered request came in. `memory` has the client's arenas by number; 0 is the payload."""
-
-    client: int
-    message: ShardRequest
-    memory: Memory
-
-
-class Inquired(NamedTuple):
-    client: int
-    message: Inquire
-
-
-class FromShard(NamedTuple):
-    """Another shard (or this one) speaks about a synchronous clock."""
-
-    message: PeerMessage
-
-
-class MembersChanged(NamedTuple):
-    message: Members
-
-
-class DeadlineReached(NamedTuple):
-    """The `deadline` of the last effects has passed."""
-
-
-Event = (
-    ClientHere
-    | ClientGone
-    | ClientBye
-    | Requested
-    | Inquired
-    | FromShard
-    | MembersChanged
-    | DeadlineReached
-)
-
-
-@dataclass(slots=True)
-class Effects:
-    """What the role must do after an event, in order.
-
-    `replies`: to which client, what. `peers`: to which other shard, what. `drops`: clients whose
-    connection broke the protocol. `refused`: why a `ClientHere` was not admitted.
-    """
-
-    replies: list[tuple[int, Answer]] = field(default_factory=list)
-    peers: list[tuple[int, PeerMessage]] = field(default_factory=list)
-    drops: list[int] = field(default_factory=list)
-    refused: ParamServeError | None = None
-    deadline: float | None = None
 
 
 class Shard:

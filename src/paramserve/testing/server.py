@@ -14,7 +14,7 @@ from paramserve.core.coordination import (
     Noticed,
     TimePassed,
 )
-from paramserve.core.shard import (
+from paramserve.core.events import (
     ClientBye,
     ClientGone,
     ClientHere,
@@ -25,8 +25,8 @@ from paramserve.core.shard import (
     Inquired,
     MembersChanged,
     Requested,
-    refusal,
 )
+from paramserve.core.shard import refusal
 from paramserve.messages import (
     Bye,
     CoordinatorNotice,

@@ -10,15 +10,8 @@ from msgspec import structs
 
 from paramserve.config import Limits
 from paramserve.core.consistency import Async, Consistency, Decision
-from paramserve.core.shard import (
-    ClientHere,
-    Effects,
-    Event,
-    FromShard,
-    MembersChanged,
-    Requested,
-    Shard,
-)
+from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
+from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer
 from paramserve.core.stepping import gathered
 from paramserve.errors import ParamServeError, rebuild

@@ -6,7 +6,8 @@ import pytest
 from tests.unit.core.rig import Bounded, Rig, block_spec, done, refused
 
 from paramserve.core.consistency import Async, Sync
-from paramserve.core.shard import SESSION_KEEP_S, ClientGone, ClientHere, DeadlineReached
+from paramserve.core.events import ClientGone, ClientHere, DeadlineReached
+from paramserve.core.shard import SESSION_KEEP_S
 from paramserve.messages import Define, Done, Refused
 
 FIRST, OTHER, SECOND = 1, 2, 3

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
 from paramserve.core.consistency import Sync
-from paramserve.core.shard import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
+from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.messages import (
     Commit,
     Done,

@@ -60,7 +60,7 @@ def test_build_registered_rule_with_tuple_of_any_length() -> None:
 
 
 def test_build_unknown_name_says_which_are_known() -> None:
-    with pytest.raises(UnknownRule, match="'Mine'.*Adam, Add, SGD.*one of these"):
+    with pytest.raises(UnknownRule, match=r"'Mine'.*Adam, Add, SGD.*one of these"):
         build(PolicySpec("Mine"))
 
 

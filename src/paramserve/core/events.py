@@ -1,0 +1,85 @@
+"""What can happen to a shard, and what its role must then do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paramserve.core.shard_session import Answer, Memory
+from paramserve.errors import ParamServeError
+from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
+
+
+class ClientHere(NamedTuple):
+    """A client opened a connection (its older one is closed already)."""
+
+    client: int
+    incarnation: int
+    rank: int
+    window: int
+
+
+class ClientGone(NamedTuple):
+    """A client's connection ended. It may come back: nothing of it is forgotten yet."""
+
+    client: int
+
+
+class ClientBye(NamedTuple):
+    """A client ended by its own wish: its session is forgotten."""
+
+    client: int
+
+
+class Requested(NamedTuple):
+    """A numbered request came in. `memory` has the client's arenas by number; 0 is the payload."""
+
+    client: int
+    message: ShardRequest
+    memory: Memory
+
+
+class Inquired(NamedTuple):
+    client: int
+    message: Inquire
+
+
+class FromShard(NamedTuple):
+    """Another shard (or this one) speaks about a synchronous clock."""
+
+    message: PeerMessage
+
+
+class MembersChanged(NamedTuple):
+    message: Members
+
+
+class DeadlineReached(NamedTuple):
+    """The `deadline` of the last effects has passed."""
+
+
+Event = (
+    ClientHere
+    | ClientGone
+    | ClientBye
+    | Requested
+    | Inquired
+    | FromShard
+    | MembersChanged
+    | DeadlineReached
+)
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the role must do after an event, in order.
+
+    `replies`: to which client, what. `peers`: to which other shard, what. `drops`: clients whose
+    connection broke the protocol. `refused`: why a `ClientHere` was not admitted.
+    """
+
+    replies: list[tuple[int, Answer]] = field(default_factory=list)
+    peers: list[tuple[int, PeerMessage]] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+    refused: ParamServeError | None = None
+    deadline: float | None = None
