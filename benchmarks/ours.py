@@ -161,12 +161,17 @@ def _large_worker(worker: ps.Worker, load: LargeStep) -> dict[str, float]:
 def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
     """`worker.optimizer` around the same model, loader and torch optimizer as the floor's."""
     figures: dict[str, float] = {}
-    for name, consistency in (("async", ps.Async()), ("sync", ps.Sync(reduce="sum"))):
+    ways = (
+        ("async", ps.Async(), False),
+        ("async_overlap", ps.Async(), True),
+        ("sync", ps.Sync(reduce="sum"), False),
+    )
+    for name, consistency, overlap in ways:
         folder = scratch / name
         folder.mkdir()
         result = ps.run(
             _mnist_worker,
-            args=(load, folder),
+            args=(load, folder, overlap),
             workers=load.workers,
             consistency=consistency,
             threads_per_worker=1,
@@ -176,13 +181,12 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
     return figures
 
 
-def _mnist_worker(worker: ps.Worker, load: Mnist, folder: Path) -> Span:
+def _mnist_worker(worker: ps.Worker, load: Mnist, folder: Path, overlap: bool) -> Span:
     import torch
 
     trainer = Trainer(load, worker.rank)
-    optimizer = worker.optimizer(
-        trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=load.lr)
-    )
+    sgd = torch.optim.SGD(trainer.model.parameters(), lr=load.lr)
+    optimizer = worker.optimizer(trainer.model, sgd, overlap=overlap)
     return trainer.train(load, optimizer.step, Gate(folder, load.workers))
 
 

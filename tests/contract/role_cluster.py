@@ -22,7 +22,7 @@ import numpy as np
 
 from paramserve import server
 from paramserve.client import Client
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec, ServerConfig
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
 from paramserve.control import ControlLink
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.consistency import Async, Consistency
@@ -377,6 +377,9 @@ class RoleCluster:
         """End everything; nothing may have been raised out of an event loop."""
         for client in self._clients:
             client.close()
+        if not any(server.stopped for server in self.servers):
+            # A link that another thread is just making for a server would never be closed.
+            wait_until(lambda: not any(map(_connecting, self.servers)))
         for shard in range(len(self.servers)):
             self.stop(shard)
         self.coordinating.call(self._coordinator.close)
@@ -386,8 +389,8 @@ class RoleCluster:
         assert (self.coordinating.errors, self.serving.errors) == ([], [])
 
 
-def spec_of(policy: Consistency) -> PolicySpec:
-    return policy_spec(policy)
+def _connecting(server: Server) -> bool:
+    return any(peer.connecting is not None for peer in list(server.role._peers.values()))
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from paramserve.core.session import ClientSession, Operation, Sent, SlotPool
 from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,
+    Overloaded,
     ParamServeError,
     ProtocolError,
     PushTimeout,
@@ -190,8 +191,14 @@ class Exchange:
             slot = self._pool.take(nbytes)
             if slot is None:
                 have = sum(arena.nbytes for arena in self._arenas.values())
+                needed = nbytes + 2 * RESERVED_BYTES
                 growth = min(have, ARENA_GROWTH_BYTES_MAX)
-                self._add_arena(max(nbytes + 2 * RESERVED_BYTES, growth))
+                try:
+                    self._add_arena(max(needed, growth))
+                except Overloaded:
+                    if growth <= needed:
+                        raise
+                    self._add_arena(needed)
                 slot = self._pool.take(nbytes)
                 assert slot is not None
             return slot
@@ -237,8 +244,9 @@ class Exchange:
 
     def _hung_up(self, shard: _Shard) -> bool:
         """Whether the other end of a shard's link is closed."""
-        ended = select.POLLHUP | select.POLLERR | select.POLLNVAL
-        return any(fd == shard.fileno and event & ended for fd, event in self._poll.poll(0))
+        poll = select.poll()  # One of its own: another thread may wait on the common one.
+        poll.register(shard.fileno, 0)  # Ends and errors are told in any case.
+        return bool(poll.poll(0))
 
     # --- links -------------------------------------------------------------------------------
 
@@ -292,6 +300,7 @@ class Exchange:
                 applied="unknown",
                 fix="look why its process ended; its values are lost, start again",
             )
+        error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
         shard.gone = self._gone = error
         self._down.discard(shard.number)
         for each in self.shards:
@@ -316,9 +325,7 @@ class Exchange:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
-                gone = next((shard.gone for shard in self.shards if shard.gone is not None), None)
-                if gone is not None:
-                    raise again(gone)
+                self._check_gone()
                 full = next((shard for shard in self.shards if shard.session.full), None)
                 if full is None:
                     return
@@ -328,6 +335,11 @@ class Exchange:
                         f"{timeout_s:.1f} s",
                         fix="look at that server, or raise timeout_s",
                     )
+
+    def _check_gone(self) -> None:
+        """Raise what a shard was lost by, for a call that has sent nothing."""
+        if self._gone is not None:
+            raise rebuild(type(self._gone).__name__, self._gone.failed, "no", self._gone.fix)
 
     def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
         """Send one request to each shard, in shard order; returns before they are answered.
@@ -516,9 +528,7 @@ class Exchange:
         """
         with self._lock:
             answers = self._ask(self.shards, AskReport(), timeout_s)
-            for shard in self.shards:
-                if shard.gone is not None:
-                    raise again(shard.gone)
+            self._check_gone()
             return [answer for answer in answers if isinstance(answer, ServerBeat)]
 
     def _ask(

@@ -14,7 +14,7 @@ from paramserve.client.names import NamedPiece, Names
 from paramserve.client.steps import BlockPush, check_rule
 from paramserve.core.consistency import Consistency
 from paramserve.core.partition import Block
-from paramserve.errors import NonFinite
+from paramserve.errors import NonFinite, ShapeMismatch
 from paramserve.ids import NO_RANK
 from paramserve.rules.compiled import compiled
 
@@ -69,7 +69,9 @@ class Gradients:
         """Gradients that were written to their slots: to be sent, and whether they are finite.
 
         Raises:
-            ValueError: one does not lie in its block's slot. Everything is as it was.
+            ValueError: one does not lie in its block's slot.
+            ShapeMismatch: it is said to have a piece that its block does not have. In both cases
+                everything is as it was.
         """
         self._check_given(push)
         bad = _first_nonfinite(push)
@@ -84,7 +86,7 @@ class Gradients:
 
     def _check_given(self, push: Sequence[BlockPush]) -> None:
         seen = set()
-        for block, gradient, _, _ in push:
+        for block, gradient, active, _ in push:
             slot = self._given.get(block.id)
             if slot is None or gradient is not slot.array(block) or block.id in seen:
                 raise ValueError(
@@ -92,6 +94,13 @@ class Gradients:
                     "step: get a slot with client.gradient_slot(block), fill it, push it once"
                 )
             seen.add(block.id)
+            count = len(block.pieces)
+            if active is not None and not all(0 <= piece < count for piece in active):
+                raise ShapeMismatch(
+                    f"a push names pieces {active}, the block of {block.pieces[0].name!r} has "
+                    f"{count}",
+                    fix="give the indices of the block's tensors that have a gradient",
+                )
 
     # --- by name -----------------------------------------------------------------------------
 

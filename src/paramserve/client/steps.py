@@ -17,7 +17,6 @@ from paramserve.errors import (
     ParamServeError,
     PullTimeout,
     PushTimeout,
-    ShapeMismatch,
     Timeout,
 )
 from paramserve.ids import NO_RANK
@@ -319,18 +318,11 @@ def check_push(push: BlockPush) -> None:
     """Refuse what the shards would refuse, before anything is sent to any of them.
 
     Raises:
-        ParamServeError, ShapeMismatch, ValueError: the block has no rule, a piece or a
-            hyper-parameter is out of range, or the rule's state does not suffice for them.
+        ParamServeError, ValueError: the block has no rule, a hyper-parameter is out of range, or
+            the rule's state does not suffice for them.
     """
-    block, _, active, hyper = push
+    block, hyper = push.block, push.hyper
     described = check_rule(block)
-    first = repr(block.pieces[0].name)
-    count = len(block.pieces)
-    if active is not None and not all(0 <= piece < count for piece in active):
-        raise ShapeMismatch(
-            f"a push names pieces {active}, the block of {first} has {count}",
-            fix="give the indices of the block's tensors that have a gradient",
-        )
     if hyper is not None:
         rule = build_rule(described)
         rule.check(hyper)
@@ -338,7 +330,7 @@ def check_push(push: BlockPush) -> None:
         if len(needed) > len(rule.states(rule.hyper())):
             raise ParamServeError(
                 f"{rule.name} with {hyper} needs the state {', '.join(needed)}, but the block of "
-                f"{first} was defined without it",
+                f"{block.pieces[0].name!r} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
 

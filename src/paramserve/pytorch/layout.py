@@ -130,24 +130,23 @@ def _check(name: str, param: Tensor) -> None:
 class Views:
     """A block's tensors within flat arrays, made once for each place in memory.
 
-    Slots circulate between a client and its servers: a step sees one of a few addresses, so the
-    views of the last ones are kept. They keep the memory alive, so an address cannot be reused
-    behind them.
+    Slots circulate between a client and its servers, each with one array: a step sees one of a
+    few, so the views of the last ones are kept, and the arrays with them.
     """
 
     _KEPT_MAX = 16
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._kept: dict[int, tuple[Array, Tensor, list[Tensor]]] = {}
+        """By the array's identity; it is kept too, so that no other can have the same."""
 
     def of(self, array: Array) -> tuple[Tensor, list[Tensor]]:
         """The array [size of the block] as one tensor, and as one tensor of each shape."""
-        flat = torch.from_numpy(array)
-        address = flat.data_ptr()
-        found = self._kept.get(address)
+        found = self._kept.get(id(array))
         if found is None:
             if len(self._kept) >= self._KEPT_MAX:
                 self._kept.clear()
-            found = self._kept[address] = (flat, self._layout.views(flat))
-        return found
+            flat = torch.from_numpy(array)
+            found = self._kept[id(array)] = (array, flat, self._layout.views(flat))
+        return found[1], found[2]
