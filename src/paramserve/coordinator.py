@@ -18,6 +18,7 @@ from paramserve.core.coordination import (
     TimePassed,
 )
 from paramserve.engine.child import Bootstrap
+from paramserve.errors import ProtocolError
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorRequest,
@@ -57,7 +58,12 @@ class CoordinatorRole:
             self._servers.add(number)
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        message = _decode(header)
+        try:
+            message = _decode(header)
+        except UnicodeDecodeError as error:  # msgspec's errors are told by the transport
+            raise ProtocolError(
+                f"a header was refused: {error}", fix="run the same version on both sides"
+            ) from error
         number = self._numbers[conn]
         if isinstance(message, WorkerBeat | ServerBeat):
             self._step(Noticed(number, message))

@@ -169,7 +169,12 @@ class ServerRole:
         main.arenas.update(conn.arenas)
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        self._frame(conn, header, payload)
+        try:
+            self._frame(conn, header, payload)
+        except UnicodeDecodeError as error:  # msgspec's errors are told by the transport
+            raise ProtocolError(
+                f"a header was refused: {error}", fix="run the same version on both sides"
+            ) from error
         now = self._loop.time()
         if now - self._last_frame < QUICK_S and not self._spinning:
             self._spinning = True

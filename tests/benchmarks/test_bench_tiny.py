@@ -37,7 +37,8 @@ def test_bench_with_rivals_tiny_measures_every_contestant(
 ) -> None:
     pytest.importorskip("ray")
     for row in rows_of(bench, tmp_path):
-        assert {"ours", "floor", "ray", "rpc"} <= set(row["medians"]), row["workload"]
+        if "overlap" not in row["workload"]:  # the rivals' loops have no such option
+            assert {"ours", "floor", "ray", "rpc"} <= set(row["medians"]), row["workload"]
         assert all(value > 0 for value in row["medians"].values())
         assert all(bar["met"] is not None for bar in row["judged"])
 

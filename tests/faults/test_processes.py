@@ -23,9 +23,9 @@ from tests.faults.drivers import driver
 from tests.faults.leftovers import all_end, folders, nothing_left
 
 import paramserve as ps
-from paramserve import job as job_module
 from paramserve.config import Deadlines
 from paramserve.errors import CoordinatorGone, ServerGone, WorkerFailed
+from paramserve.job import running as job_module
 from paramserve.job.plan import Plan
 from paramserve.job.roster import Key
 

@@ -209,8 +209,9 @@ class Exchange:
     def give_back(self, slots: Iterable[Slot]) -> None:
         """The caller, their owner, lets go of these slots."""
         with self._lock:
-            for slot in slots:
-                self._pool.give_back(slot)
+            if not self._closed:
+                for slot in slots:
+                    self._pool.give_back(slot)
 
     def _add_arena(self, nbytes: int) -> None:
         arena = Arena.create(nbytes, len(self._arenas) + 1)
@@ -267,7 +268,8 @@ class Exchange:
     def _disconnect(self, shard: _Shard) -> None:
         """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
         link, shard.link = shard.link, None
-        self._down.add(shard.number)
+        if shard.gone is None:
+            self._down.add(shard.number)
         if link is not None:
             del self._by_fileno[shard.fileno]
             self._poll.unregister(shard.fileno)
@@ -277,6 +279,9 @@ class Exchange:
         """Make a broken link anew and send again what is unanswered; or give the shard up."""
         self._disconnect(shard)
         if self._closed:
+            return
+        if self._gone is not None:  # With one shard the cluster is lost: the others end as well.
+            self._give_up(shard, self._gone)
             return
         time.sleep(RECONNECT_PAUSE_S)
         try:
@@ -356,8 +361,8 @@ class Exchange:
             if self._closed:
                 raise self._ended()
             for shard, message in zip(self.shards, requests, strict=True):
-                if shard.gone is not None:
-                    operation.failed(shard.gone)
+                if self._gone is not None:
+                    operation.failed(self._gone)
                     continue
                 numbered = shard.session.submit(message, operation)
                 # A broken link is made anew by whoever reads next, and this is sent again.
@@ -577,6 +582,8 @@ class Exchange:
                 shard.session.abandon(self._ended())
             for arena in self._arenas.values():
                 arena.close()
+            # The pool's slots hold on to the memory, and it to this object.
+            self._pool = SlotPool(self._slot)
             self._condition.notify_all()
 
     def abandon(self) -> None:

@@ -167,8 +167,9 @@ class Gradients:
         if bad is not None and self._refuses:
             self._undo(new)
             raise self._nonfinite(bad)
-        for total, gradient in sums:
-            total += gradient
+        with np.errstate(over="ignore"):  # what overflows is found when the step ends
+            for total, gradient in sums:
+                total += gradient
         for filling in fillings:
             block = filling.block
             pieces = self._names.pieces(block)

@@ -107,7 +107,8 @@ class NamedPiece:
                 return bool(kernels.finite(target))
             if gradient.flags.writeable:
                 return bool(kernels.copy_finite(target, gradient.reshape(-1)))
-        np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
+        with np.errstate(over="ignore"):  # what overflows is found right after
+            np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
         return bool(kernels.finite(target))
 
     def read(self, flat: Array, target: Array | None, copy: bool) -> Array:

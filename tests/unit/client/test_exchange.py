@@ -1,0 +1,278 @@
+"""The exchange over links that the test plays: windows, slots, reconnects, several threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.client.fakes import Links
+
+from paramserve.client import exchange as module
+from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange
+from paramserve.config import Deadlines, Limits, PolicySpec
+from paramserve.core.session import Operation
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    Overloaded,
+    PushTimeout,
+    ServerGone,
+    WorkerFenced,
+)
+from paramserve.messages import Done, Fetch, Joined, Refused, ServerBeat
+
+ADDRESSES = (("unix:0",), ("unix:1",))
+GONE = ConnectTimeout("nobody", fix="none")
+
+
+class Bench:
+    """An exchange with two shards."""
+
+    def __init__(self) -> None:
+        self.links = Links()
+        joined = Joined(1, 5, 0, 1, 0, ADDRESSES, PolicySpec("Async"))
+        deadlines = Deadlines(start_s=1.0, reconnect_s=0.1, request_s=1.0)
+        self.exchange = Exchange(joined, -1, b"", Limits(), deadlines, self.links)
+        self.completed: list[Operation] = []
+
+    def submit(self) -> Operation:
+        operation = Operation(2)
+        operation.then(lambda: self.completed.append(operation))
+        self.exchange.submit([Fetch(0, 0, 0, 1, 64)] * 2, operation)
+        return operation
+
+    def answer(self, seq: int, *shards: int) -> None:
+        for shard in shards or (0, 1):
+            self.links[shard].reply(Done(seq, version=seq))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(module, "RECONNECT_PAUSE_S", 0.0)
+    bench = Bench()
+    yield bench
+    bench.exchange.close()
+
+
+def in_thread(do: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+# --- windows ----------------------------------------------------------------------------------
+
+
+def test_operation_is_complete_when_every_shard_has_answered(bench: Bench) -> None:
+    operation = bench.submit()
+    bench.answer(1, 0)
+    assert not bench.exchange.poll(operation)
+    bench.answer(1, 1)
+    assert bench.exchange.wait(operation, 1.0)
+    assert bench.completed == [operation]
+    assert bench.links.said(0) == bench.links.said(1) == [1]
+
+
+def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Bench) -> None:
+    for _ in range(4):
+        bench.exchange.make_room(0.0)
+        bench.submit()
+    for seq in range(1, 5):
+        bench.answer(seq, 0)
+    with pytest.raises(PushTimeout, match=r"shard 1 left 4 requests.*Applied: no"):
+        bench.exchange.make_room(0.01)
+    assert bench.links.said(0) == bench.links.said(1) == [1, 2, 3, 4]
+    bench.answer(1, 1)
+    bench.exchange.make_room(1.0)
+    bench.submit()
+    assert bench.links.said(1) == [1, 2, 3, 4, 5]
+
+
+def test_wait_that_times_out_can_be_repeated(bench: Bench) -> None:
+    operation = bench.submit()
+    assert not bench.exchange.wait(operation, 0.0)
+    bench.answer(1)
+    assert bench.exchange.wait(operation, 1.0)
+
+
+# --- slots ------------------------------------------------------------------------------------
+
+
+def test_slots_are_aligned_and_never_share_bytes(bench: Bench) -> None:
+    slots = [bench.exchange.take(n) for n in (1, 64, 65, 1000, 8, 300_000, 2_000_000, 1)]
+    places = sorted((slot.arena, slot.offset, slot.offset + slot.bytes.size) for slot in slots)
+    for (arena, _, end), (other, start, _) in itertools.pairwise(places):
+        assert other > arena or start >= end
+    assert all(slot.offset % 64 == 0 and slot.offset >= 64 for slot in slots)
+    bench.exchange.give_back(slots[:1])
+    assert bench.exchange.take(1) is slots[0]
+
+
+def test_arenas_double_until_one_slot_needs_more(bench: Bench) -> None:
+    for _ in range(5):
+        bench.exchange.take(FIRST_ARENA_BYTES - 64)
+    sizes = [FIRST_ARENA_BYTES, *bench.links[0].attached]
+    assert bench.links[1].attached == sizes[1:]
+    assert all(size >= sum(sizes[:n]) for n, size in enumerate(sizes))
+    assert len(sizes) == 4
+    bench.exchange.take(100 << 20)
+    assert bench.links[0].attached[-1] == (100 << 20) + 128
+
+
+def test_refused_growth_falls_back_to_what_is_needed(bench: Bench) -> None:
+    bench.links[1].refuse_arenas_over = 700_000
+    bench.exchange.take(FIRST_ARENA_BYTES - 64)
+    slot = bench.exchange.take(500_000)
+    assert bench.links[1].attached == [500_128]
+    with pytest.raises(Overloaded):
+        bench.exchange.take(800_000)
+    bench.exchange.give_back([slot])
+    assert bench.exchange.take(500_000) is slot
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["sending", "reading"])
+def test_broken_link_is_made_anew_and_sends_again_in_order(bench: Bench, when: str) -> None:
+    first = bench.submit()
+    old = bench.links[0]
+    if when == "sending":
+        old.broken = True
+    second = bench.submit()
+    if when == "reading":
+        old.break_off()
+    assert not bench.exchange.poll(second)
+    new = bench.links[0]
+    assert (new is not old, old.closed) == (True, True)
+    assert bench.links.said(0) == [1, 2]
+    assert set(bench.exchange._by_fileno) == {new.fileno(), bench.links[1].fileno()}
+    bench.answer(1)
+    bench.answer(2)
+    assert bench.exchange.wait(second, 1.0)
+    assert first.complete
+
+
+def test_answer_that_is_repeated_changes_nothing(bench: Bench) -> None:
+    first = bench.submit()
+    bench.answer(1)
+    assert bench.exchange.wait(first, 1.0)
+    second = bench.submit()
+    bench.answer(1)
+    bench.answer(2)
+    assert bench.exchange.wait(second, 1.0)
+    assert bench.completed == [first, second]
+
+
+def test_shard_that_is_gone_ends_everything_at_once(bench: Bench) -> None:
+    operation = bench.submit()
+    bench.links.refuses["unix:1"] = GONE
+    bench.links[1].break_off()
+    assert bench.exchange.wait(operation, 1.0)
+    assert isinstance(operation.error, ServerGone)
+    assert operation.error.applied == "unknown"
+    with pytest.raises(ServerGone, match="Applied: no"):
+        bench.exchange.make_room(1.0)
+    with pytest.raises(ServerGone):
+        bench.exchange.reports(1.0)
+
+
+def test_refusal_of_the_connection_is_the_error_of_what_was_sent(bench: Bench) -> None:
+    operation = bench.submit()
+    bench.links.refuses["unix:0"] = WorkerFenced("dead", fix="end")
+    bench.links[0].reply(Refused(0, "WorkerFenced", "dead", "no", "end"))
+    assert bench.exchange.wait(operation, 1.0)
+    assert isinstance(operation.error, WorkerFenced)
+    assert operation.error.applied == "unknown"  # it may have been applied before
+
+
+def test_question_lost_with_its_link_is_asked_again(bench: Bench) -> None:
+    bench.links[0].broken = True
+
+    def answer_both() -> None:
+        while len(bench.links.made["unix:0"]) < 2 or not bench.links[0].sent:
+            pass
+        for shard in (0, 1):
+            bench.links[shard].reply(ServerBeat(shard, ()))
+
+    thread, errors = in_thread(answer_both)
+    reports = bench.exchange.reports(2.0)
+    thread.join()
+    assert [report.shard for report in reports] == [0, 1]
+    assert errors == []
+
+
+# --- several threads --------------------------------------------------------------------------
+
+
+def test_one_of_several_waiting_threads_reads_for_all(bench: Bench) -> None:
+    first, second = bench.submit(), bench.submit()
+    threads = [in_thread(lambda op=op: bench.exchange.wait(op, 5.0)) for op in (first, second)]  # type: ignore[misc]
+    bench.answer(1)
+    bench.answer(2)
+    for thread, errors in threads:
+        thread.join(5)
+        assert errors == []
+    assert len(bench.completed) == 2
+
+
+def test_thread_that_is_interrupted_leaves_the_reading_to_another(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation = bench.submit()
+    read = bench.exchange._read
+    waiting = threading.Event()
+
+    def interrupted(ready: object) -> None:
+        waiting.wait(5)
+        while not bench.exchange._waiters:  # the other thread waits for this one
+            bench.exchange._lock.release()
+            bench.exchange._lock.acquire()
+        monkeypatch.setattr(bench.exchange, "_read", read)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.exchange, "_read", interrupted)
+    bench.answer(1, 0)
+    one, errors = in_thread(lambda: bench.exchange.wait(operation, 5.0))
+    while not bench.exchange._polling and one.is_alive() and not bench.exchange._waiters:
+        break
+    other, none = in_thread(lambda: bench.exchange.wait(operation, 5.0))
+    waiting.set()
+    one.join(5)
+    bench.answer(1, 1)
+    other.join(2.0)
+    assert not other.is_alive()
+    assert len(errors) + len(none) == 1
+    assert operation.complete
+
+
+def test_close_ends_the_waits_of_other_threads(bench: Bench) -> None:
+    operation = bench.submit()
+    thread, errors = in_thread(lambda: bench.exchange.wait(operation, 5.0))
+    bench.exchange.close()
+    thread.join(5)
+    assert isinstance(operation.error, ClientClosed)
+    assert all(isinstance(error, ClientClosed) for error in errors)
+    with pytest.raises(ClientClosed):
+        bench.submit()
+
+
+def test_child_of_a_fork_is_told_so_even_if_the_lock_was_held(bench: Bench) -> None:
+    operation = bench.submit()
+    held = bench.exchange._lock
+    thread, _ = in_thread(held.acquire)  # and never released: as in a child of a fork
+    thread.join()
+    bench.exchange.abandon()
+    bench.exchange._pid -= 1
+    with pytest.raises(ClientClosed, match="connect anew in the child"):
+        bench.exchange.wait(operation, 1.0)

@@ -1,0 +1,198 @@
+"""Gradients on their way into shared memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.client.fakes import Memory, block_of
+
+from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
+from paramserve.client.names import Names
+from paramserve.client.steps import BlockPush
+from paramserve.core.consistency import Async, OnNonFinite
+from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch
+
+BLOCK = block_of({"a": (3,), "b": (2,)})
+ONE = np.ones(3)
+TWO = np.full(2, 2.0)
+
+
+class Bench:
+    """Gradients with their memory and the blocks that are known."""
+
+    def __init__(self, on_nonfinite: OnNonFinite = "refuse") -> None:
+        self.memory, self.names = Memory(), Names()
+        self.names.add(BLOCK)
+        self.memory.blocks[BLOCK.id] = BLOCK
+        policy = Async(on_nonfinite=on_nonfinite)
+        self.gradients = Gradients(self.memory, self.names, policy, 3)  # type: ignore[arg-type]
+
+    def lend(self, name: str) -> np.ndarray:
+        return self.gradients.lend(BLOCK, self.names.piece(name))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_capture_copies_all_or_the_named_pieces(bench: Bench) -> None:
+    ((whole, _),), finite = bench.gradients.capture([BLOCK], {"a": ONE, "b": TWO})
+    assert (whole.active, finite) == (None, True)
+    assert whole.gradient.tolist() == [1, 1, 1, 2, 2]
+    ((part, _),), finite = bench.gradients.capture([BLOCK], {"b": TWO})
+    assert (part.active, finite) == ((1,), True)
+    assert part.gradient[3:].tolist() == [2, 2]
+    assert len(bench.memory.taken) == 2
+
+
+def test_capture_hands_over_what_was_lent(bench: Bench) -> None:
+    a = bench.lend("a")
+    a[:] = 5.0
+    ((push, slot),), _ = bench.gradients.capture([BLOCK], {"a": a, "b": TWO})
+    assert np.shares_memory(slot.bytes, a)
+    assert push.gradient.tolist() == [5, 5, 5, 2, 2]
+    assert not np.shares_memory(bench.lend("a"), a)
+
+
+def test_capture_leaves_what_was_lent_and_is_not_pushed(bench: Bench) -> None:
+    a, b = bench.lend("a"), bench.lend("b")
+    a[:], b[:] = 1.0, 2.0
+    ((push, slot),), _ = bench.gradients.capture([BLOCK], {"a": a})
+    assert not np.shares_memory(slot.bytes, b)
+    assert push.gradient[:3].tolist() == [1, 1, 1]
+    assert np.shares_memory(bench.lend("b"), b)
+
+
+def test_refused_capture_leaves_everything_as_it_was(bench: Bench) -> None:
+    a = bench.lend("a")
+    a[:] = np.nan
+    with pytest.raises(NonFinite, match="gradient of 'a' on rank 3 holds NaN or Inf"):
+        bench.gradients.capture([BLOCK], {"a": a})
+    assert len(bench.memory.taken) == 1
+    assert np.shares_memory(bench.lend("a"), a)
+    with pytest.raises(NonFinite, match="'b'"):
+        bench.gradients.capture([BLOCK], {"b": TWO * np.inf})
+    assert len(bench.memory.taken) == 1
+
+
+def test_capture_under_skip_tells_and_goes_on() -> None:
+    bench = Bench("skip")
+    ((_, slot),), finite = bench.gradients.capture([BLOCK], {"a": ONE * np.nan, "b": TWO})
+    assert not finite
+    assert bench.memory.taken == [slot]
+
+
+def test_stage_adds_up_until_staged_is_asked(bench: Bench) -> None:
+    bench.gradients.stage([BLOCK], {"a": ONE})
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    assert len(bench.memory.taken) == 1
+    ((push, _),), finite = bench.gradients.staged("default")
+    assert (push.gradient.tolist(), push.active, finite) == ([2, 2, 2, 2, 2], None, True)
+    assert bench.gradients.staged("default") == ([], True)
+
+
+def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
+    bench.gradients.stage([BLOCK], {"b": TWO})
+    ((push, _),), _ = bench.gradients.staged("default")
+    assert push.active == (1,)
+
+
+def test_gradient_lent_after_a_stage_is_another_one(bench: Bench) -> None:
+    for value in (1.0, 2.0):
+        a = bench.lend("a")
+        a[:] = value
+        bench.gradients.stage([BLOCK], {"a": a})
+    ((push, _),), _ = bench.gradients.staged("default")
+    assert push.gradient[:3].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["nothing staged", "something staged"])
+def test_refused_stage_stages_nothing_of_it(bench: Bench, first: bool) -> None:
+    if not first:
+        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    with pytest.raises(NonFinite, match="'b'"):
+        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO * np.nan})
+    assert len(bench.memory.taken) == (0 if first else 1)
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    ((push, _),), _ = bench.gradients.staged("default")
+    factor = 1 if first else 2
+    assert push.gradient.tolist() == [factor, factor, factor, 2 * factor, 2 * factor]
+
+
+def test_sum_that_overflows_is_refused_when_the_step_ends(bench: Bench) -> None:
+    for _ in range(2):
+        bench.gradients.stage([BLOCK], {"a": np.full(3, 1.5e308)})
+    with pytest.raises(NonFinite, match="'a'"):
+        bench.gradients.staged("default")
+    assert bench.memory.taken == []
+
+
+def test_stage_without_a_rule_is_refused(bench: Bench) -> None:
+    fixed = block_of({"f": (2,)}, number=1, rule=None)
+    bench.names.add(fixed)
+    with pytest.raises(ParamServeError, match="'f' has no rule"):
+        bench.gradients.stage([BLOCK, fixed], {"a": ONE, "f": TWO})
+    assert bench.gradients.staged("default") == ([], True)
+
+
+def test_slot_is_the_same_until_a_step_takes_it(bench: Bench) -> None:
+    slot = bench.gradients.slot(BLOCK)
+    assert bench.gradients.slot(BLOCK) is slot
+    slot[:] = 1.0
+    pushes, finite = bench.gradients.take([BlockPush(BLOCK, slot)])
+    assert (len(pushes), finite) == (1, True)
+    assert bench.gradients.slot(BLOCK) is not slot
+
+
+def test_slot_and_staged_gradients_do_not_mix(bench: Bench) -> None:
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    bench.gradients.slot(BLOCK)[:] = 99.0
+    ((push, _),), _ = bench.gradients.staged("default")
+    assert push.gradient.tolist() == [1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("case", ["none given", "another array", "twice"])
+def test_take_refuses_what_slot_did_not_give(bench: Bench, case: str) -> None:
+    slot = np.ones(5) if case == "none given" else bench.gradients.slot(BLOCK)
+    slot[:] = 1.0
+    push = BlockPush(BLOCK, slot.copy() if case == "another array" else slot)
+    for use in (bench.gradients.take, bench.gradients.drop):
+        with pytest.raises(ValueError, match="not what gradient_slot gave"):
+            use([push, push] if case == "twice" else [push])
+    if case != "none given":
+        assert bench.gradients.slot(BLOCK) is slot
+
+
+def test_refused_take_leaves_the_slot_with_the_caller(bench: Bench) -> None:
+    slot = bench.gradients.slot(BLOCK)
+    slot[:] = 1.0
+    slot[4] = np.inf
+    with pytest.raises(NonFinite, match="'b'"):
+        bench.gradients.take([BlockPush(BLOCK, slot)])
+    with pytest.raises(ShapeMismatch, match=r"pieces \(0, 2\)"):
+        bench.gradients.take([BlockPush(BLOCK, slot, (0, 2))])
+    pushes, _ = bench.gradients.take([BlockPush(BLOCK, slot, (0,))])  # 'b' is not in it
+    assert len(pushes) == 1
+
+
+def test_drop_gives_the_slots_back(bench: Bench) -> None:
+    slot = bench.gradients.slot(BLOCK)
+    bench.gradients.drop([BlockPush(BLOCK, slot)])
+    assert bench.memory.taken == []
+
+
+@pytest.mark.parametrize("active", [None, (0,)])
+def test_clip_scales_the_active_pieces_by_their_norm(
+    bench: Bench, active: tuple[int, ...] | None
+) -> None:
+    slot = bench.gradients.slot(BLOCK)
+    slot[:] = [3.0, 0.0, 4.0, 12.0, 0.0]
+    pushes, _ = bench.gradients.take([BlockPush(BLOCK, slot, active)])
+    clip(pushes, 1.0)
+    norm = (13.0 if active is None else 5.0) + CLIP_EPSILON
+    assert slot[:3] == pytest.approx(np.array([3.0, 0.0, 4.0]) / norm)
+    assert slot[3] == (12.0 if active else pytest.approx(12.0 / norm))
+    before = slot.copy()
+    clip(pushes, 100.0)
+    assert np.array_equal(slot, before)

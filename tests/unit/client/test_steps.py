@@ -1,0 +1,229 @@
+"""Steps: what goes to each shard, tickets and what becomes of their errors and slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.client.fakes import Memory, block_of
+
+from paramserve.client.steps import BlockPush, StepOptions, Steps, check_push
+from paramserve.core.partition import Block
+from paramserve.errors import (
+    ClientClosed,
+    DefineTimeout,
+    ParamServeError,
+    PullTimeout,
+    PushTimeout,
+    ServerGone,
+)
+from paramserve.messages import Done, Fetch, Step, Waiting
+from paramserve.rules import SGD, Adam
+
+BLOCK = block_of({"a": (30_000,)}, shards=2)
+HYPER = (0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Bench:
+    """Steps over memory, with two shards."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(shards=2)
+        self.steps = Steps(self.memory, 7, 5.0)  # type: ignore[arg-type]
+        self.steps.versions[BLOCK.group] = [0, 0]
+
+    def send(self, what: str = "push", pull: bool = False, **options: object) -> object:
+        slot = self.memory.take(BLOCK.nbytes)
+        push = BlockPush(BLOCK, slot.array(BLOCK), None, HYPER)
+        pulled = [BLOCK] if pull else []
+        return self.steps.send(what, BLOCK, [(push, slot)], pulled, StepOptions(**options))
+
+    def sent(self, which: int) -> list[Step]:
+        requests, _ = self.memory.sent[which]
+        assert all(isinstance(each, Step) for each in requests)
+        return requests  # type: ignore[return-value]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_each_shard_gets_its_part_of_every_slot(bench: Bench) -> None:
+    bench.send(pull=True, tick=True, weight=2.0)
+    first, second = bench.sent(0)
+    middle = BLOCK.spec.cuts[1] * 8
+    assert (first.tick, first.clock, first.weight, first.skip) == (True, 0, 2.0, False)
+    for shard in ("push", "pull"):
+        low, high = getattr(first, shard)[0], getattr(second, shard)[0]
+        assert (low.arena, high.offset - low.offset) == (1, middle)
+    assert first.push[0].hyper == HYPER
+    assert first.push[0].offset != first.pull[0].offset
+
+
+def test_clock_grows_with_each_tick_only(bench: Bench) -> None:
+    for tick in (True, False, True):
+        bench.send(tick=tick)
+    assert [bench.sent(n)[0].clock for n in range(3)] == [0, 1, 1]
+    assert bench.steps.clocks == {"default": 2}
+
+
+def test_skip_sends_no_gradients_and_gives_their_slots_back(bench: Bench) -> None:
+    bench.send(skip=True, tick=True)
+    assert [(each.push, each.skip) for each in bench.sent(0)] == [((), True)] * 2
+    bench.memory.answer()
+    assert bench.memory.taken == []
+
+
+def test_base_is_the_version_read_last_on_each_shard(bench: Bench) -> None:
+    ticket = bench.send(pull=True)
+    _, operation = bench.memory.sent[0]
+    operation.answered(0, Done(0, version=4))
+    operation.answered(1, Done(0, version=6))
+    assert ticket.result().version == 4
+    bench.send()
+    assert [each.base for each in bench.sent(1)] == [4, 6]
+
+
+def test_gradient_slots_go_back_when_all_shards_have_answered(bench: Bench) -> None:
+    ticket = bench.send(pull=True)
+    assert len(bench.memory.taken) == 2
+    bench.memory.answer(version=1)
+    assert len(bench.memory.taken) == 1
+    ticket.release()
+    ticket.release()
+    assert bench.memory.taken == []
+
+
+def test_outcome_is_the_worst_of_the_shards(bench: Bench) -> None:
+    ticket = bench.send()
+    _, operation = bench.memory.sent[0]
+    assert not ticket.done()
+    operation.answered(1, Done(0, version=5, staleness=1, skipped=True))
+    operation.answered(0, Done(0, version=7, staleness=3))
+    assert ticket.done()
+    outcome = ticket.result()
+    assert (outcome.version, outcome.staleness, outcome.skipped) == (5, 3, True)
+
+
+def test_unread_errors_are_raised_once_oldest_first_and_free_their_slots(bench: Bench) -> None:
+    for which in range(2):
+        bench.send(pull=True)
+        bench.memory.refuse(which)
+    for which in range(2):
+        with pytest.raises(ParamServeError, match=f"no {which}"):
+            bench.steps.begin()
+    bench.steps.begin()
+    assert bench.memory.taken == []
+
+
+def test_error_read_from_one_of_a_steps_tickets_is_not_raised_again(bench: Bench) -> None:
+    staged = bench.steps.stage(BLOCK)
+    with pytest.raises(ClientClosed, match="not ended"):
+        staged.result()
+    ticket = bench.send("tick", tick=True)
+    bench.memory.refuse(kind="HyperMismatch")
+    for each in (staged, ticket, staged):
+        with pytest.raises(ParamServeError, match="no 0"):
+            each.result()
+    bench.steps.begin()
+
+
+def test_full_window_leaves_staged_tickets_and_slots_alone(bench: Bench) -> None:
+    staged = bench.steps.stage(BLOCK)
+    bench.memory.full = PushTimeout("full", fix="wait")
+    with pytest.raises(PushTimeout):
+        bench.steps.begin()
+    bench.memory.full = None
+    bench.steps.begin()
+    bench.send("tick", tick=True)
+    bench.memory.answer(version=1)
+    assert staged.result().version == 1
+
+
+def test_step_that_cannot_be_sent_gives_all_slots_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise ClientClosed("closed", fix="none")
+
+    monkeypatch.setattr(bench.memory, "submit", closed)
+    with pytest.raises(ClientClosed):
+        bench.send(pull=True, tick=True)
+    assert bench.memory.taken == []
+    assert bench.steps.clocks == {}
+
+
+def test_forgotten_ticket_gives_its_slots_back_when_it_is_answered(bench: Bench) -> None:
+    ticket = bench.send("pull", pull=True)
+    with pytest.raises(PullTimeout, match="rank 7 waited"):
+        ticket.result(0.0)
+    bench.steps.forget(ticket)
+    bench.steps.begin()
+    assert len(bench.memory.taken) == 2
+    bench.memory.answer()
+    bench.steps.begin()
+    assert bench.memory.taken == []
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "applied"),
+    [
+        ("push", PushTimeout, "unknown"),
+        ("tick", PushTimeout, "unknown"),
+        ("assign", PushTimeout, "unknown"),
+        ("define", DefineTimeout, "unknown"),
+        ("pull", PullTimeout, "no"),
+        ("fetch", PullTimeout, "no"),
+    ],
+)
+def test_timeout_says_what_was_late_and_who_is_missing(
+    bench: Bench, what: str, error: type[ParamServeError], applied: str
+) -> None:
+    bench.memory.waiting = [
+        Waiting(1, 3, ((1, 3), (2, 2)), "the clock waits"),
+        Waiting(1, 3, (), "shard 1 waits for shard 0"),
+    ]
+    late = bench.steps.late(what, 1, 2.0)
+    assert type(late) is error
+    assert late.applied == applied
+    assert "rank 7 waited 2.0 s" in str(late)
+    assert "worker 1 (at clock 3), worker 2 (at clock 2); shard 1 waits for shard 0" in str(late)
+    assert "the servers did not answer" in str(bench.steps.late(what, None, 2.0))
+
+
+def test_finish_gives_slots_back_only_when_answered(bench: Bench) -> None:
+    slot = bench.memory.take(64)
+    requests = [Fetch(0, 0, 0, 1, 0)] * 2
+    with pytest.raises(PullTimeout):
+        bench.steps.finish("fetch", requests, 0.0, [slot])
+    assert bench.memory.taken == [slot]
+    bench.memory.answer()
+    assert bench.memory.taken == []
+    bench.memory.full = ServerGone("gone", fix="start again")
+    slot = bench.memory.take(64)
+    with pytest.raises(ServerGone):
+        bench.steps.finish("fetch", requests, 0.0, [slot])
+    assert bench.memory.taken == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "hyper", "error", "words"),
+    [
+        (None, None, ParamServeError, "'w' has no rule"),
+        (SGD(0.1), (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0), ValueError, "lr of SGD"),
+        (SGD(0.1), (0.1,), ValueError, "takes 6"),
+        (SGD(0.1), (0.1, 0.9, 0.0, 0.0, 0.0, 0.0), ParamServeError, "momentum_buffer"),
+        (Adam(), (np.nan, 0.9, 0.9, 1e-8, 0.0, 0.0, 0.0), ValueError, "lr of Adam"),
+    ],
+)
+def test_push_that_the_shards_would_refuse_is_refused_here(
+    rule: object, hyper: tuple[float, ...] | None, error: type[Exception], words: str
+) -> None:
+    block: Block = block_of({"w": (2,)}, rule=rule)
+    with pytest.raises(error, match=words):
+        check_push(BlockPush(block, np.zeros(2), None, hyper))
+
+
+def test_momentum_may_be_turned_off(bench: Bench) -> None:
+    block = block_of({"w": (2,)}, rule=SGD(0.1, momentum=0.9))
+    check_push(BlockPush(block, np.zeros(2), (0,), HYPER))
