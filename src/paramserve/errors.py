@@ -38,7 +38,8 @@ class Timeout(ParamServeError):
 
 
 class PushTimeout(Timeout):
-    """No answer to a push. Repeating is safe: it is applied at most once."""
+    """No answer to a push in time. It was sent: wait on with its ticket's `result()` or with
+    `client.drain()`, which repeat nothing. A second push would be another one."""
 
 
 class PullTimeout(Timeout):

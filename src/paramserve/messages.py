@@ -440,8 +440,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
     `role`: "client" (to a shard or the coordinator), "attach" (one more arena for a client),
     "server" (a shard to its lead, or a server to the coordinator). `window`: requests that the
-    client leaves unanswered at most. `arenas` lists (number, bytes)
-    of the arenas whose descriptors came along; `nonce` lies at the start of the last one.
+    client leaves unanswered at most. `again`: it has been connected before. `arenas` lists
+    (number, bytes) of the arenas whose descriptors came along; `nonce` lies at the start of the
+    last one.
     """
 
     role: str
@@ -449,6 +450,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     incarnation: int = 0
     rank: int = -1
     window: int = 4
+    again: bool = False
     arenas: tuple[tuple[int, int], ...] = ()
     nonce: bytes = b""
 

@@ -114,6 +114,7 @@ class ServerRole:
         """Frames that came while kernels are being compiled, in order."""
         self.ended = asyncio.Event()
         """Set when the coordinator is gone, or when the process is to end."""
+        self._closed = False
         self._last_frame = 0.0
         self._spinning = False
         self._beating: asyncio.TimerHandle | None = None
@@ -137,7 +138,7 @@ class ServerRole:
             )
 
     def _client(self, conn: Connection, hello: Hello) -> None:
-        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window)
+        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window, hello.again)
         effects = self.shard.step(event, self._loop.time())
         if effects.refused is not None:
             raise effects.refused
@@ -277,6 +278,10 @@ class ServerRole:
                 self.frame(conn, header, payload)
             except (ParamServeError, msgspec.MsgspecError):
                 conn.close()
+            except Exception:
+                # A bug of ours ends its own connection only; the others' frames still count.
+                logger.exception("a request that waited for kernels failed")
+                conn.close()
 
     # --- other servers, the coordinator --------------------------------------------------------
 
@@ -296,7 +301,7 @@ class ServerRole:
     async def _connect(self, shard: int, peer: _Peer) -> None:
         hello = Hello("server", client=self.config.shard)
         try:
-            peer.link = await asyncio.to_thread(
+            link = await asyncio.to_thread(
                 Link.connect,
                 self._addresses[shard],
                 hello,
@@ -305,8 +310,12 @@ class ServerRole:
                 timeout_s=PEER_CONNECT_S,
                 limits=self.config.limits,
             )
+            if self._closed:
+                link.close()
+                return
+            peer.link = link
             while peer.queue:
-                peer.link.send(peer.queue.popleft())
+                link.send(peer.queue.popleft())
         except (ParamServeError, ConnectionError) as error:
             logger.warning("shard %d cannot reach shard %d: %s", self.config.shard, shard, error)
         finally:
@@ -353,9 +362,8 @@ class ServerRole:
             self._loop.remove_reader(self._control_fd)
         if self._timer is not None:
             self._timer.cancel()
+        self._closed = True
         for peer in self._peers.values():
-            if peer.connecting is not None:
-                peer.connecting.cancel()
             if peer.link is not None:
                 peer.link.close()
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
+from tests.contract.town import Town
 
+from paramserve import server
 from paramserve.client import by_block, steps
 
 MakeCluster = Callable[..., RoleCluster]
@@ -17,6 +19,7 @@ def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
     monkeypatch.setattr(steps, "INQUIRE_S", 0.05)
     monkeypatch.setattr(by_block, "CLOSE_S", 0.2)
+    monkeypatch.setattr(server, "PEER_CONNECT_S", 0.3)
     with clusters() as make:
         yield make
 
@@ -42,3 +45,11 @@ def cluster(make_cluster: MakeCluster, kind: str, shards: int) -> RoleCluster:
 def remote(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> RoleCluster:
     """As `cluster`, where a server can stand still: over sockets."""
     return make_cluster(request.param, servers=shards)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def town(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Town]:
+    """A cluster whose citizen must be served after whatever the test does."""
+    town = Town(make_cluster(request.param))
+    yield town
+    town.goes_on()

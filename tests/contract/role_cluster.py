@@ -15,10 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
 from paramserve import server
 from paramserve.client import Client
@@ -33,10 +33,8 @@ from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
 from paramserve.rules import SGD, Adam, Add
 from paramserve.server import ServerRole
 from paramserve.transport.arena import Arena
-from paramserve.transport.connection import Connection
 from paramserve.transport.dial import dial
-from paramserve.transport.framing import ByteArray
-from paramserve.transport.inprocess import InProcessLink, InProcessListener
+from paramserve.transport.inprocess import InProcessLink
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Listener, listen_unix
 
@@ -73,92 +71,12 @@ class LoopThread:
     def close(self) -> None:
         async def settle() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
         self.run(settle)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
         self.loop.close()
-
-
-class _FromAnyThread:
-    """The methods of an event loop that a role uses, callable from a client's thread too."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pool = ThreadPoolExecutor(1)
-        self.time = loop.time
-        self.call_soon = loop.call_soon_threadsafe
-        self.remove_reader = loop.remove_reader
-
-    def call_later(self, delay: float, do: Callable[[], None]) -> _Later:
-        later = _Later(do)
-        self._loop.call_soon_threadsafe(self._loop.call_later, delay, later)
-        return later
-
-    def create_task(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run_in_executor(self, _: None, do: Callable[..., None], *args: Any) -> Any:
-        return self._pool.submit(do, *args)
-
-
-class _Later:
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do: Callable[[], None] | None = do
-
-    def __call__(self) -> None:
-        if self._do is not None:
-            self._do()
-
-    def cancel(self) -> None:
-        self._do = None
-
-
-class InProcessRole(ServerRole):
-    """A server that clients of its process enter themselves; other servers come by socket."""
-
-    def __init__(self, config: ServerConfig, token: bytes, control: ControlLink) -> None:
-        self.entrance = InProcessListener(self, config.limits)
-        super().__init__(config, token, control)
-        self._loop: Any = _FromAnyThread(self._loop)
-
-    def _beat(self) -> None:
-        with self.entrance.turn():
-            super()._beat()
-
-    def _deadline(self) -> None:
-        with self.entrance.turn():
-            super()._deadline()
-
-    def _notices(self) -> None:
-        with self.entrance.turn():
-            super()._notices()
-
-    def _kernels_loaded(self, done: Any) -> None:
-        with self.entrance.turn():
-            super()._kernels_loaded(done)
-
-
-class TakesTurns:
-    """A handler whose calls take turns with those of the clients within the process."""
-
-    def __init__(self, role: InProcessRole) -> None:
-        self._role = role
-
-    def opened(self, conn: Connection, hello: Hello) -> None:
-        with self._role.entrance.turn():
-            self._role.opened(conn, hello)
-
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        with self._role.entrance.turn():
-            self._role.frame(conn, header, payload)
-
-    def closed(self, conn: Connection) -> None:
-        with self._role.entrance.turn():
-            self._role.closed(conn)
 
 
 class Server:
@@ -187,6 +105,7 @@ class RoleCluster:
         kind: how clients reach the servers.
         address: the coordinator's.
         connects: how often clients have connected to a server.
+        closed_at_end: what a test has opened besides.
     """
 
     def __init__(
@@ -209,6 +128,7 @@ class RoleCluster:
         self._policy = policy_spec(policy if policy is not None else Async())
         self._count, self._workers = servers, workers
         self._clients: list[Client] = []
+        self.closed_at_end: list[Any] = []
         self.coordinating, self.serving = LoopThread(), LoopThread()
         self._coordinator = self.coordinating.run(self._coordinate)
         self.address = self._coordinator.address
@@ -375,11 +295,8 @@ class RoleCluster:
 
     def close(self) -> None:
         """End everything; nothing may have been raised out of an event loop."""
-        for client in self._clients:
-            client.close()
-        if not any(server.stopped for server in self.servers):
-            # A link that another thread is just making for a server would never be closed.
-            wait_until(lambda: not any(map(_connecting, self.servers)))
+        for each in (*self._clients, *self.closed_at_end):
+            each.close()
         for shard in range(len(self.servers)):
             self.stop(shard)
         self.coordinating.call(self._coordinator.close)
@@ -387,10 +304,6 @@ class RoleCluster:
         self.coordinating.close()
         self._folder.cleanup()
         assert (self.coordinating.errors, self.serving.errors) == ([], [])
-
-
-def _connecting(server: Server) -> bool:
-    return any(peer.connecting is not None for peer in list(server.role._peers.values()))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.contract.echo_host import frame
 from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
@@ -209,6 +210,22 @@ def test_growing_while_the_server_ends_is_server_gone(cluster: RoleCluster) -> N
     gone(lambda: client.push("w", np.ones(300_000)), "no")
 
 
+def test_growing_while_the_server_is_busy_waits_for_it(make_cluster: MakeCluster) -> None:
+    """Busy for longer than a reconnect may take, as with a large update; but it lives."""
+    cluster = make_cluster("unix", servers=2)
+    client = cluster.client(deadlines=structs.replace(DEADLINES, reconnect_s=0.03))
+    client.define("w", np.zeros(60_000), rule=Add())
+    pulled: list[object] = []
+    with cluster.frozen():
+        tickets = [client.push("w", np.ones(60_000)) for _ in range(2)]  # the arena is full
+        thread = threading.Thread(target=lambda: pulled.append(_error(lambda: client.pull("w"))))
+        thread.start()
+        time.sleep(0.1)
+    thread.join(5)
+    assert pulled == [None]
+    assert [ticket.result().version for ticket in tickets] == [1, 2]
+
+
 def test_coordinator_that_ends_is_gone_for_what_needs_it_only(cluster: RoleCluster) -> None:
     client = cluster.client()
     client.define("w", np.zeros(3), rule=Add())
@@ -386,8 +403,7 @@ def test_error_that_nobody_read_is_raised_by_the_next_call(cluster: RoleCluster)
     assert taken(client) == 0
 
 
-def test_ranks_clock_outlives_nothing_but_its_client(make_cluster: MakeCluster) -> None:
-    """A deadline that is not given comes from the cluster's settings."""
+def test_deadlines_of_a_client_are_its_own(make_cluster: MakeCluster) -> None:
     quick = Deadlines(request_s=0.05, start_s=5.0, reconnect_s=0.2)
     cluster = make_cluster("unix", deadlines=DEADLINES)
     client = cluster.client(deadlines=quick)

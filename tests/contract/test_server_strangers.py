@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from tests.contract.echo_host import assert_cut_off, frame, read_frame
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
+from tests.contract.town import HELLO, Town
 
-from paramserve.client import Client
-from paramserve.config import Limits, PolicySpec
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.core.consistency import Sync
 from paramserve.errors import (
     NotAuthenticated,
     Overloaded,
@@ -30,89 +27,24 @@ from paramserve.errors import (
 )
 from paramserve.messages import (
     AskReport,
-    AskStatus,
     Assign,
     BlockSpec,
-    Bye,
-    Commit,
     Define,
-    Defined,
     Fetch,
     Gradient,
     Hello,
-    Inquire,
-    Join,
-    Leave,
-    Lookup,
-    MarkDead,
     Piece,
     Place,
-    PlaceBlock,
-    Propose,
-    Ready,
-    Record,
     Refused,
-    Register,
-    ServerBeat,
     Step,
     TakeSnapshot,
-    Watch,
-    WorkerBeat,
     encode,
 )
-from paramserve.rules import SGD
 from paramserve.transport.arena import Arena
 from paramserve.transport.framing import PRELUDE
 from paramserve.transport.link import Link
 
 MakeCluster = Callable[..., RoleCluster]
-STRANGER = 1000
-"""The client number of who sends nonsense."""
-FUZZ = settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-
-class Town:
-    """A cluster with a client that must be served whatever strangers do."""
-
-    def __init__(self, cluster: RoleCluster) -> None:
-        self.cluster = cluster
-        self.citizen: Client = cluster.client()
-        self.citizen.define({"w": np.zeros(8), "b": np.zeros(3)}, rule=SGD(1.0))
-        self.pushes = 0
-
-    def goes_on(self) -> None:
-        """The other client is served, by every shard and by the coordinator."""
-        self.citizen.push("w", np.zeros(8)).result(WAIT_S)
-        self.citizen.pull("w")
-        assert len(self.citizen.reports()) == len(self.cluster.servers)
-        assert self.cluster.serving.errors == []
-
-    def stranger(self, **hello: Any) -> Link:
-        """A connection of somebody who is known, and may have an arena."""
-        arenas = hello.pop("arenas", ())
-        fields = {"role": "client", "client": STRANGER} | hello
-        return Link.connect(
-            [each for each in self.addresses if each.startswith(self.cluster.kind)],
-            Hello(**fields),
-            token=self.cluster.token,
-            arenas=arenas,
-            timeout_s=WAIT_S,
-        )
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        return [each.address for each in self.cluster.servers[0].listeners]
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def town(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Town]:
-    town = Town(make_cluster(request.param))
-    yield town
-    town.goes_on()
 
 
 # --- who they are -----------------------------------------------------------------------------
@@ -120,7 +52,8 @@ def town(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[
 
 def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> None:
     town = Town(make_cluster("tcp"))
-    address = next(each for each in town.addresses if each.startswith("tcp"))
+    listeners = town.cluster.servers[0].listeners
+    address = next(x.address for x in listeners if x.address.startswith("tcp"))
     with pytest.raises(NotAuthenticated, match="refused this side's token"):
         Link.connect([address], Hello("client", 7), token=b"x" * 32, timeout_s=WAIT_S)
     host, _, port = address.removeprefix("tcp:").rpartition(":")
@@ -198,7 +131,6 @@ def test_attached_arena_of_another_incarnation_is_refused(make_cluster: MakeClus
 # --- frames that are none ---------------------------------------------------------------------
 
 
-HELLO = frame(encode(Hello("client", client=STRANGER)))
 BAD_FRAMES = {
     "truncated prelude": (b"PSRV\x01", ""),
     "truncated header": (frame(encode(AskReport()))[:-1], ""),
@@ -233,267 +165,6 @@ def test_bad_frame_ends_its_connection_with_a_reason(town: Town, case: str) -> N
         assert (told.seq, told.kind, told.applied) == (0, "ProtocolError", "no")
         assert reason in told.failed
     assert_cut_off(sock)
-
-
-def is_hello_with_bad_text(data: bytes) -> bool:
-    """Such a hello raises out of `handshake.read_hello`, which is known and is mended there."""
-    try:
-        msgspec.msgpack.decode(data, type=Hello)
-    except UnicodeDecodeError:
-        return True
-    except msgspec.MsgspecError:
-        return False
-    return False
-
-
-@FUZZ
-@given(data=st.binary(max_size=200), known=st.booleans(), framed=st.booleans())
-def test_random_bytes_harm_nobody(town: Town, data: bytes, known: bool, framed: bool) -> None:
-    assume(known or not is_hello_with_bad_text(data[20:] if not framed else data))
-    sock = town.cluster.peer()
-    with contextlib.suppress(OSError):
-        if known:
-            sock.sendall(HELLO)
-        sock.sendall(frame(data) if framed else data)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):
-            pass
-    sock.close()
-    town.goes_on()
-
-
-# --- messages that are well formed ------------------------------------------------------------
-
-
-integers = st.integers(-3, 9) | st.sampled_from(
-    [64, 128, 192, -64, 4096, 8191, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), 1 << 63]
-)
-floats = st.floats(width=64) | st.sampled_from([0.0, 1.0, -1.0])
-texts = st.sampled_from(["default", "w", "", "x" * 600, "\x00"]) | st.text(max_size=5)
-
-
-def tuples(each: st.SearchStrategy[Any], size: int = 3) -> st.SearchStrategy[Any]:
-    return st.lists(each, max_size=size).map(tuple)
-
-
-actives = st.none() | tuples(integers)
-rules = st.none() | st.builds(
-    PolicySpec,
-    st.sampled_from(["SGD", "Adam", "Add", "Evil", ""]),
-    st.dictionaries(
-        st.sampled_from(["lr", "momentum", "betas.0", "betas.x", "nesterov", "eps", "self"]),
-        floats | st.booleans() | texts,
-        max_size=3,
-    ),
-)
-pieces = tuples(st.builds(Piece, texts, tuples(integers)))
-dtypes = st.sampled_from(
-    ["float64", "float32", "int64", "object", "f4,f4", "", "V9", "(3,)f4", "M8"]
-)
-specs = st.builds(
-    BlockSpec, integers, integers, texts, dtypes, rules, pieces, tuples(integers)
-) | st.builds(
-    BlockSpec,
-    st.integers(1, 4),
-    st.integers(0, 2),
-    st.sampled_from(["default", "g"]),
-    dtypes,
-    rules,
-    st.just((Piece("p", (4,)),)),
-    st.just((0, 4)),
-)
-gradients = tuples(
-    st.builds(Gradient, integers, integers, integers, actives, st.none() | tuples(floats, 6))
-)
-places = tuples(st.builds(Place, integers, integers, integers))
-fields = (integers, integers, integers, integers)
-requests = st.one_of(
-    st.builds(
-        Step,
-        *(integers, st.integers(0, 1) | integers, integers, st.booleans(), gradients, places),
-        *(integers, floats, st.booleans(), floats),
-    ),
-    st.builds(Define, integers, specs, integers, integers, integers),
-    st.builds(Assign, *fields, integers, actives, actives),
-    st.builds(Fetch, *fields, integers),
-    st.builds(Watch, *fields),
-    st.builds(TakeSnapshot, integers, integers, integers, places),
-    st.builds(Inquire, integers),
-    st.just(Bye()),
-)
-peers = st.one_of(
-    st.builds(
-        Ready,
-        *(st.integers(0, 1) | integers, integers, integers, tuples(integers)),
-        *(st.booleans(), st.booleans(), floats, floats, floats, tuples(texts)),
-    ),
-    st.builds(Propose, st.integers(0, 1), integers, tuples(integers)),
-    st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, tuples(texts)),
-)
-
-
-def say(link: Link, message: Any, payload: int) -> bool:
-    """Send a message, and wait until it was dealt with; False if that ended the connection."""
-    link.send(encode(message), [np.zeros(payload, np.uint8)] if payload else ())
-    link.send(encode(AskReport()))
-    while True:
-        header = link.receive(WAIT_S)
-        assert header is not None, f"no answer after {message}"
-        link.skip_payload()
-        if msgspec.msgpack.decode(header)[0] == "server-beat":
-            return True
-
-
-def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
-    """Random messages of a client with an arena, most with the right number, some with payloads."""
-
-    @FUZZ
-    @given(
-        steps=st.lists(
-            st.tuples(requests, st.booleans(), st.sampled_from([0, 0, 0, 1, 32, 64, 128])),
-            min_size=1,
-            max_size=6,
-        )
-    )
-    def run(steps: list[tuple[Any, bool, int]]) -> None:
-        nonlocal number
-        number += 1
-        arena = Arena.create(8192, 1)
-        link = town.stranger(client=number, arenas=[arena] if kind == "unix" else [])
-        seq = 0
-        for message, in_order, payload in steps:
-            if in_order and hasattr(message, "seq"):
-                seq += 1
-                message = msgspec.structs.replace(message, seq=seq)
-            try:
-                say(link, message, payload)
-            except ConnectionError:
-                break
-        link.close()
-        arena.close()
-        town.goes_on()
-
-    for kind in ("unix", "tcp"):
-        for policy in (Async(), Sync()):
-            town, number = _town(make_cluster, kind, policy), STRANGER
-            run()
-
-
-def _town(make_cluster: MakeCluster, kind: str, policy: Consistency) -> Town:
-    """Under Sync the citizen is the only worker, so that its clocks depend on nobody."""
-    cluster = make_cluster(kind, workers=1, policy=policy, limits=Limits(snapshots_max=4))
-    town = Town.__new__(Town)
-    town.cluster, town.pushes = cluster, 0
-    town.citizen = cluster.client(0)
-    town.citizen.define({"w": np.zeros(8), "b": np.zeros(3)}, rule=SGD(1.0))
-
-    def goes_on() -> None:
-        town.citizen.push_pull({"w": np.zeros(8)}, tick=True, timeout_s=WAIT_S)
-        assert len(town.citizen.reports()) == len(cluster.servers)
-        assert cluster.serving.errors == []
-
-    town.goes_on = goes_on  # type: ignore[method-assign]
-    return town
-
-
-def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) -> None:
-    """As another server sends them; a clock that a stranger decides is decided, and no more."""
-    cluster = make_cluster("unix", workers=2, policy=Sync())
-    first, second = cluster.client(0), cluster.client(1)
-    first.define("w", np.zeros(8), rule=SGD(1.0))
-    link = Link.connect(
-        [each.address for each in cluster.servers[0].listeners],
-        Hello("server", client=0),
-        timeout_s=WAIT_S,
-    )
-
-    @FUZZ
-    @given(messages=st.lists(peers, min_size=1, max_size=5), half=st.booleans())
-    def run(messages: list[Any], half: bool) -> None:
-        nonlocal link
-        if half:
-            first.push("w", np.zeros(8))
-            ticket = first.tick()
-        for message in messages:
-            try:
-                link.send(encode(message))
-            except ConnectionError:
-                link.close()
-                link = Link.connect(
-                    [each.address for each in cluster.servers[0].listeners],
-                    Hello("server", client=0),
-                    timeout_s=WAIT_S,
-                )
-        cluster.on_server(lambda: None)
-        assert len(first.reports()) == 1
-        assert cluster.serving.errors == []
-        if half:
-            with contextlib.suppress(ParamServeError):
-                second.tick().result(0.2)
-            with contextlib.suppress(ParamServeError):
-                ticket.result(0.2)
-
-    run()
-    link.close()
-
-
-calls = st.one_of(
-    st.builds(Register, integers, integers, integers, tuples(texts)),
-    st.builds(Join, integers, integers, integers),
-    st.builds(PlaceBlock, integers, texts, dtypes, rules, pieces, st.booleans(), floats),
-    st.builds(Defined, integers, integers, integers),
-    st.builds(Lookup, integers, st.none() | tuples(texts), floats),
-    st.builds(Leave, integers),
-    st.builds(MarkDead, integers, texts, integers),
-    st.builds(AskStatus, integers, integers),
-    st.builds(
-        WorkerBeat,
-        integers,
-        tuples(st.builds(Record, floats, integers, integers, st.just({"a": 1.0}))),
-    ),
-    st.builds(ServerBeat, integers, st.just(()), integers, integers),
-)
-
-
-def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
-    town = Town(make_cluster("unix"))
-
-    @FUZZ
-    @given(
-        messages=st.lists(calls, min_size=1, max_size=6), role=st.sampled_from(["client", "server"])
-    )
-    def run(messages: list[Any], role: str) -> None:
-        link = Link.connect([town.cluster.address], Hello(role), timeout_s=WAIT_S)
-        with contextlib.suppress(ConnectionError):
-            for message in messages:
-                link.send(encode(message))
-            link.send(encode(AskStatus(-77)))
-            while (header := link.receive(WAIT_S)) is not None:
-                reply = msgspec.msgpack.decode(header)
-                if reply[:2] == ["status-is", -77]:
-                    break
-        link.close()
-        town.citizen.blocks()
-        assert town.cluster.coordinating.errors == []
-        town.goes_on()
-
-    run()
-
-
-@FUZZ
-@given(data=st.binary(max_size=100), framed=st.booleans())
-def test_coordinator_survives_random_bytes(town: Town, data: bytes, framed: bool) -> None:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(WAIT_S)
-    sock.connect(town.cluster.address.removeprefix("unix:"))
-    with contextlib.suppress(OSError):
-        sock.sendall(frame(encode(Hello("client"))) + (frame(data) if framed else data))
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):
-            pass
-    sock.close()
-    town.citizen.blocks()
-    assert town.cluster.coordinating.errors == []
 
 
 # --- nonsense that only a shard can see -------------------------------------------------------
@@ -594,7 +265,7 @@ def test_number_out_of_order_cuts_the_connection(town: Town) -> None:
 
 
 def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> None:
-    town = _town(make_cluster, "unix", Sync())
+    town = Town(make_cluster("unix", workers=1, policy=Sync()), rank=0)
     town.cluster.mark_dead(0)
     worker = town.cluster.client(0)
     link = town.stranger(client=worker.id, rank=0, incarnation=worker.incarnation, window=2)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.exchange import Connect, Exchange, done
+from paramserve.client.exchange import Connect, Exchange, again, done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.client.names import Names, Tensor, as_tensors
@@ -99,6 +99,8 @@ class BlockClient:
         self._control = control
         self._pid = os.getpid()
         self._closed = False
+        self._reason: ParamServeError | None = None
+        """Why it was closed, if not because somebody wanted it."""
         self._lock = threading.RLock()
         self._exchange = Exchange(joined, rank, token, limits, deadlines, connect)
         self._names = Names()
@@ -196,7 +198,8 @@ class BlockClient:
         Returns:
             The block that holds the tensors.
         Raises:
-            DefineMismatch: defined before with another shape, dtype, rule or group.
+            DefineMismatch: defined in this group before with another shape, dtype or rule. In
+                another group the same name is another parameter.
             UnknownRule: the servers do not know the rule.
             NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
         """
@@ -425,6 +428,8 @@ class BlockClient:
     def _check(self) -> None:
         self._check_fork()
         if self._closed:
+            if self._reason is not None:
+                raise again(self._reason)
             raise ClientClosed(
                 f"client {self.id} was closed", fix="make a new one with cluster.client()"
             )
@@ -453,21 +458,27 @@ class BlockClient:
         finally:
             self._lock.release()
 
-    def close(self) -> None:
+    def close(self, reason: ParamServeError | None = None) -> None:
         """Leave the cluster: what was sent is answered first (for up to a second). Idempotent.
 
         In a forked child this only marks the child's copy.
+
+        Args:
+            reason: why the cluster is lost: nothing is answered any more, and calls under way and
+                later ones raise this. None: they raise `ClientClosed`.
         """
         if self._closed:
             return
         if os.getpid() != self._pid:
             self._closed = True
             return
-        # An error here was raised before, or is lost with the run that this client belongs to.
-        with contextlib.suppress(ParamServeError, ConnectionError):
-            self.drain(timeout_s=CLOSE_S)
+        if reason is None:
+            # An error here was raised before, or is lost with the run that this client belongs to.
+            with contextlib.suppress(ParamServeError, ConnectionError):
+                self.drain(timeout_s=CLOSE_S)
+        self._reason = reason
         self._closed = True
-        self._exchange.close()
+        self._exchange.close(reason)
         self._heartbeat.stop()
         # Where the coordinator is gone, there is nothing to leave.
         with contextlib.suppress(ParamServeError):

@@ -96,19 +96,17 @@ class Client(BlockClient):
         self._check()
         with self._lock:
             blocks, arrays = self._resolve(gradients, None)
-            self._steps.begin()
+            self._steps.begin(timeout_s)
             if self._collects:
                 self._gradients.stage(blocks, arrays)
                 self._steps.stage(blocks[0])
             if self._collects and not tick:
-                tickets = self._send_pulls(blocks)
+                tickets = self._send_pulls(blocks, timeout_s)
+            elif self._collects:
+                self._drop_views(blocks)
+                tickets = [(self._end_step("push", blocks[0], blocks), blocks)]
             else:
-                group = blocks[0].group_name
-                pushes, finite = (
-                    self._gradients.staged(group)
-                    if self._collects
-                    else self._gradients.capture(blocks, arrays)
-                )
+                pushes, finite = self._gradients.capture(blocks, arrays)
                 self._drop_views(blocks)
                 options = StepOptions(tick=tick, skip=not finite)
                 ticket = self._steps.send("push", blocks[0], pushes, blocks, options)
@@ -145,11 +143,13 @@ class Client(BlockClient):
             targets = {names: out} if isinstance(names, str) and out is not None else out
             if targets is not None:
                 self._check_targets(targets, wanted)
-            tickets = self._send_pulls(blocks)
+            tickets = self._send_pulls(blocks, timeout_s)
         found = self._read_pulls(tickets, wanted, targets, copy, timeout_s)
         return found[names] if isinstance(names, str) else found
 
-    def _send_pulls(self, blocks: Sequence[Block]) -> list[tuple[Ticket, list[Block]]]:
+    def _send_pulls(
+        self, blocks: Sequence[Block], timeout_s: float | None
+    ) -> list[tuple[Ticket, list[Block]]]:
         """One pull for each group; the caller holds the lock."""
         self._drop_views(blocks)
         groups: dict[int, list[Block]] = {}
@@ -158,7 +158,7 @@ class Client(BlockClient):
         tickets: list[tuple[Ticket, list[Block]]] = []
         try:
             for each in groups.values():
-                self._steps.begin()
+                self._steps.begin(timeout_s, "pull")
                 ticket = self._steps.send("pull", each[0], (), each, StepOptions())
                 tickets.append((ticket, each))
         except ParamServeError:
@@ -244,9 +244,17 @@ class Client(BlockClient):
             if block is None:
                 raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
             self._steps.begin()
-            pushes, finite = self._gradients.staged(group)
+            return self._end_step("tick", block, ())
+
+    def _end_step(self, what: str, block: Block, pull: Sequence[Block]) -> Ticket:
+        """Send what was staged for a block's group, with a tick."""
+        try:
+            pushes, finite = self._gradients.staged(block.group_name)
             options = StepOptions(tick=True, skip=not finite)
-            return self._steps.send("tick", block, pushes, (), options)
+            return self._steps.send(what, block, pushes, pull, options)
+        except ParamServeError as error:
+            self._steps.fail_staged(block.group_name, error)
+            raise
 
     def watch(self, group: str, every: int, keep: int = 8) -> bool:
         """Have the shards keep a snapshot of a group at every `every`-th version, at most `keep`.

@@ -61,8 +61,9 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 FIRST_ARENA_BYTES = 1 << 20
-ARENA_GROWTH_BYTES_MAX = 64 << 20
-"""A new arena is as large as all before it, at most this, unless one slot needs more."""
+ARENA_GROWTH_BYTES = 64 << 20
+"""A new arena is as large as all before it, but no more than this or a quarter of them, unless one
+slot needs more: so few arenas hold a large model, and little is allocated for nothing."""
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 POLL_SLICE_S = 0.25
@@ -161,6 +162,8 @@ class Exchange:
         self._waiters = 0
         self._polling = False
         self._closed = False
+        self._reason: ParamServeError | None = None
+        """Why it was closed, if not because somebody wanted it."""
         self._pid = os.getpid()
         self._poll = select.poll()
         self._quick = False
@@ -174,6 +177,7 @@ class Exchange:
         try:
             for shard in self.shards:
                 self._connect(shard, deadlines.start_s)
+            self._hello = structs.replace(self._hello, again=True)
         except BaseException:
             self.close()
             raise
@@ -192,7 +196,7 @@ class Exchange:
             if slot is None:
                 have = sum(arena.nbytes for arena in self._arenas.values())
                 needed = nbytes + 2 * RESERVED_BYTES
-                growth = min(have, ARENA_GROWTH_BYTES_MAX)
+                growth = min(have, max(ARENA_GROWTH_BYTES, have // 4))
                 try:
                     self._add_arena(max(needed, growth))
                 except Overloaded:
@@ -544,7 +548,7 @@ class Exchange:
         asked: dict[int, Link] = {}
         deadline = time.monotonic() + timeout_s
         while True:
-            waiting = [each for each in shards if each.told is None and each.gone is None]
+            waiting = [each for each in shards if each.told is None and self._gone is None]
             for shard in waiting:  # Not numbered: a question is lost with its link.
                 if shard.link is not None and shard.link is not asked.get(shard.number):
                     asked[shard.number] = shard.link
@@ -567,11 +571,16 @@ class Exchange:
                     return False
             return True
 
-    def close(self) -> None:
-        """Say goodbye, close the links, let go of the arenas. Repeating is safe."""
+    def close(self, reason: ParamServeError | None = None) -> None:
+        """Say goodbye, close the links, let go of the arenas. Repeating is safe.
+
+        Args:
+            reason: what calls under way raise; None: that the client was closed.
+        """
         with self._lock:
             if self._closed:
                 return
+            self._reason = reason
             for shard in self.shards:
                 if shard.link is not None:
                     with contextlib.suppress(ConnectionError, ParamServeError):
@@ -592,9 +601,11 @@ class Exchange:
         self._lock = threading.RLock()  # Another thread of the parent may have held the old one.
         self._condition = threading.Condition(self._lock)
 
-    def _ended(self) -> ClientClosed:
+    def _ended(self) -> ParamServeError:
         if os.getpid() != self._pid:
             return forks.forked(f"shard {self.shards[0].addresses[0]}", self._pid)
+        if self._reason is not None:
+            return again(self._reason)
         return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
 
 

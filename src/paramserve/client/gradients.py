@@ -14,15 +14,13 @@ from paramserve.client.names import NamedPiece, Names
 from paramserve.client.steps import BlockPush, check_rule
 from paramserve.core.consistency import Consistency
 from paramserve.core.partition import Block
+from paramserve.core.two_stroke import CLIP_EPSILON
 from paramserve.errors import NonFinite, ShapeMismatch
 from paramserve.ids import NO_RANK
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 Pushes = list[tuple[BlockPush, Slot]]
-
-CLIP_EPSILON = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 
 
 @dataclass

@@ -84,18 +84,23 @@ class Steps:
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[Place, ...]] = {}
 
-    def begin(self, timeout_s: float | None = None) -> None:
+    def begin(self, timeout_s: float | None = None, what: str = "push") -> None:
         """Before anything is captured or sent: raise what was not read, and wait for room.
 
         Raises:
-            ParamServeError: as `Exchange.make_room`, or an error of an earlier step. Nothing was
-                sent.
+            ParamServeError: as `Exchange.make_room` (`PullTimeout` if `what` is "pull"), or an
+                error of an earlier step. Nothing was sent.
         """
         if self._unread:
             self.raise_unread()
         if self._forgotten:
             self._let_go()
-        self._exchange.make_room(timeout_s if timeout_s is not None else self.timeout_s)
+        try:
+            self._exchange.make_room(timeout_s if timeout_s is not None else self.timeout_s)
+        except PushTimeout as error:
+            if what != "pull":
+                raise
+            raise PullTimeout(error.failed, applied=error.applied, fix=error.fix) from None
 
     def send(
         self,
@@ -168,6 +173,13 @@ class Steps:
         ticket = Ticket(self, "push", block.group)
         self._staged.setdefault(block.group_name, []).append(ticket)
         return ticket
+
+    def fail_staged(self, group: str, error: ParamServeError) -> None:
+        """The step that these pushes were part of was not sent: their tickets say so."""
+        operation = Operation(1)
+        operation.failed(error)
+        for ticket in self._staged.pop(group, ()):
+            ticket.operation = operation
 
     def _bind(self, ticket: Ticket, operation: Operation, slots: list[Slot]) -> None:
         """What happens when the answers are there, whoever reads them."""

@@ -17,6 +17,8 @@ class ClientHere(NamedTuple):
     incarnation: int
     rank: int
     window: int
+    again: bool = False
+    """It has been connected before: a session that is forgotten must not begin anew."""
 
 
 class ClientGone(NamedTuple):

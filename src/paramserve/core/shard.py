@@ -29,6 +29,7 @@ from paramserve.core.group import Group, Watching
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Lead, lead_of
 from paramserve.errors import (
+    ClientClosed,
     DefineMismatch,
     Overloaded,
     ParamServeError,
@@ -161,6 +162,13 @@ class Shard:
                 f"client {event.client} wants {event.window} requests outstanding, "
                 f"outstanding_max is {self.limits.outstanding_max}",
                 fix="ask for fewer",
+            )
+        if event.again and event.client not in self.sessions:
+            return ClientClosed(
+                f"client {event.client} came back after its session on shard {self.number} was "
+                f"forgotten ({SESSION_KEEP_S:.0f} s without a connection)",
+                applied="unknown",
+                fix="make a new client",
             )
         if event.client not in self.sessions and len(self.sessions) >= self.limits.clients_max:
             return Overloaded(

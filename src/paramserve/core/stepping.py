@@ -227,7 +227,15 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     steps = [each.step for each in held]
     clip = max((step.clip_norm for step in steps), default=0.0)
     refusal = refusal_of(steps, [rank for rank, _ in chosen])
-    finite = all(each.finite for each in held)
+    bad = [rank for rank, each in chosen if not each.finite]
+    finite = not bad
+    if bad and not refusal and group.policy.on_nonfinite == "refuse":
+        refusal = (
+            "NonFinite",
+            f"the gradients of ranks {bad} for group {group.name!r} hold NaN or Inf on shard "
+            f"{shard}, although the workers found none",
+            "do not write to a gradient after it was pushed",
+        )
     squared = 0.0
     skip = any(step.skip for step in steps)
     if clip > 0.0 and finite and not refusal and not skip:

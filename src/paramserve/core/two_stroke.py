@@ -123,21 +123,12 @@ def decide(parts: Sequence[Ready], policy: Consistency) -> Commit:
     if any(part.skip for part in parts) or not first.contributors:
         return nothing
     if not all(part.finite for part in parts):
-        if policy.on_nonfinite == "skip":
-            return nothing
-        return Commit(first.group, first.clock, (), 0.0, NOT_FINITE)
+        return nothing
     scale = policy.scale(first.weight)
     if first.clip_norm > 0.0:
         norm = sqrt(sum(part.squared_norm for part in parts)) * scale
         scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
     return Commit(first.group, first.clock, first.contributors, scale)
-
-
-NOT_FINITE = (
-    "NonFinite",
-    "a gradient holds NaN or Inf on its shard although its worker found none",
-    "do not write to a gradient after it was pushed",
-)
 
 
 def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:

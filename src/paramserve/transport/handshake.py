@@ -68,7 +68,7 @@ async def read_hello(
         data, _ = await _read(sock, header_bytes)
         hello = _HELLO.decode(data)
         return hello, _map(hello, fds, limits)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(
             f"a hello was refused: {error}", fix="run the same version of paramserve on both sides"
         ) from error

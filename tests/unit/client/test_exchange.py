@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -230,29 +231,23 @@ def test_thread_that_is_interrupted_leaves_the_reading_to_another(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operation = bench.submit()
-    read = bench.exchange._read
-    waiting = threading.Event()
+    ready = bench.exchange._ready
 
-    def interrupted(ready: object) -> None:
-        waiting.wait(5)
-        while not bench.exchange._waiters:  # the other thread waits for this one
-            bench.exchange._lock.release()
-            bench.exchange._lock.acquire()
-        monkeypatch.setattr(bench.exchange, "_read", read)
+    def interrupted(timeout_s: float) -> None:
+        while not bench.exchange._waiters:  # until the other thread waits for this one
+            time.sleep(0.001)
+        monkeypatch.setattr(bench.exchange, "_ready", ready)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.exchange, "_read", interrupted)
-    bench.answer(1, 0)
-    one, errors = in_thread(lambda: bench.exchange.wait(operation, 5.0))
-    while not bench.exchange._polling and one.is_alive() and not bench.exchange._waiters:
-        break
-    other, none = in_thread(lambda: bench.exchange.wait(operation, 5.0))
-    waiting.set()
-    one.join(5)
-    bench.answer(1, 1)
-    other.join(2.0)
-    assert not other.is_alive()
-    assert len(errors) + len(none) == 1
+    monkeypatch.setattr(bench.exchange, "_ready", interrupted)
+    threads = [in_thread(lambda: bench.exchange.wait(operation, 30.0)) for _ in range(2)]
+    while bench.exchange._ready is not ready:
+        time.sleep(0.001)
+    bench.answer(1)
+    for thread, _ in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert [type(each) for _, errors in threads for each in errors] == [KeyboardInterrupt]
     assert operation.complete
 
 

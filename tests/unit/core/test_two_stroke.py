@@ -114,10 +114,11 @@ def test_decide_skip_of_one_worker_skips_the_clock() -> None:
 
 
 def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
-    parts = [ready(0, 5), ready(1, 5, finite=False)]
-    refused = decide(parts, SUM)
+    why = ("NonFinite", "the gradients of ranks [3] hold NaN", "do not")
+    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], SUM)
     assert refused.contributors == ()
-    assert refused.refusal[0] == "NonFinite"
+    assert refused.refusal == why
+    parts = [ready(0, 5), ready(1, 5, finite=False)]
     assert decide(parts, Sync(on_nonfinite="skip")) == commit(scale=0.0)
 
 

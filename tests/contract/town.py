@@ -1,0 +1,46 @@
+"""A cluster with a client that must be served whatever strangers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tests.contract.echo_host import frame
+from tests.contract.role_cluster import WAIT_S, RoleCluster
+
+from paramserve.client import Client
+from paramserve.messages import Hello, encode
+from paramserve.rules import SGD
+from paramserve.transport.link import Link
+
+STRANGER = 1000
+"""The client number of who sends nonsense."""
+HELLO = frame(encode(Hello("client", client=STRANGER)))
+
+
+class Town:
+    """A cluster and its citizen. Under Sync the citizen is the only worker: it waits for nobody."""
+
+    def __init__(self, cluster: RoleCluster, rank: int = -1) -> None:
+        self.cluster = cluster
+        self.citizen: Client = cluster.client(rank)
+        self.citizen.define({"w": np.zeros(8), "b": np.zeros(3)}, rule=SGD(1.0))
+
+    def goes_on(self) -> None:
+        """The citizen is served, and nothing was raised out of the servers' loop."""
+        self.citizen.push_pull({"w": np.zeros(8)}, tick=True, timeout_s=WAIT_S)
+        assert len(self.citizen.reports()) == len(self.cluster.servers)
+        assert self.cluster.serving.errors == []
+
+    def stranger(self, **hello: Any) -> Link:
+        """A connection of somebody who is known, and may have an arena."""
+        arenas = hello.pop("arenas", ())
+        fields = {"role": "client", "client": STRANGER} | hello
+        listeners = self.cluster.servers[0].listeners
+        return Link.connect(
+            [x.address for x in listeners if x.address.startswith(self.cluster.kind)],
+            Hello(**fields),
+            token=self.cluster.token,
+            arenas=arenas,
+            timeout_s=WAIT_S,
+        )
