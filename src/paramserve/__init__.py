@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from paramserve.client import Client as Client
     from paramserve.client import Ticket as Ticket
     from paramserve.cluster import Cluster as Cluster
+    from paramserve.config import Deadlines as Deadlines
+    from paramserve.config import Limits as Limits
     from paramserve.core.consistency import Async as Async
     from paramserve.core.consistency import Sync as Sync
     from paramserve.engine.local import Local as Local
@@ -47,6 +49,8 @@ _WHERE = {
     "SGD": "rules.sgd",
     "Adam": "rules.adam",
     "Local": "engine.local",
+    "Deadlines": "config",
+    "Limits": "config",
     "ParamServeError": "errors",
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 
 from paramserve.client import Client
+from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.engine.base import Engine
 from paramserve.job.plan import Plan
-from paramserve.job.running import check_count, check_engine
+from paramserve.job.running import check_count, check_engine, check_settings
 from paramserve.job.supervisor import Supervisor
 
 
@@ -28,6 +29,8 @@ class Cluster:
             have stepped.
         consistency: when gradients are applied; `ps.Async()` if None.
         engine: what starts the processes; `ps.Local()` if None.
+        deadlines: how long each wait may take; `ps.Deadlines()` if None.
+        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
         ValueError, TypeError: a wrong argument. Nothing was started.
     """
@@ -39,11 +42,20 @@ class Cluster:
         workers: int = 0,
         consistency: Consistency | None = None,
         engine: Engine | None = None,
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
     ) -> None:
         check_count("servers", servers)
         check_count("workers", workers, least=0)
         policy = policy_spec(consistency if consistency is not None else Async())
-        plan = Plan(servers=servers, workers=0, ranks=workers, consistency=policy)
+        plan = Plan(
+            servers=servers,
+            workers=0,
+            ranks=workers,
+            consistency=policy,
+            limits=check_settings("limits", limits, Limits),
+            deadlines=check_settings("deadlines", deadlines, Deadlines),
+        )
         self._supervisor = Supervisor(plan, check_engine(engine))
 
     def __repr__(self) -> str:

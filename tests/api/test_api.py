@@ -18,6 +18,7 @@ PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]
 EXPECTED = {
     *("run", "start", "Job", "Result", "Worker", "Cluster", "Client", "Ticket"),
     *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
+    *("Deadlines", "Limits"),
 }
 CONTRACTS = (Rule, Consistency)
 """A method may be documented where its contract is."""

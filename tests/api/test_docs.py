@@ -188,6 +188,22 @@ KNOWN = {"AdamW", "GradScaler", "ValueError", "TypeError"}
 """Of Python and torch."""
 
 
+def messages() -> Iterator[str]:
+    """Every string in the package's source, joined where it is written in parts."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_quoted_messages_stand_in_the_source() -> None:
+    quoted = {span for page in PAGES for span in spans(page) if span.startswith("paramserve:")}
+    assert quoted, "no page quotes a message"
+    said = list(messages())
+    wrong = [quote for quote in quoted if not any(quote in each for each in said)]
+    assert not wrong, f"nothing in the source says: {wrong}"
+
+
 def test_names_find_what_is_there_and_nothing_else(names: Names) -> None:
     for there in ("Shard.step", "BlockClient.step", "Client.step", "stepping.collect", "ps.run"):
         assert names.has(there), there

@@ -167,6 +167,14 @@ def test_bad_frame_ends_its_connection_with_a_reason(town: Town, case: str) -> N
     assert_cut_off(sock)
 
 
+def test_hello_with_a_text_that_is_none_is_refused(town: Town) -> None:
+    sock = town.cluster.peer()
+    sock.sendall(frame(b"\x92\xa5hello\xa1\xff"))
+    told = msgspec.msgpack.decode(read_frame(sock), type=Refused)
+    assert (told.seq, told.kind) == (0, "ProtocolError")
+    assert_cut_off(sock)
+
+
 # --- nonsense that only a shard can see -------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +22,7 @@ from tests.faults.drivers import driver
 from tests.faults.leftovers import all_end, folders, nothing_left
 
 import paramserve as ps
-from paramserve.config import Deadlines
 from paramserve.errors import CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.job import running as job_module
-from paramserve.job.plan import Plan
 from paramserve.job.roster import Key
 
 DETECTED_WITHIN_S = 2.0
@@ -53,6 +49,7 @@ def begin(
     policy: str,
     train: Callable[..., Any] = victims.regress,
     on_worker_death: Literal["stop", "continue"] = "stop",
+    deadlines: ps.Deadlines | None = None,
 ) -> tuple[ps.Job, random.Random]:
     chance = random.Random(seed)
     job = ps.start(
@@ -63,6 +60,7 @@ def begin(
         consistency=POLICIES[policy],
         on_worker_death=on_worker_death,
         seed=seed,
+        deadlines=deadlines,
     )
     return job, chance
 
@@ -156,14 +154,11 @@ def test_killed_while_training_a_torch_model(
     [(Key("server", 1), ServerGone), (Key("coordinator", 0), CoordinatorGone)],
     ids=["server", "coordinator"],
 )
-def test_hung_process_counts_as_gone(
-    pipe: str, monkeypatch: pytest.MonkeyPatch, victim: Key, error: type[Exception]
-) -> None:
+def test_hung_process_counts_as_gone(pipe: str, victim: Key, error: type[Exception]) -> None:
     stall_s = 1.5
-    deadlines = Deadlines(stall_s=stall_s, heartbeat_s=0.2)
-    monkeypatch.setattr(job_module, "Plan", partial(Plan, deadlines=deadlines))
+    deadlines = ps.Deadlines(stall_s=stall_s, heartbeat_s=0.2)
     with nothing_left():
-        job, _ = begin(pipe, 12, "sync")
+        job, _ = begin(pipe, 12, "sync", deadlines=deadlines)
         with all_end(list(pids(job).values())):
             assert Path(pipe).read_text() == "here\n"
             os.kill(pids(job)[victim], signal.SIGSTOP)

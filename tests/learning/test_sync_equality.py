@@ -119,8 +119,29 @@ def test_sync_equals_torch_on_the_joined_batch(run: ps.Result, kind: str, seed: 
         torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_sync_two_runs_are_bitwise_equal() -> None:
-    """Also where one shares the model between two servers."""
+def test_sync_same_run_again_is_bitwise_equal() -> None:
+    first, second, other = (
+        ps.run(
+            training.train_from_loader,
+            workers=WORKERS,
+            servers=2,
+            consistency=ps.Sync(reduce="mean"),
+            seed=seed,
+            threads_per_worker=1,
+            timeout_s=100,
+        )
+        for seed in (11, 11, 12)
+    )
+    assert first.returns == second.returns
+    assert first.returns != other.returns, "the seed must count, or the rest shows nothing"
+    values = first.state_dict()
+    assert values.keys() == second.state_dict().keys()
+    for name, value in values.items():
+        assert torch.equal(second.state_dict()[name], value), name
+
+
+def test_sync_one_and_two_servers_are_bitwise_equal() -> None:
+    """The model lies on one server, or two share it."""
     for kind, seed in CASES:
         first = run_with(1).state_dict(training.run_name(kind, seed))
         second = run_with(2).state_dict(training.run_name(kind, seed))

@@ -19,7 +19,10 @@ class Result:
 
     Attributes:
         returns: what the training function returned, by rank.
-        metrics: every `worker.log`, in the order in which they came in.
+        metrics: the records of `worker.log`, in the order in which they came in; the oldest are
+            missing where workers logged faster than they could be fetched, or a million in all.
+        dropped_records: records that the coordinator had to drop before the driver fetched them,
+            of all workers together; `Limits.log_records_max` is what it keeps for each.
         staleness: of each rank's pushes.
         failures: of workers without which the run went on, by rank.
         seconds: from the start to the end of the processes.
@@ -30,6 +33,7 @@ class Result:
 
     returns: Mapping[int, Any]
     metrics: Sequence[Record]
+    dropped_records: int
     staleness: Mapping[int, Staleness]
     failures: Mapping[int, ParamServeError]
     seconds: float

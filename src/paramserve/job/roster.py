@@ -190,7 +190,8 @@ class Roster:
         return Decision(
             error=ConnectTimeout(
                 f"the run did not start: {', '.join(missing)} not ready in time",
-                fix="look at the messages of that process; raise start_s if the machine is slow",
+                fix="look at the messages of that process; where the machine is slow, raise "
+                "deadlines=ps.Deadlines(start_s=...)",
             )
         )
 
@@ -237,7 +238,13 @@ def gone(entry: Entry) -> ParamServeError:
 def worker_failed(entry: Entry) -> WorkerFailed:
     """The error for a worker that ended before its function returned."""
     fix = "mend the training function, or use on_worker_death='continue' to go on without it"
-    if entry.failure is None:
+    if entry.failure is None and entry.silent:
+        fix = (
+            "look for what stood still: a stopped process, swapping, a C call that holds the GIL "
+            "for long; where that is in order, raise deadlines=ps.Deadlines(stall_s=...), or use "
+            "on_worker_death='continue' to go on without it"
+        )
+    elif entry.failure is None:
         fix = (
             "look for what ended the process (the system short of memory, sys.exit), or use "
             "on_worker_death='continue' to go on without it"

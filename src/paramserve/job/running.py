@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import cloudpickle
 import msgspec
 
+from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Consistency, Sync
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.engine.base import Engine
@@ -36,6 +38,8 @@ SNAPSHOT_POLL_S = 0.05
 END_S = 2.0
 """How much longer than `stop_s` the end of a run may take to be known."""
 SEED_BITS = 63
+
+Settings = TypeVar("Settings", Deadlines, Limits)
 
 
 class Job:
@@ -211,6 +215,7 @@ class Job:
                 if entry.returned is not None
             },
             metrics=list(supervisor.overview.records),
+            dropped_records=supervisor.overview.dropped_records,
             staleness=by_rank(self._beats()),
             failures=dict(supervisor.failures),
             seconds=supervisor.seconds,
@@ -256,6 +261,8 @@ def start(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
@@ -277,12 +284,15 @@ def start(
         raise ValueError(f"seed must be an int of at least 0, not {seed!r}")
     policy = policy_spec(consistency if consistency is not None else Sync(reduce="mean"))
     chosen = check_engine(engine)
+    waits = check_settings("deadlines", deadlines, Deadlines)
+    bounds = check_settings("limits", limits, Limits)
     run_seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     function = pack(train, args, kwargs if kwargs is not None else {})
     threads = threads_per_worker if threads_per_worker is not None else max(1, cores() // workers)
 
     def worker_payload(rank: int, coordinator: str) -> bytes:
-        return msgspec.msgpack.encode(WorkerConfig(rank, coordinator, run_seed, function))
+        config = WorkerConfig(rank, coordinator, run_seed, function, bounds, waits)
+        return msgspec.msgpack.encode(config)
 
     plan = Plan(
         servers=servers,
@@ -292,6 +302,8 @@ def start(
         on_worker_death=on_worker_death,
         threads_per_worker=threads,
         timeout_s=timeout_s,
+        limits=bounds,
+        deadlines=waits,
     )
     return Job(plan, chosen, run_seed)
 
@@ -309,6 +321,8 @@ def run(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -326,6 +340,8 @@ def run(
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
             others go on without it.
         timeout_s: the whole run's; None: no limit.
+        deadlines: how long each wait may take; `ps.Deadlines()` if None.
+        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
         ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
             was started.
@@ -345,6 +361,8 @@ def run(
         threads_per_worker=threads_per_worker,
         on_worker_death=on_worker_death,
         timeout_s=timeout_s,
+        deadlines=deadlines,
+        limits=limits,
     ).wait()
 
 
@@ -363,3 +381,30 @@ def check_engine(engine: Engine | None) -> Engine:
     if isinstance(engine, type) or not hasattr(engine, "open"):
         raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
     return engine
+
+
+def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> Settings:
+    """The settings, or the defaults for None.
+
+    Raises:
+        TypeError: it is of another type, or one of its numbers is.
+        ValueError: a number is not above 0, not finite, or a heartbeat would come too late.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be ps.{kind.__name__}(...), not {value!r}")
+    for field in msgspec.structs.fields(kind):
+        number = getattr(value, field.name)
+        allowed = int if field.type is int else (int, float)
+        if isinstance(number, bool) or not isinstance(number, allowed):
+            what = "an int" if field.type is int else "a number"
+            raise TypeError(f"{name}: {field.name} must be {what}, not {number!r}")
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}: {field.name} must be above 0 and finite, not {number}")
+    if isinstance(value, Deadlines) and not value.heartbeat_s < value.stall_s:
+        raise ValueError(
+            f"{name}: heartbeat_s must be below stall_s, not {value.heartbeat_s} and "
+            f"{value.stall_s}: every process would count as dead"
+        )
+    return value

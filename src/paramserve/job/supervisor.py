@@ -39,7 +39,8 @@ class Supervisor:
 
     Attributes:
         state: where it stands.
-        error: why it ended, if not in order; final once `ended` is set.
+        error: why it ended, if not in order, or what went wrong while it ended; final once `ended`
+            is set.
         ended: set when nothing of it runs any more.
         overview: what the coordinator has told.
         roster: what is known of each process.
@@ -120,7 +121,7 @@ class Supervisor:
         if not self._served.wait(deadlines.start_s + deadlines.stop_s):
             raise ConnectTimeout(
                 f"coordinator and servers were not up after {deadlines.start_s} s",
-                fix="look at their output, or raise start_s",
+                fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
             )
         self._check_running()
         client = Client.connect(
@@ -153,21 +154,19 @@ class Supervisor:
             error = self._watch()
         except BaseException as unexpected:
             error = unexpected
+        self.error = error  # from here on, for clients
         try:
-            self._end(error)
-        except BaseException as unexpected:
-            error = error if error is not None else unexpected
-        finally:
-            self._release()
-            self.error = error
+            for do in (self._end, self._release, self._let_go):
+                try:
+                    do()
+                except BaseException as unexpected:
+                    self.error = self.error if self.error is not None else unexpected
+        finally:  # Whatever happened: the driver waits for these without a limit.
             self.ended_at = time.monotonic()
-            if self._abandoned or (error is None and self._stop_at is not None):
+            if self._abandoned or (self.error is None and self._stop_at is not None):
                 self.state = "stopped"
             else:
-                self.state = "failed" if error is not None else "finished"
-            if self._forget is not None:
-                self._forget()
-            atexit.unregister(self.abandon)
+                self.state = "failed" if self.error is not None else "finished"
             self.ended.set()
             self._served.set()
 
@@ -251,9 +250,9 @@ class Supervisor:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self) -> None:
         """Ask all processes to end and wait `stop_s` for it; what they still report is taken."""
-        if error is None:
+        if self.error is None:
             if self.roster.serving:
                 self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
             self._close_clients()
@@ -271,15 +270,22 @@ class Supervisor:
         with self._clients_lock:
             self._ending = True
             clients, self._clients = self._clients, []
+        reason = self.error if isinstance(self.error, ParamServeError) else None
         for client in clients:
             with contextlib.suppress(ParamServeError, ConnectionError):
-                client.close()
+                client.close(reason)
 
     def _release(self) -> None:
-        self._fleet.close()
-        self._close_clients()
-        self.overview.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.ExitStack() as steps:  # from the last to the first, each in any case
+            steps.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            steps.callback(self.overview.close)
+            steps.callback(self._close_clients)
+            steps.callback(self._fleet.close)
+
+    def _let_go(self) -> None:
+        atexit.unregister(self.abandon)
+        if self._forget is not None:
+            self._forget()
 
     def _check_running(self) -> None:
         if self._ending:

@@ -169,7 +169,7 @@ class Link:
             raise TimeoutError("no answer to the hello in time")
         try:
             answer = _ANSWER.decode(reply)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(
                 f"the answer to a hello was no welcome: {error}",
                 fix="run the same version of paramserve on both sides",

@@ -271,3 +271,24 @@ def test_child_of_a_fork_is_told_so_even_if_the_lock_was_held(bench: Bench) -> N
     bench.exchange._pid -= 1
     with pytest.raises(ClientClosed, match="connect anew in the child"):
         bench.exchange.wait(operation, 1.0)
+
+
+def test_close_with_a_reason_gives_it_to_a_call_under_way_and_to_later_ones(bench: Bench) -> None:
+    operation = bench.submit()
+    waiting = threading.Event()
+
+    def wait_for_nothing() -> None:
+        waiting.set()
+        while bench.exchange.wait(Operation(1), 5.0):
+            pass
+
+    thread, errors = in_thread(wait_for_nothing)
+    assert waiting.wait(5.0)
+    reason = ServerGone("server 1 was killed by SIGKILL", applied="unknown", fix="start again")
+    bench.exchange.close(reason)
+    thread.join(5.0)
+    with pytest.raises(ServerGone, match="server 1 was killed") as later:
+        bench.submit()
+    raised = [*errors, operation.error, later.value]
+    assert [str(error) for error in raised] == [str(reason)] * 3
+    assert len({id(error) for error in (reason, *raised)}) == 4

@@ -167,3 +167,16 @@ def test_define_that_waited_behind_a_clock_may_make_a_group_when_it_is_released(
     one.deliver()
     for shard in range(shards):
         assert set(one.shards[shard].groups) == {0, 1}
+
+
+def test_forgotten_client_that_comes_back_is_refused() -> None:
+    one = rig()
+    one.happen(ClientHere(9, 0, -1, 4))
+    one.happen(ClientGone(9))
+    assert one.happen(ClientHere(9, 0, -1, 4, again=True)).refused is None, "it is still known"
+    one.happen(ClientGone(9))
+    one.now += SESSION_KEEP_S
+    one.happen(DeadlineReached())
+    refused = one.happen(ClientHere(9, 0, -1, 4, again=True)).refused
+    assert refused is not None, "its unanswered request would be applied a second time"
+    assert refused.applied == "unknown"

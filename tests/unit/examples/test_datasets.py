@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
+import io
+import subprocess
 import threading
-from collections.abc import Sequence
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -53,6 +59,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(datasets, "_mirror", failing)
     monkeypatch.setattr(datasets, "_archive", failing("archive"))
     return asked
+
+
+Damage = Callable[[bytes], bytes]
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -161,6 +170,34 @@ def test_fetch_given_file_with_another_md5_is_refused(
     assert not (tmp_path / "cache" / name).exists()
 
 
+def cut_off(packed: bytes) -> bytes:
+    return packed[:-12]  # raises EOFError
+
+
+def overwritten(packed: bytes) -> bytes:
+    return packed[:10] + b"\xff" * (len(packed) - 10)  # raises zlib.error
+
+
+def not_gzip(packed: bytes) -> bytes:
+    return b"<html>" + packed  # raises BadGzipFile
+
+
+DAMAGES = [cut_off, overwritten, not_gzip]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_fetch_given_damaged_gz_names_it_and_the_way_out(
+    tmp_path: Path, small: dict[str, bytes], no_network: list[str], damage: Damage
+) -> None:
+    packed = {name + ".gz": gzip.compress(body) for name, body in small.items()}
+    name = datasets.MNIST[2].name + ".gz"
+    given = write(tmp_path / "given", {**packed, name: damage(packed[name])})
+    with pytest.raises(ParamServeError, match=rf"{name} cannot be unpacked: .+ --data") as caught:
+        datasets.fetch(str(given), cache=tmp_path / "cache")
+    assert caught.value.__cause__ is not None
+    assert no_network == []
+
+
 def test_fetch_given_folder_without_a_file_names_it(
     tmp_path: Path, small: dict[str, bytes], no_network: list[str]
 ) -> None:
@@ -191,6 +228,79 @@ def test_fetch_nothing_reachable_names_reasons_and_ways_out(
         assert f"{reason} is out of reach" in text
     assert "--data DIR" in text
     assert "--data digits" in text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_fetch_mirror_with_a_damaged_file_next_source_is_asked(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    answers = {
+        f"{url}/{name}.gz": Answer(change(gzip.compress(body)))
+        for url, change in (("http://a", damage), ("http://b", bytes))
+        for name, body in small.items()
+    }
+    monkeypatch.setattr(datasets, "MIRRORS", ("http://a", "http://b"))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answers[url])
+    cache = datasets.fetch(cache=tmp_path / "cache")
+    assert np.array_equal(datasets.load(cache).train_images, IMAGES)
+
+
+def test_fetch_every_source_breaks_off_names_reasons_and_ways_out(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never_ends(command: Sequence[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(datasets, "MIRRORS", ("http://a", "http://b"))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: BreaksOff())
+    monkeypatch.setattr(subprocess, "run", never_ends)
+    with pytest.raises(ParamServeError) as caught:
+        datasets.fetch(cache=tmp_path / "cache")
+    text = str(caught.value)
+    for reason in ("http://a/", "http://b/", "IncompleteRead(3 bytes read", "not done after 300 s"):
+        assert reason in text
+    assert "--data DIR" in text
+    assert "--data digits" in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EOFError(),
+        gzip.BadGzipFile("not a gzipped file"),
+        http.client.IncompleteRead(b""),
+        subprocess.TimeoutExpired("pip", 300),
+        zlib.error("invalid distance"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_fetch_source_that_fails_in_any_way_next_one_is_asked(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(missing: Sequence[datasets.Part], cache: Path) -> None:
+        raise error
+
+    answers = {"a": failing, "b": gives(small, [])}
+    monkeypatch.setattr(datasets, "MIRRORS", ("a", "b"))
+    monkeypatch.setattr(datasets, "_mirror", answers.__getitem__)
+    assert datasets.fetch(cache=tmp_path / "cache") == tmp_path / "cache"
+
+
+class Answer(io.BytesIO):
+    """What urlopen gives."""
+
+    @property
+    def length(self) -> int:
+        return len(self.getvalue())
+
+
+class BreaksOff(Answer):
+    """The connection ends within the body."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise http.client.IncompleteRead(b"abc", 100)
+
+    readinto = readinto1 = read  # type: ignore[assignment]
 
 
 def test_fetch_damaged_cache_file_is_fetched_again(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 import paramserve as ps
-from paramserve.engine.base import Fleet
+from paramserve.config import CoordinatorConfig, PolicySpec, ServerConfig
+from paramserve.engine.base import Fleet, Process, Role
 from paramserve.errors import NotAuthenticated
+from paramserve.job.plan import Plan
 from paramserve.job.result import Handle
+from paramserve.job.running import Job
+from paramserve.worker import WorkerConfig
 
 
 class NeverOpens:
@@ -88,3 +94,99 @@ def test_handle_leaves_the_token_behind() -> None:
     assert copy.address == "unix:/c.sock"
     with pytest.raises(NotAuthenticated, match="came from another process"):
         copy.connect()
+
+
+SETTINGS = [
+    ({"deadlines": 5.0}, TypeError, r"deadlines must be ps.Deadlines\(...\), not 5.0"),
+    ({"deadlines": ps.Limits()}, TypeError, "deadlines must be"),
+    ({"limits": ps.Deadlines()}, TypeError, r"limits must be ps.Limits"),
+    ({"limits": {"clients_max": 3}}, TypeError, "limits must be"),
+    ({"deadlines": ps.Deadlines(stall_s="long")}, TypeError, "stall_s must be a number"),  # type: ignore[arg-type]
+    ({"limits": ps.Limits(clients_max=1.5)}, TypeError, "clients_max must be an int"),  # type: ignore[arg-type]
+    ({"limits": ps.Limits(clients_max=True)}, TypeError, "clients_max must be an int"),
+    ({"limits": ps.Limits(clients_max=0)}, ValueError, "clients_max must be above 0"),
+    ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
+    ({"deadlines": ps.Deadlines(start_s=float("inf"))}, ValueError, "start_s must be .* finite"),
+    ({"deadlines": ps.Deadlines(stall_s=1)}, ValueError, "heartbeat_s must be below stall_s"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), SETTINGS)
+@pytest.mark.parametrize("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
+def test_deadlines_and_limits_that_are_wrong_are_named(
+    begin: Callable[..., object], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        begin(engine=NeverOpens(), **options)
+
+
+class Full(Exception):
+    """All processes of a run were asked for."""
+
+
+class KeepsRoles:
+    """An engine that starts nothing, and gives up once `count` processes were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.roles: list[Role] = []
+
+    def open(self) -> Fleet:
+        return self  # type: ignore[return-value] # a fake: it has no events
+
+    def launch(self, role: Role) -> Process:
+        self.roles.append(role)
+        if len(self.roles) == self.count:
+            raise Full
+        return object()  # type: ignore[return-value] # never used
+
+    def close(self) -> None: ...
+
+
+KINDS = {"coordinator": CoordinatorConfig, "server 0": ServerConfig, "worker 0": WorkerConfig}
+
+
+@pytest.mark.parametrize(
+    ("begin", "count"),
+    [(lambda **options: ps.run(train, **options), 3), (ps.Cluster, 2)],
+    ids=["run", "cluster"],
+)
+def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], count: int) -> None:
+    deadlines, limits = ps.Deadlines(stall_s=77), ps.Limits(clients_max=7)
+    engine = KeepsRoles(count)
+    with pytest.raises(Full):
+        begin(engine=engine, deadlines=deadlines, limits=limits)
+    assert [role.name for role in engine.roles] == list(KINDS)[:count]
+    for role in engine.roles:
+        config: Any = msgspec.msgpack.decode(role.payload, type=KINDS[role.name])
+        assert (config.deadlines, config.limits) == (deadlines, limits)
+
+
+class HasNoProcesses(KeepsRoles):
+    """An engine whose processes are never heard of."""
+
+    def launch(self, role: Role) -> Process:
+        return Silent()
+
+    def events(self, timeout_s: float) -> list[Any]:
+        return []
+
+
+class Silent:
+    """A process that has ended."""
+
+    pid = 0
+    exit_status = 0
+
+    def interrupt(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout_s: float) -> int:
+        return 0
+
+
+def test_result_says_how_many_records_are_missing() -> None:
+    plan = Plan(servers=1, workers=0, consistency=PolicySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job._supervisor.overview.dropped_records = 7
+    job.stop()
+    assert job.wait().dropped_records == 7

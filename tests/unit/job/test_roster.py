@@ -178,6 +178,18 @@ def test_silent_server_is_gone() -> None:
     assert "server 0 gave no sign of life" in str(error)
 
 
+def test_silent_worker_failed_text_says_what_makes_a_process_silent() -> None:
+    roster = running()
+    roster.on_silence(WORKER, 20.0)
+    roster.on_end(WORKER, -9, 20.1)  # that was the supervisor
+    error = roster.decide(20.1).error
+    assert isinstance(error, WorkerFailed)
+    assert "worker 0 gave no sign of life" in error.failed
+    for cause in ("Deadlines(stall_s=", "stopped process", "swapping", "GIL"):
+        assert cause in error.fix
+    assert "sys.exit" not in error.fix
+
+
 def test_returned_worker_may_be_silent() -> None:
     roster = running()
     roster.on_report(WORKER, "returned", b"", 2.0)

@@ -11,7 +11,7 @@ import pytest
 
 from paramserve.config import PolicySpec
 from paramserve.engine.base import Ended, Event, Process, Role
-from paramserve.errors import ServerGone
+from paramserve.errors import ParamServeError, ServerGone
 from paramserve.job.plan import Plan
 from paramserve.job.supervisor import Supervisor
 
@@ -51,10 +51,11 @@ class Puppet:
 
 
 class Puppets:
-    """An engine and its fleet: runs nothing, and fails at the launch of `fails_at`."""
+    """An engine and its fleet: runs nothing; fails where it is told to."""
 
-    def __init__(self, fails_at: str = "") -> None:
+    def __init__(self, fails_at: str = "", close_fails: bool = False) -> None:
         self.fails_at = fails_at
+        self.close_fails = close_fails
         self.roles: list[Role] = []
         self.processes: dict[str, Puppet] = {}
         self.told: set[str] = set()
@@ -80,6 +81,8 @@ class Puppets:
 
     def close(self) -> None:
         self.closed.set()
+        if self.close_fails:
+            raise LookupError("close")
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +132,59 @@ def test_failed_process_ends_the_others_and_removes_the_folder(tmp_path: Path) -
     assert supervisor.state == "failed"
     with pytest.raises(ServerGone):
         supervisor.connect()
+
+
+def forget_fails() -> None:
+    raise LookupError("forget")
+
+
+@pytest.mark.parametrize("broken", ["close", "forget"])
+def test_cleanup_that_fails_is_the_error_and_keeps_nobody_waiting(
+    tmp_path: Path, broken: str
+) -> None:
+    engine = Puppets(close_fails=broken == "close")
+    supervisor = Supervisor(PLAN, engine, forget=forget_fails if broken == "forget" else None)
+    supervisor.stop()
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, LookupError)
+    assert str(supervisor.error) == broken
+    assert supervisor.state == "failed"
+    assert engine.closed.is_set()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(LookupError):
+        supervisor.connect()
+
+
+def test_cleanup_that_fails_does_not_hide_why_the_run_ended() -> None:
+    engine = Puppets(close_fails=True)
+    supervisor = Supervisor(PLAN, engine, forget=forget_fails)
+    engine.processes["server 0"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, ServerGone)
+
+
+class NotesItsEnd:
+    """A client that notes what it is closed for."""
+
+    def __init__(self) -> None:
+        self.reasons: list[ParamServeError | None] = []
+
+    def close(self, reason: ParamServeError | None = None) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_clients_are_closed_with_the_error_of_the_run(failed: bool) -> None:
+    engine, client = Puppets(), NotesItsEnd()
+    supervisor = Supervisor(PLAN, engine)
+    supervisor._clients.append(client)  # type: ignore[arg-type] # a fake
+    if failed:
+        engine.processes["server 0"].end(-11)
+    else:
+        supervisor.stop()
+    assert supervisor.ended.wait(10.0)
+    assert client.reasons == [supervisor.error]
+    assert (supervisor.error is not None) is failed
 
 
 def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
