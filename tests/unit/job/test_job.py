@@ -175,6 +175,8 @@ class HasNoProcesses(KeepsRoles):
 class Silent:
     """A process that has ended."""
 
+    name = "server 0"
+
     pid = 0
     exit_status = 0
 
