@@ -135,5 +135,5 @@ KINDS = _tree(ParamServeError)
 
 def rebuild(kind: str, failed: str, applied: str, fix: str) -> ParamServeError:
     """Make the error that another process named; an unknown name becomes a `ProtocolError`."""
-    known: Applied = applied if applied in ("yes", "no") else "unknown"  # type: ignore[assignment]
+    known: Applied = "yes" if applied == "yes" else "no" if applied == "no" else "unknown"
     return KINDS.get(kind, ProtocolError)(failed, applied=known, fix=fix)

@@ -7,6 +7,7 @@ order on a new stream.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class Connection:
         self.welcome = False
 
 
-class ClientProcess:
+class ClientProcess(ABC):
     """One process, without what it is there for.
 
     Args:
@@ -116,9 +117,9 @@ class ClientProcess:
         self._beat()
         self.call(Join(0, self.rank, 0), self._joined)
 
+    @abstractmethod
     def script(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
-        raise NotImplementedError
 
     def kill(self) -> None:
         """The process ends at once; what it has sent may still arrive, or not."""
@@ -297,5 +298,5 @@ class ClientProcess:
                 self._transmit(connection, sent.message)
         self.later(TIMEOUT_S, self._timeout, operation, numbers)
 
-    def timed_out(self, operation: Operation) -> None:
+    def timed_out(self, operation: Operation) -> None:  # noqa: B027 - a hook, rightly empty
         """A call has timed out. Nothing is freed: its shards may still read and write its slots."""

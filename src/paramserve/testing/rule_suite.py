@@ -138,8 +138,8 @@ class RuleSuite:
             gap = outside(RUNS)
             equal_bits(block.value[gap], before.value[gap])
             equal_bits(out[gap], np.full(SIZE, UNWRITTEN, dtype)[gap])
-            for now, then in zip(block.state, before.state, strict=True):
-                equal_bits(now[gap], then[gap])
+            for present, earlier in zip(block.state, before.state, strict=True):
+                equal_bits(present[gap], earlier[gap])
 
     def test_within_runs_values_change(self) -> None:
         for dtype in self.dtypes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,9 @@ class ScriptedClient(SimulatedClient):
             self.left = -1
             self.step(pull=self.every, state=self.state(), then=self.last)
 
+    @abstractmethod
     def next(self) -> bool:
         """Begin the next call, if one is left; whether another may follow at once."""
-        raise NotImplementedError
 
     def state(self) -> int | None:
         """How many synchronous clocks a read contains that is begun now; None: not known."""
