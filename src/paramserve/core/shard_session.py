@@ -89,6 +89,6 @@ class ShardSession:
 
     def record(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
-        seq = getattr(answer.message, "seq")  # Waiting has none and never comes here
+        seq = getattr(answer.message, "seq")  # noqa: B009  # Waiting has none and never comes here
         self._outcomes[seq] = answer
         self._outcomes.pop(seq - self.window, None)

@@ -253,7 +253,7 @@ def _parcel(role: Role) -> BinaryIO:
     if hasattr(os, "memfd_create"):
         parcel: BinaryIO = os.fdopen(os.memfd_create("paramserve"), "w+b")
     else:
-        parcel = tempfile.TemporaryFile()
+        parcel = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     parcel.write(b"%d\n" % len(path) + path)
     parcel.write(msgspec.msgpack.encode(package))
     parcel.seek(0)

@@ -44,7 +44,7 @@ def test_pack_names_an_argument_that_cannot_be_pickled() -> None:
 
 
 def test_pack_names_a_default_value_that_cannot_be_pickled() -> None:
-    def train(worker: object, guard: Any = threading.Lock()) -> None: ...
+    def train(worker: object, guard: Any = threading.Lock()) -> None: ...  # noqa: B008
 
     with pytest.raises(TypeError, match="a default value"):
         pack(train, (), {})
