@@ -37,7 +37,7 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 
 $(FOR_TEST): $(FOR_DEMO)
 	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
-	@$(PIP) -c constraints.txt -e ".[examples,dev,ray]" $(TORCH)
+	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,tls]" $(TORCH)
 	@touch $@
 
 demo: $(FOR_DEMO)

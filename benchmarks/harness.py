@@ -38,13 +38,15 @@ LOG_LINES = 30
 ONE_THREAD = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "NUMEXPR")
 }
+_QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",
+    "RAY_AUTH_MODE": "disabled",
+}
+ON_RAY = ("benchmarks.rival_ray", "benchmarks.ours_ray")
 ENVIRONMENTS = {
-    "benchmarks.rival_ray": {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
-        "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",
-        "RAY_AUTH_MODE": "disabled",
-    },
+    **dict.fromkeys(ON_RAY, _QUIET_RAY),
     "benchmarks.rival_rpc": {
         "TP_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -56,7 +58,7 @@ ENVIRONMENTS = {
 }
 """What a rival's processes need to be fast and quiet. Ray's HOME and niceness: `_environment`."""
 
-NEEDS = {"benchmarks.rival_ray": "ray", "benchmarks.rival_rpc": "torch"}
+NEEDS = {**dict.fromkeys(ON_RAY, "ray"), "benchmarks.rival_rpc": "torch"}
 """Packages without which a rival is left out."""
 
 _CHILD = """\
@@ -106,7 +108,7 @@ def _environment(target: str, scratch: Path) -> dict[str, str]:
     module = target.split(":")[0]
     found = {**os.environ, **ONE_THREAD, **ENVIRONMENTS.get(module, {})}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if module == "benchmarks.rival_ray":
+    if module in ON_RAY:
         # Read by the raylet, as this variable's name has it; a worker's `runtime_env` works too.
         found["RAY_worker_niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
         found["HOME"] = str(scratch)

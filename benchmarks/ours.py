@@ -158,7 +158,7 @@ def _large_worker(worker: ps.Worker, load: LargeStep) -> dict[str, float]:
     return figures
 
 
-def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
+def mnist(load: Mnist, scratch: Path, engine: Any = None) -> dict[str, float]:
     """`worker.optimizer` around the same model, loader and torch optimizer as the floor's."""
     figures: dict[str, float] = {}
     ways = (
@@ -174,6 +174,7 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
             args=(load, folder, overlap),
             workers=load.workers,
             consistency=consistency,
+            engine=engine,
             threads_per_worker=1,
         )
         spans = list(result.returns.values())
@@ -256,11 +257,11 @@ def start(load: Start, scratch: Path) -> dict[str, float]:
     """After one run that fills the kernel cache."""
 
     def run() -> None:
-        ps.run(_nothing, workers=load.workers, servers=load.servers)
+        ps.run(nothing, workers=load.workers, servers=load.servers)
 
     run()
     return {"seconds": median(timed(run) for _ in range(load.repeats))}
 
 
-def _nothing(worker: ps.Worker) -> None:
-    return None
+def nothing(worker: ps.Worker) -> None:
+    """An empty training function."""

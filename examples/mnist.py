@@ -4,6 +4,7 @@ Each run is done twice: once while this process evaluates snapshots of the serve
 gives the accuracy curves, and once undisturbed, which gives steps per second.
 
     python examples/mnist.py --workers 2 --servers 1
+    python examples/mnist.py --engine ray
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.nn import functional as F
 import datasets
 import paramserve as ps
 import report
+from arguments import count
+from engines import ENGINES, engine_of
 from paramserve.observe import watch
 
 EVERY = 10
@@ -104,6 +107,7 @@ def run(
             workers=options.workers,
             servers=options.servers,
             consistency=consistency,
+            engine=engine_of(options.engine),
             seed=options.seed,
         )
 
@@ -152,17 +156,10 @@ def testset(folder: Path) -> tuple[torch.Tensor, ...]:
     return datasets.tensors(data.test_images, data.test_labels).tensors
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1, for the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--engine", choices=ENGINES, default="local")
     add("--workers", type=count, default=2)
     add("--servers", type=count, default=1)
     add("--sync-steps", type=count, default=200, help="synchronous steps (default 200)")

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from tests.ray.nodes import ray_cluster as ray_cluster  # fixtures: one cluster for all suites
+from tests.ray.nodes import ray_nodes as ray_nodes
 
 GRACE_S = 3.0
 """Children that end by themselves may take this long after the last test."""

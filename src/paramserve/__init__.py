@@ -17,20 +17,33 @@ if TYPE_CHECKING:
     from paramserve.client import Client as Client
     from paramserve.client import Ticket as Ticket
     from paramserve.cluster import Cluster as Cluster
+    from paramserve.config import TLS as TLS
     from paramserve.config import Deadlines as Deadlines
     from paramserve.config import Limits as Limits
     from paramserve.core.consistency import Async as Async
     from paramserve.core.consistency import Sync as Sync
+    from paramserve.engine.external import External as External
     from paramserve.engine.local import Local as Local
+    from paramserve.engine.on_ray import Needs as Needs
+    from paramserve.engine.on_ray import OnRay as OnRay
     from paramserve.errors import ParamServeError as ParamServeError
     from paramserve.job import Job as Job
     from paramserve.job import run as run
     from paramserve.job import start as start
     from paramserve.job.reading import Snapshot as Snapshot
+    from paramserve.job.result import Restarted as Restarted
     from paramserve.job.result import Result as Result
+    from paramserve.job.roster import Restart as Restart
+    from paramserve.joining import Handle as Handle
+    from paramserve.joining import attach as attach
+    from paramserve.joining import connect as connect
+    from paramserve.joining import from_environment as from_environment
     from paramserve.rules.adam import Adam as Adam
     from paramserve.rules.add import Add as Add
+    from paramserve.rules.base import PushInfo as PushInfo
+    from paramserve.rules.custom import CustomRule as CustomRule
     from paramserve.rules.sgd import SGD as SGD
+    from paramserve.serving import serve as serve
     from paramserve.worker import Worker as Worker
 
 _WHERE = {
@@ -48,7 +61,20 @@ _WHERE = {
     "Add": "rules.add",
     "SGD": "rules.sgd",
     "Adam": "rules.adam",
+    "CustomRule": "rules.custom",
+    "PushInfo": "rules.base",
     "Local": "engine.local",
+    "OnRay": "engine.on_ray",
+    "Needs": "engine.on_ray",
+    "External": "engine.external",
+    "Restart": "job.roster",
+    "Restarted": "job.result",
+    "Handle": "joining",
+    "attach": "joining",
+    "connect": "joining",
+    "from_environment": "joining",
+    "serve": "serving",
+    "TLS": "config",
     "Deadlines": "config",
     "Limits": "config",
     "ParamServeError": "errors",

@@ -13,17 +13,11 @@ import click
 import cloudpickle
 
 from paramserve import __version__
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.cli_cluster import COMMANDS, POLICIES, load_class
 from paramserve.errors import ParamServeError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it."""
-POLICIES: dict[str, Callable[[], Consistency]] = {
-    "sync": lambda: Sync(reduce="mean"),
-    "sync:mean": lambda: Sync(reduce="mean"),
-    "sync:sum": lambda: Sync(reduce="sum"),
-    "async": Async,
-}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,11 +42,29 @@ def cli() -> None:
 @click.option("--threads-per-worker", type=click.IntRange(min=1))
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Of the whole run.")
 @click.option(
-    "--on-worker-death", type=click.Choice(["stop", "continue"]), default="stop", show_default=True
+    "--on-worker-death",
+    type=click.Choice(["stop", "continue", "restart"]),
+    default="stop",
+    show_default=True,
+)
+@click.option("--rules", multiple=True, metavar="MODULE:CLASS", help="A rule of your own.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="ray: on the Ray cluster that RAY_ADDRESS names, or a local one.",
 )
 @click.option("--quiet", is_flag=True, help="No progress lines.")
 def run(
-    target: str, script_args: tuple[str, ...], consistency: str, quiet: bool, **options: Any
+    target: str,
+    script_args: tuple[str, ...],
+    consistency: str,
+    quiet: bool,
+    on_worker_death: str,
+    rules: tuple[str, ...],
+    engine: str,
+    **options: Any,
 ) -> None:
     """Run FUNCTION of SCRIPT on workers: it is called as FUNCTION(worker).
 
@@ -69,6 +81,9 @@ def run(
     job = start(
         WithArguments(function, [path, *script_args]),
         consistency=POLICIES[consistency](),
+        on_worker_death=_on_worker_death(on_worker_death),
+        rules=[load_class(each) for each in rules],
+        engine=_engine(engine),
         **options,
     )
     try:
@@ -109,6 +124,10 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
+for command in COMMANDS:
+    cli.add_command(command)
+
+
 @cli.command()
 @click.option("--tiny", is_flag=True, help="A second, to see that it works.")
 def bench(tiny: bool) -> None:
@@ -116,6 +135,22 @@ def bench(tiny: bool) -> None:
     from paramserve.bench import main as measure
 
     measure(tiny=tiny)
+
+
+def _on_worker_death(name: str) -> Any:
+    if name == "restart":
+        from paramserve.job.roster import Restart
+
+        return Restart()
+    return name
+
+
+def _engine(name: str) -> Any:
+    if name == "ray":
+        from paramserve.engine.on_ray import OnRay
+
+        return OnRay()
+    return None
 
 
 def load_function(target: str, argv: Sequence[str]) -> tuple[str, Callable[..., Any]]:

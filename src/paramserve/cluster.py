@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from paramserve.client import Client
 from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.engine.base import Engine
+from paramserve.job.packing import pack_rules, reference
 from paramserve.job.plan import Plan
-from paramserve.job.running import check_count, check_engine, check_settings
+from paramserve.job.running import (
+    SEED_BITS,
+    check_count,
+    check_engine,
+    check_settings,
+    handle_of,
+)
 from paramserve.job.supervisor import Supervisor
+from paramserve.joining import Handle
 
 
 class Cluster:
@@ -29,10 +40,14 @@ class Cluster:
             have stepped.
         consistency: when gradients are applied; `ps.Async()` if None.
         engine: what starts the processes; `ps.Local()` if None.
+        name: others find it with `ps.attach(name, engine=...)`; None: only by its handle.
+        rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
+        seed: of workers that join by its handle; a random one if None.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
         ValueError, TypeError: a wrong argument. Nothing was started.
+        NameTaken: a living cluster has this name. Nothing is left of this one.
     """
 
     def __init__(
@@ -42,6 +57,9 @@ class Cluster:
         workers: int = 0,
         consistency: Consistency | None = None,
         engine: Engine | None = None,
+        name: str | None = None,
+        rules: Sequence[type[Any]] = (),
+        seed: int | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -53,10 +71,21 @@ class Cluster:
             workers=0,
             ranks=workers,
             consistency=policy,
+            server_code=pack_rules(rules),
+            server_reference=reference(*rules),
             limits=check_settings("limits", limits, Limits),
             deadlines=check_settings("deadlines", deadlines, Deadlines),
         )
-        self._supervisor = Supervisor(plan, check_engine(engine))
+        self._seed = seed if seed is not None else secrets.randbits(SEED_BITS)
+        self._withdraw: Callable[[], None] | None = None
+        chosen = check_engine(engine)
+        self._supervisor = Supervisor(plan, chosen)
+        if name is not None:
+            try:
+                self._withdraw = chosen.publish(name, self.handle().encode())
+            except BaseException:
+                self.close()
+                raise
 
     def __repr__(self) -> str:
         return f"Cluster({self._supervisor.state}, at={self.address!r})"
@@ -74,8 +103,18 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """The coordinator's."""
-        return self._supervisor.address
+        """The coordinator's, as others reach it; empty while it is not known yet."""
+        return next(iter(self._supervisor.addresses), "")
+
+    def handle(self) -> Handle:
+        """For clients and workers in any process that it is sent to; waits until the servers are
+        up. It may be pickled, and holds the cluster's secret.
+
+        Raises:
+            ClientClosed: the cluster was closed.
+            ServerGone, CoordinatorGone: one of its processes has ended.
+        """
+        return handle_of(self._supervisor, self._seed)
 
     def client(self, rank: int | None = None) -> Client:
         """A new client; waits until the servers are up. It is closed with the cluster.
@@ -90,5 +129,7 @@ class Cluster:
 
     def close(self) -> None:
         """Close all clients and end all processes. Repeating is safe."""
+        if self._withdraw is not None:
+            self._withdraw()
         self._supervisor.stop()
         self._supervisor.ended.wait()

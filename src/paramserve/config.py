@@ -5,6 +5,7 @@ Every wait, queue and buffer in the package has its limit here, by name, with it
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 
@@ -30,6 +31,9 @@ class Limits(Struct, frozen=True):
     connections_max: int = 8192
     send_buffer_bytes_max: int = 256 << 20
     """Replies that a peer has not read; past it the peer is cut off."""
+    buffers_bytes_max: int = 512 << 20
+    """Memory that a listener keeps to receive payloads in again, while nobody uses it; a server
+    keeps as much for the values that it sends."""
     snapshots_max: int = 64
     """Snapshots kept for a reader; past it the oldest is dropped and counted."""
     log_records_max: int = 10_000
@@ -52,6 +56,50 @@ class Deadlines(Struct, frozen=True):
     heartbeat_s: float = 1.0
     stall_s: float = 15.0
     """Without a heartbeat for this long, a process counts as dead."""
+    lost_s: float = 3.0
+    """Without a sign of life from the kernel of another host for this long, the host counts as
+    lost, and all its processes with it."""
+    restart_s: float = 60.0
+    """A worker that is being restarted is waited for this long under Sync."""
+
+
+class TLS(Struct, frozen=True):
+    """Certificates for every TCP connection of a cluster; each side checks the other's.
+
+    Args:
+        certificate: path of this process's certificate chain, PEM, for servers and clients alike.
+        key: path of its private key, PEM, without a password.
+        authority: path of the certificates that the other side's must be signed by, PEM.
+        check_host: whether a server's certificate must name the host or address that was dialled.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+    check_host: bool = True
+
+
+class Credentials(Struct, frozen=True):
+    """What opens a cluster's TCP ports. Unix sockets need none: there the user's id is checked."""
+
+    token: bytes = b""
+    tls: TLS | None = None
+
+    def __repr__(self) -> str:
+        """Without the secret: it must be in no log."""
+        return f"Credentials(tls={self.tls is not None})"
+
+    def encode(self) -> bytes:
+        """For an engine, which hands it to the processes that it starts."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Credentials:
+        """What `encode` gave."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+NO_CREDENTIALS = Credentials()
 
 
 class PolicySpec(Struct, frozen=True):
@@ -67,8 +115,15 @@ class CoordinatorConfig(Struct, frozen=True):
     servers: int
     workers: int
     directory: str
-    """Folder (0700) for Unix sockets; the coordinator listens at `<directory>/c.sock`."""
+    """Folder (0700) for Unix sockets; the coordinator listens at `<directory>/c.sock`. Empty: the
+    sockets have no place in the file system."""
     consistency: PolicySpec
+    tcp_bind: str = ""
+    """`host:port` to listen on besides the Unix socket; empty: no TCP."""
+    advertise: str = ""
+    """Host by which others reach `tcp_bind`, where that is another one, as with 0.0.0.0."""
+    restarts: bool = False
+    """Whether a worker that died will be started again: Sync waits `restart_s` for it."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
 
@@ -79,11 +134,14 @@ class ServerConfig(Struct, frozen=True):
     shard: int
     servers: int
     workers: int
-    coordinator: str
-    """Address: `unix:<path>` or `tcp:<host>:<port>`."""
+    coordinator: tuple[str, ...]
+    """Addresses: `unix:<path>` or `tcp:<host>:<port>`."""
     directory: str
+    """As the coordinator's."""
     consistency: PolicySpec
     tcp_bind: str = ""
     """`host:port` to listen on besides the Unix socket; empty: no TCP."""
+    advertise: str = ""
+    """As the coordinator's."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()

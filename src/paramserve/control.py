@@ -6,11 +6,12 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 from msgspec import structs
 
-from paramserve.config import Limits
+from paramserve.config import Credentials, Limits
 from paramserve.errors import ClientClosed, CoordinatorGone, Timeout, rebuild
 from paramserve.messages import (
     CoordinatorNotice,
@@ -24,6 +25,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport.link import Link
+from paramserve.transport.tcp import LOST_S
 
 R = TypeVar("R")
 
@@ -39,8 +41,10 @@ class ControlLink:
     Servers also get `Members` on it, unasked: `notices` has those that came in.
     """
 
-    def __init__(self, link: Link, address: str) -> None:
-        self.address = address
+    def __init__(self, link: Link, addresses: Sequence[str]) -> None:
+        self.address = link.address
+        self.addresses = tuple(addresses)
+        """All of the coordinator's; `address` is the one that was reached."""
         self.notices: deque[Members] = deque()
         self._link = link
         self._lock = threading.Lock()
@@ -48,16 +52,30 @@ class ControlLink:
 
     @classmethod
     def connect(
-        cls, address: str, hello: Hello, *, token: bytes, limits: Limits, timeout_s: float
+        cls,
+        addresses: Sequence[str],
+        hello: Hello,
+        *,
+        credentials: Credentials,
+        limits: Limits,
+        timeout_s: float,
+        lost_s: float = LOST_S,
     ) -> ControlLink:
         """Connect, trying again while nobody listens there yet.
 
         Raises:
             ConnectTimeout: nobody answered in `timeout_s`.
-            NotAuthenticated: the coordinator does not know the token.
+            NotAuthenticated: the coordinator does not take these credentials.
         """
-        link = Link.connect([address], hello, token=token, timeout_s=timeout_s, limits=limits)
-        return cls(link, address)
+        link = Link.connect(
+            addresses,
+            hello,
+            credentials=credentials,
+            timeout_s=timeout_s,
+            limits=limits,
+            lost_s=lost_s,
+        )
+        return cls(link, addresses)
 
     def call(
         self,
@@ -124,19 +142,22 @@ class ControlLink:
         return True
 
     def read_notices(self) -> list[Members]:
-        """What came unasked, without waiting.
+        """What came unasked, without waiting; nothing while a call is under way.
 
         Raises:
             CoordinatorGone: the connection broke.
         """
-        with self._lock:
-            try:
-                while (header := self._link.receive(0.0)) is not None:
-                    reply = _decode(header)
-                    if isinstance(reply, Members):
-                        self.notices.append(reply)
-            except ConnectionError as error:
-                raise self._gone(error) from error
+        if not self._lock.acquire(blocking=False):
+            return []
+        try:
+            while (header := self._link.receive(0.0)) is not None:
+                reply = _decode(header)
+                if isinstance(reply, Members):
+                    self.notices.append(reply)
+        except ConnectionError as error:
+            raise self._gone(error) from error
+        finally:
+            self._lock.release()
         notices = list(self.notices)
         self.notices.clear()
         return notices

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import msgspec
 
@@ -17,7 +15,8 @@ from paramserve.core.coordination import (
     Noticed,
     TimePassed,
 )
-from paramserve.engine.child import Bootstrap
+from paramserve.core.membership import DEAD, LEFT
+from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
     CoordinatorNotice,
@@ -29,10 +28,14 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport.framing import ByteArray
-from paramserve.transport.listener import Connection, listen_unix
+from paramserve.transport.listener import Connection, listen
+from paramserve.transport.tcp import join_place
 
 TICK_S = 0.1
 """How often deadlines of waiting calls are looked at."""
+
+ROLES = frozenset({"join", "register", "driver"})
+"""Who belongs to the coordinator; the other roles of `Hello` belong to a shard."""
 
 _decode = decoder(CoordinatorRequest | CoordinatorNotice).decode
 
@@ -51,10 +54,14 @@ class CoordinatorRole:
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
+        if hello.role not in ROLES:
+            raise ProtocolError(
+                f"a peer came to the coordinator as {hello.role!r}", fix="run the same version"
+            )
         number, self._next = self._next, self._next + 1
         self._numbers[conn] = number
         self._connections[number] = conn
-        if hello.role == "server":
+        if hello.role == "register":
             self._servers.add(number)
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
@@ -76,6 +83,12 @@ class CoordinatorRole:
         self._servers.discard(number)
         self._step(ConnectionLost(number))
 
+    @property
+    def all_left(self) -> bool:
+        """Whether every worker has come, and has left or died."""
+        members = self._coordination.membership.members.values()
+        return bool(members) and all(each.state in (LEFT, DEAD) for each in members)
+
     def _tick(self) -> None:
         self._step(TimePassed())
         self._loop.call_later(TICK_S, self._tick)
@@ -93,15 +106,26 @@ class CoordinatorRole:
 
 
 async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
-    path = os.path.join(config.directory, "c.sock")
-    listener = await listen_unix(path, CoordinatorRole(config), config.limits)
+    role = CoordinatorRole(config)
+    listeners = await listen(
+        config.directory,
+        "c",
+        join_place(boot.host, 0) if boot.host else config.tcp_bind,
+        boot.credentials,
+        role,
+        config.limits,
+        advertise=config.advertise,
+        lost_s=config.deadlines.lost_s,
+    )
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    boot.report("ready", msgspec.msgpack.encode(listener.address))
+    loop = asyncio.get_running_loop()
+    boot.on_stop(lambda: call_soon(loop, ended.set))
+    boot.report("ready", msgspec.msgpack.encode([each.address for each in listeners]))
     try:
         await ended.wait()  # or until the driver is gone
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
 
 
 def main(boot: Bootstrap) -> None:

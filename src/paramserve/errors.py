@@ -74,6 +74,22 @@ class WorkerFenced(ParamServeError):
     """The cluster counts this worker as dead, or a newer incarnation took its place."""
 
 
+class RankTaken(ParamServeError):
+    """A living worker of the cluster has this rank."""
+
+
+class NameTaken(ParamServeError):
+    """A living cluster has this name."""
+
+
+class CannotPlace(ParamServeError):
+    """The engine has no room for the processes that were asked for; the text names both."""
+
+
+class RuleFailed(ParamServeError):
+    """A registered rule raised, or left what no update may leave."""
+
+
 class ClientClosed(ParamServeError):
     """The client was closed, its run has stopped, or it was made before a fork."""
 

@@ -7,23 +7,28 @@ import fcntl
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from paramserve.config import PolicySpec
 from paramserve.rules.base import Rule
+from paramserve.rules.registry import build, is_built_in
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
+_prepared: set[tuple[str, str]] = set()
+"""Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
 
 def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
     """Have the shared kernels, and those of a rule, ready for a dtype. Repeating costs nothing.
 
-    The first time in an installation this compiles for some seconds, and says so on stderr.
+    The first time in an installation this compiles for some seconds, and says so on stderr. A rule
+    that is not built in has no kernels of ours.
     """
     if loaded(dtype, rule):
         return
@@ -45,13 +50,15 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
 
 def _prepare(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> None:
     kernels.prepare(dtype)
-    if rule is not None:
+    if rule is not None and is_built_in(rule):
         rule.prepare(dtype)
 
 
 def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
+    if rule is None or not is_built_in(rule):
+        return (dtype.name,)
     # A rule has other kernels when it keeps other state, as SGD with and without momentum.
-    return (dtype.name,) if rule is None else (dtype.name, rule.name, *rule.states(rule.hyper()))
+    return (dtype.name, rule.name, *rule.states(rule.hyper()))
 
 
 def _mark(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> Path:
@@ -66,6 +73,24 @@ def _mark(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> Path:
 def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
     """Whether `load_kernels` would return at once."""
     return _key(dtype, rule) in _loaded or dtype.name not in ("float32", "float64")
+
+
+def prepare_rule(
+    dtype: np.dtype[Any], described: PolicySpec, registered: Mapping[str, type[Any]]
+) -> None:
+    """Import what a rule that is not built in needs (torch takes seconds), and let it prepare.
+
+    What fails here is no error yet: it fails again, and is told, where a block is defined.
+    """
+    load_kernels(dtype)
+    with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
+        build(described, registered).prepare(dtype)
+    _prepared.add((dtype.name, described.name))
+
+
+def prepared(dtype: np.dtype[Any], name: str) -> bool:
+    """Whether `prepare_rule` has run for a rule of this name."""
+    return (dtype.name, name) in _prepared
 
 
 @contextlib.contextmanager

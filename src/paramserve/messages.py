@@ -201,10 +201,12 @@ class GroupReport(Struct, frozen=True, array_like=True):
     name: str
     version: int
     clocks: tuple[tuple[int, int], ...]
-    """(rank, clock) of each live worker."""
+    """(rank, clock) of each worker that is live or waited for."""
     skipped: int
     staleness: tuple[tuple[int, int, int, int], ...]
     """(rank, pushes, sum of staleness, largest staleness)."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Sync: (rank, client) of the gradients of the clock that is not decided yet."""
 
 
 class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
@@ -284,6 +286,22 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     addresses: tuple[str, ...]
 
 
+class Enlist(Struct, frozen=True, array_like=True, tag="enlist"):
+    """A server that was started by itself asks which shard it is to hold."""
+
+    call: int
+
+
+class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
+    """What such a server needs to know of the cluster; `Register` follows when it listens."""
+
+    call: int
+    shard: int
+    servers: int
+    workers: int
+    consistency: PolicySpec
+
+
 class Join(Struct, frozen=True, array_like=True, tag="join"):
     """A client asks for its identity and the servers. `rank` -1: not a worker."""
 
@@ -306,7 +324,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     """Give these tensors a block, or find the one that has exactly them.
 
-    `define` False: wait for somebody else to define it.
+    `define` False: wait for somebody else to define it. `whole_tensors`: the rule needs each tensor
+    whole on one shard.
     """
 
     call: int
@@ -316,6 +335,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     pieces: tuple[Piece, ...]
     define: bool
     wait_s: float
+    whole_tensors: bool = False
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):
@@ -327,7 +347,8 @@ class Placed(Struct, frozen=True, array_like=True, tag="placed"):
 
 
 class Defined(Struct, frozen=True, array_like=True, tag="defined"):
-    """The block of this attempt has its values on all shards."""
+    """The block of this attempt has its values on all shards; an attempt below 0 says of the
+    attempt with that number that the shards refused it, so that its names are free again."""
 
     call: int
     block: int
@@ -364,7 +385,8 @@ class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """One rank as the coordinator sees it. `state`: "expected", "live", "left" or "dead"."""
+    """One rank as the coordinator sees it. `state`: "expected", "live", "left", "dead", or
+    "restarting": this incarnation is dead, and the next one is waited for."""
 
     rank: int
     client: int
@@ -388,11 +410,12 @@ class Leave(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
-    """The driver saw the process of a worker (`kind`) end."""
+    """The driver saw the process of a worker (`kind`) end. `final`: no other one comes for it."""
 
     call: int
     kind: str
     number: int
+    final: bool = True
 
 
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
@@ -407,7 +430,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     members: tuple[Member, ...]
     servers: tuple[ServerBeat, ...]
     silent_servers: tuple[int, ...]
-    """Shards whose server has not been heard of for `stall_s`."""
+    """Shards whose server has ended, or has not been heard of for `stall_s`."""
     records: tuple[Record, ...]
     next_record: int
     dropped_records: int = 0
@@ -427,9 +450,11 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     fix: str
 
 
-CoordinatorRequest = Register | Join | PlaceBlock | Defined | Lookup | Leave | MarkDead | AskStatus
+CoordinatorRequest = (
+    Enlist | Register | Join | PlaceBlock | Defined | Lookup | Leave | MarkDead | AskStatus
+)
 CoordinatorNotice = WorkerBeat | ServerBeat
-CoordinatorReply = Joined | Placed | Found | Status | Ok | Failed
+CoordinatorReply = Enlisted | Joined | Placed | Found | Status | Ok | Failed
 
 
 # --- first message on a connection ---------------------------------------------------------------
@@ -438,8 +463,9 @@ CoordinatorReply = Joined | Placed | Found | Status | Ok | Failed
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """First frame on every connection, sent after the peer proved to belong here.
 
-    `role`: "client" (to a shard or the coordinator), "attach" (one more arena for a client),
-    "server" (a shard to its lead, or a server to the coordinator). `window`: requests that the
+    `role`, to a shard: "client", "attach" (one more arena for a client), "server" (another shard);
+    to the coordinator: "join" (a client), "register" (a server), "driver". They are all distinct:
+    one port may serve both. `window`: requests that the
     client leaves unanswered at most. `again`: it has been connected before. `arenas` lists
     (number, bytes) of the arenas whose descriptors came along; `nonce` lies at the start of the
     last one.

@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from paramserve.config import ServerConfig
+from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
 from paramserve.core.consistency import build as build_policy
 from paramserve.core.events import (
@@ -34,9 +34,9 @@ from paramserve.core.events import (
 )
 from paramserve.core.partition import DTYPES
 from paramserve.core.shard import Shard
-from paramserve.engine.child import Bootstrap
+from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, Overloaded, ParamServeError, ProtocolError
-from paramserve.loading import load_kernels, loaded
+from paramserve.loading import load_kernels, loaded, prepare_rule, prepared
 from paramserve.messages import (
     AskReport,
     Bye,
@@ -52,11 +52,14 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.rules.base import Rule
+from paramserve.rules.registry import NONE, TORCH, check_registered
 from paramserve.rules.registry import build as build_rule
+from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.link import Link
-from paramserve.transport.listener import Connection, Listener, listen_tcp, listen_unix
+from paramserve.transport.listener import Connection, listen
+from paramserve.transport.tcp import join_place
 
 logger = logging.getLogger("paramserve")
 
@@ -92,8 +95,16 @@ class _Peer:
 class ServerRole:
     """A `transport.Handler` around one `Shard`."""
 
-    def __init__(self, config: ServerConfig, token: bytes, control: ControlLink | None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        credentials: Credentials,
+        control: ControlLink | None,
+        *,
+        rules: Mapping[str, type[Any]] = NONE,
+    ) -> None:
         self.config = config
+        self._buffers = Buffers(config.limits.buffers_bytes_max)
         self.shard = Shard(
             config.shard,
             config.servers,
@@ -101,8 +112,11 @@ class ServerRole:
             build_policy(config.consistency),
             limits=config.limits,
             resend_s=config.deadlines.resend_s,
+            rules=rules,
+            allocate=self._buffers.take,
         )
-        self._token = token
+        self._rules = rules
+        self._credentials = credentials
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._parties: dict[Connection, _Party] = {}
@@ -249,13 +263,18 @@ class ServerRole:
         if message.spec.dtype not in DTYPES:
             return True  # No kernel is for it, or the shard refuses it.
         dtype: np.dtype[Any] = np.dtype(message.spec.dtype)
-        rule: Rule | None = None
-        with contextlib.suppress(ParamServeError, ValueError):  # the shard refuses it properly
-            if message.spec.rule is not None:
-                rule = build_rule(message.spec.rule)
-        if loaded(dtype, rule):
-            return True
-        task = self._loop.run_in_executor(None, load_kernels, dtype, rule)
+        described = message.spec.rule
+        if described is not None and (described.name == TORCH or described.name in self._rules):
+            if prepared(dtype, described.name):
+                return True
+            task = self._loop.run_in_executor(None, prepare_rule, dtype, described, self._rules)
+        else:
+            rule: Rule | None = None
+            with contextlib.suppress(ParamServeError, ValueError):  # the shard refuses it properly
+                rule = None if described is None else build_rule(described)
+            if loaded(dtype, rule):
+                return True
+            task = self._loop.run_in_executor(None, load_kernels, dtype, rule)
         task.add_done_callback(self._kernels_loaded)
         return False
 
@@ -305,9 +324,10 @@ class ServerRole:
                 Link.connect,
                 self._addresses[shard],
                 hello,
-                token=self._token,
+                credentials=self._credentials,
                 arenas=(),
                 timeout_s=PEER_CONNECT_S,
+                lost_s=self.config.deadlines.lost_s,
                 limits=self.config.limits,
             )
             if self._closed:
@@ -368,44 +388,48 @@ class ServerRole:
                 peer.link.close()
 
 
-async def _listen(config: ServerConfig, token: bytes, role: ServerRole) -> list[Listener]:
-    path = os.path.join(config.directory, f"s{config.shard}.sock")
-    listeners = [await listen_unix(path, role, config.limits)]
-    if config.tcp_bind:
-        host, _, port = config.tcp_bind.rpartition(":")
-        try:
-            listener, _ = await listen_tcp(host, int(port), token, role, config.limits)
-        except BaseException:
-            listeners[0].close()
-            raise
-        listeners.append(listener)
-    return listeners
-
-
 async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
+    credentials = boot.credentials
     control = await asyncio.to_thread(
         ControlLink.connect,
         config.coordinator,
-        Hello("server"),
-        token=boot.secret,
+        Hello("register"),
+        credentials=credentials,
         limits=config.limits,
         timeout_s=config.deadlines.start_s,
+        lost_s=config.deadlines.lost_s,
     )
-    role = ServerRole(config, boot.secret, control)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, role.ended.set)
-    listeners = await _listen(config, boot.secret, role)
+    role = ServerRole(config, credentials, control, rules=check_registered(boot.load() or ()))
+    loop = asyncio.get_running_loop()
+    boot.on_stop(lambda: call_soon(loop, role.ended.set))
+    listeners = await listen(
+        config.directory,
+        f"s{config.shard}",
+        join_place(boot.host, 0) if boot.host else config.tcp_bind,
+        credentials,
+        role,
+        config.limits,
+        advertise=config.advertise,
+        lost_s=config.deadlines.lost_s,
+    )
     addresses = tuple(listener.address for listener in listeners)
     try:
-        call = Register(0, config.shard, os.getpid(), addresses)
-        control.call(call, Ok, timeout_s=config.deadlines.start_s)
-        role.take_notices(control.read_notices())
-        boot.report("ready", msgspec.msgpack.encode(addresses[0]))
+        await register(role, control, addresses)
+        boot.report("ready", msgspec.msgpack.encode(addresses))
         await role.ended.wait()  # or until the driver is gone
     finally:
         for listener in listeners:
             listener.close()
         role.close()
         control.close()
+
+
+async def register(role: ServerRole, control: ControlLink, addresses: tuple[str, ...]) -> None:
+    """Tell the coordinator that a server is up."""
+    call = Register(0, role.config.shard, os.getpid(), addresses)
+    timeout_s = role.config.deadlines.start_s
+    await asyncio.to_thread(control.call, call, Ok, timeout_s=timeout_s)
+    role.take_notices(control.read_notices())
 
 
 def main(boot: Bootstrap) -> None:

@@ -1,12 +1,13 @@
 """The worker process, and the `Worker` that a training function is given.
 
-The function reaches this process through the engine's inherited descriptor and never through a
-socket: that is why it may be unpickled here.
+The function reaches this process by the engine's own way and never through a socket of ours: that
+is why it may be unpickled here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -27,12 +28,20 @@ class WorkerConfig(Struct, frozen=True):
     """What a worker is told when it starts."""
 
     rank: int
-    coordinator: str
+    coordinator: tuple[str, ...]
+    """Its addresses."""
     seed: int
-    function: bytes
-    """(function, args, kwargs) in cloudpickle."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
+
+
+class Resumed(Struct, frozen=True, array_like=True):
+    """Body of the report "resumed": where a restarted worker goes on, and how many steps of its
+    predecessor some shards had applied that it takes again."""
+
+    incarnation: int
+    clock: int
+    repeated: int
 
 
 class Aliases(Struct, frozen=True, array_like=True):
@@ -44,6 +53,8 @@ class Aliases(Struct, frozen=True, array_like=True):
 
 class Worker:
     """What a training function is given: who it is, and how it reaches the servers.
+
+    Where `ps.connect` or a handle made it, it is a context manager that finishes at the end.
 
     Attributes:
         client: the key-value face: define, push, pull, tick.
@@ -60,9 +71,26 @@ class Worker:
         self.aliases: dict[str, dict[str, str]] = {}
         self.finishers: list[Callable[[], None]] = []
         self._report = report
+        self._steps_before: int | None = None
+        """None: no loader has asked yet."""
 
     def __repr__(self) -> str:
         return f"Worker(rank={self.rank}, workers={self.workers})"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish in order; after an error count as dead, so that the rank can come again."""
+        if kind is None:
+            self.finish()
+        else:
+            self.client.close(leave=False)
 
     @property
     def rank(self) -> int:
@@ -81,8 +109,28 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Steps finished on the first adopted optimizer's group, or on "default" without one."""
-        return self.client.clock(next(iter(self.aliases), "default"))
+        """Steps finished on the first adopted optimizer's group, with those of older incarnations.
+
+        Before an optimizer is adopted: on the group "model", where `optimizer` puts it, if steps
+        are known there, else on "default".
+        """
+        if self.aliases:
+            return self.client.clock(next(iter(self.aliases)))
+        return self.client.clock("model") or self.client.clock()
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of older incarnations whose batches no loader has left out yet.
+
+        A loader lowers it by those that it leaves out; the next one leaves out what is beyond.
+        """
+        if self._steps_before is None:
+            self._steps_before = self.clock if self.incarnation > 1 else 0
+        return self._steps_before
+
+    @steps_before.setter
+    def steps_before(self, steps: int) -> None:
+        self._steps_before = steps
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step; they come back in `Result.metrics`.
@@ -136,11 +184,15 @@ class Worker:
         epochs: int = 1,
         steps: int | None = None,
         shuffle: bool = True,
+        batches_per_step: int = 1,
+        resume: bool = True,
         **dataloader_options: Any,
     ) -> Iterable[Any]:
         """This rank's batches; every rank gets the same number of them.
 
-        The order depends on the run's seed and the epoch only. See
+        The order depends on the run's seed and the epoch only. In a worker that was started again,
+        the batches of the first `worker.clock` steps are left out; a loader that is not for
+        training, and is used before the training loader, needs `resume=False`. See
         `paramserve.pytorch.loader.load`.
         """
         from paramserve.pytorch.loader import load
@@ -152,6 +204,8 @@ class Worker:
             epochs=epochs,
             steps=steps,
             shuffle=shuffle,
+            batches_per_step=batches_per_step,
+            resume=resume,
             **dataloader_options,
         )
 
@@ -193,17 +247,20 @@ def main(boot: Bootstrap) -> None:
     """Run a training function: the entry of a worker process."""
     config = msgspec.msgpack.decode(boot.payload, type=WorkerConfig)
     # Before connecting: this may import torch, while the servers start.
-    function, args, kwargs = cloudpickle.loads(config.function)
+    function, args, kwargs = boot.load()
     seeding.seed_everything(seeding.rank_seed(config.seed, config.rank))
     client = Client.connect(
         config.coordinator,
-        boot.secret,
+        boot.credentials,
         rank=config.rank,
         limits=config.limits,
         deadlines=config.deadlines,
     )
-    boot.report("ready", b"")
+    boot.report("ready", msgspec.msgpack.encode(client.incarnation))
     worker = Worker(client, config.seed, boot.report)
+    if client.incarnation > 1:
+        resumed = Resumed(client.incarnation, worker.clock, client.repeated)
+        boot.report("resumed", msgspec.msgpack.encode(resumed))
     returned = _pickle(function(worker, *args, **kwargs))
     worker.finish()
     boot.report("returned", returned)

@@ -31,9 +31,11 @@ OBJECTS = {
     "optimizer": "ServedOptimizer",
     "job": "Job",
     "ticket": "Ticket",
+    "handle": "Handle",
+    "cluster": "Cluster",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"torch", "np", "sys"}
+FOREIGN = {"torch", "np", "sys", "ray"}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -184,8 +186,8 @@ def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None
     assert not wrong, f"{page.name} names what the code does not define: {wrong}"
 
 
-KNOWN = {"AdamW", "GradScaler", "ValueError", "TypeError"}
-"""Of Python and torch."""
+KNOWN = {"AdamW", "GradScaler", "SparseAdam", "ValueError", "TypeError", "fit"}
+"""Of Python, torch and Ray."""
 
 
 def messages() -> Iterator[str]:
@@ -207,7 +209,7 @@ def test_quoted_messages_stand_in_the_source() -> None:
 def test_names_find_what_is_there_and_nothing_else(names: Names) -> None:
     for there in ("Shard.step", "BlockClient.step", "Client.step", "stepping.collect", "ps.run"):
         assert names.has(there), there
-    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.connect", "client.table"):
+    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.table", "client.table"):
         assert not names.has(absent), absent
 
 

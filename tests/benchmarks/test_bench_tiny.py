@@ -15,7 +15,9 @@ from benchmarks import (
     bench_latency,
     bench_memory,
     bench_mnist,
+    bench_ray_engine,
     bench_start,
+    bench_tcp,
     run_all,
 )
 
@@ -43,7 +45,7 @@ def test_bench_with_rivals_tiny_measures_every_contestant(
         assert all(bar["met"] is not None for bar in row["judged"])
 
 
-@pytest.mark.parametrize("bench", [bench_large_step, bench_memory])
+@pytest.mark.parametrize("bench", [bench_large_step, bench_memory, bench_tcp])
 def test_bench_without_rivals_tiny_measures_ours_and_floor(
     bench: ModuleType, tmp_path: Path
 ) -> None:
@@ -56,6 +58,15 @@ def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     (row,) = rows_of(bench_start, tmp_path)
     assert {"ours", "floor", "ray"} == set(row["medians"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bench_ray_engine_tiny_measures_every_contestant(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    *training, start = rows_of(bench_ray_engine, tmp_path)
+    assert [set(row["medians"]) for row in training] == [{"ours", "local", "ray"}] * 2
+    assert set(start["medians"]) == {"ours"}
 
 
 def test_run_all_has_every_benchmark() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.contract.authorities import town_tls
 
-from paramserve.config import Limits
+from paramserve.config import Credentials, Limits
 from paramserve.errors import (
     WorkerFenced,
 )
@@ -33,7 +34,8 @@ TOKEN = secrets.token_bytes(32)
 WAIT_S = 10.0
 ARENA_BYTES = 1 << 16
 AnyLink = Link | InProcessLink
-ALL, STREAMS = ("inprocess", "unix", "tcp"), ("unix", "tcp")
+STREAMS = ("unix", "tcp", "tls")
+ALL = ("inprocess", *STREAMS)
 
 
 class Echo:
@@ -42,6 +44,7 @@ class Echo:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.opened_by: list[Hello] = []
+        self.kinds: list[str] = []
         self.headers: list[bytes] = []
         self.closed_by: list[int] = []
         self.arenas: dict[int, ByteArray] = {}
@@ -54,6 +57,7 @@ class Echo:
         self.arenas.update(conn.arenas)
         with self.changed:
             self.opened_by.append(hello)
+            self.kinds.append(conn.kind)
             self.changed.notify_all()
         if hello.rank == 77:
             conn.send(b"sent while opening", [np.arange(3, dtype=np.uint8)])
@@ -94,12 +98,16 @@ class Echo:
 class Host:
     """A handler that can be reached over one transport."""
 
-    def __init__(self, kind: str, directory: Path, limits: Limits) -> None:
+    def __init__(
+        self, kind: str, directory: Path, limits: Limits, credentials: Credentials | None = None
+    ) -> None:
         self.kind = kind
+        usual = Credentials(TOKEN, town_tls() if kind == "tls" else None)
+        self.credentials = credentials if credentials is not None else usual
         self.handler = Echo()
         self.limits = limits
         self.path = str(directory / "s.sock")
-        self.shares_memory = kind != "tcp"
+        self.shares_memory = kind in ("inprocess", "unix")
         self.listener: Listener | InProcessListener
         if kind == "inprocess":
             self.listener = InProcessListener(self.handler, limits)
@@ -113,7 +121,9 @@ class Host:
     async def _listen(self) -> Listener:
         if self.kind == "unix":
             return await listen_unix(self.path, self.handler, self.limits)
-        listener, place = await listen_tcp("127.0.0.1", 0, TOKEN, self.handler, self.limits)
+        listener, place = await listen_tcp(
+            "127.0.0.1", 0, self.credentials, self.handler, self.limits
+        )
         assert listener.address == f"tcp:{place}"
         return listener
 
@@ -138,7 +148,12 @@ class Host:
             return InProcessLink.connect(self.listener, hello, arenas=arenas)
         limits = limits if limits is not None else Limits()
         return Link.connect(
-            [self.address], hello, token=TOKEN, arenas=arenas, timeout_s=WAIT_S, limits=limits
+            [self.address],
+            hello,
+            credentials=self.credentials,
+            arenas=arenas,
+            timeout_s=WAIT_S,
+            limits=limits,
         )
 
     def stranger(self) -> socket.socket:
@@ -154,7 +169,7 @@ class Host:
 
     def proven(self) -> socket.socket:
         """A socket whose uid or token was accepted and whose hello is to come."""
-        sock = dial(self.address, TOKEN, time.monotonic() + WAIT_S)
+        sock = dial(self.address, self.credentials, time.monotonic() + WAIT_S)
         sock.settimeout(WAIT_S)
         return sock
 
@@ -191,8 +206,11 @@ def hosts_in(directory: Path) -> Iterator[MakeHost]:
     """Gives a function that makes hosts, and closes them at the end."""
     hosts: list[Host] = []
 
-    def make(kind: str, limits: Limits | None = None) -> Host:
-        hosts.append(Host(kind, directory, limits if limits is not None else Limits()))
+    def make(
+        kind: str, limits: Limits | None = None, credentials: Credentials | None = None
+    ) -> Host:
+        limits = limits if limits is not None else Limits()
+        hosts.append(Host(kind, directory, limits, credentials))
         return hosts[-1]
 
     yield make

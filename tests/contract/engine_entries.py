@@ -1,4 +1,7 @@
-"""Entries that the engine suite runs in child processes; imports little, as roles should."""
+"""Entries that the engine suite runs in other processes; imports little, as roles should.
+
+An engine may run them in a thread: no signal handlers here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,18 +36,39 @@ def fail(boot: Bootstrap) -> NoReturn:
 
 
 def pause(boot: Bootstrap) -> None:
-    """Wait for a signal; tell when an orderly end comes."""
-    boot.report("up", str(os.getpid()).encode())
+    """Wait; tell when an orderly end comes."""
+    never = threading.Event()
     try:
+        boot.report("up", str(os.getpid()).encode())
         while True:
-            signal.pause()
+            never.wait(0.01)
     finally:
         boot.report("cleaned", b"")
 
 
+def serve(boot: Bootstrap) -> None:
+    """As roles do it: end when a callback says so."""
+    stopped = threading.Event()
+    boot.on_stop(stopped.set)
+    boot.report("up", str(os.getpid()).encode())
+    stopped.wait()
+    boot.report("cleaned", b"")
+
+
+def where(boot: Bootstrap) -> None:
+    """Report the address of this node, for others."""
+    boot.report("host", boot.host.encode())
+
+
+def code(boot: Bootstrap) -> None:
+    """Call what the owner registered."""
+    loaded = boot.load()
+    boot.report("answer", repr(loaded if loaded is None else loaded()).encode())
+
+
 def spin(boot: Bootstrap) -> NoReturn:
-    """Keep the main thread busy, deaf to everything."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Keep the entry's thread busy, deaf to everything."""
+    boot.on_stop(lambda: None)
     marker = Path(boot.payload.decode())
     boot.on_orphaned(marker.touch)
     boot.report("up", str(os.getpid()).encode())
@@ -62,7 +87,7 @@ def start_another(boot: Bootstrap) -> None:
     other = subprocess.Popen([sys.executable, "-S", "-c", waits], stdin=subprocess.DEVNULL)
     boot.report("started", str(other.pid).encode())
     if boot.payload != b"end":
-        signal.pause()
+        threading.Event().wait()
     other.returncode = 0  # the engine ends it: no warning here that it still runs
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from paramserve.config import ServerConfig
+from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
 from paramserve.messages import Hello
 from paramserve.server import ServerRole
@@ -53,9 +53,16 @@ class _Later:
 class InProcessRole(ServerRole):
     """A server that clients of its process enter themselves; other servers come by socket."""
 
-    def __init__(self, config: ServerConfig, token: bytes, control: ControlLink) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        credentials: Credentials,
+        control: ControlLink,
+        *,
+        rules: Mapping[str, type[Any]],
+    ) -> None:
         self.entrance = InProcessListener(self, config.limits)
-        super().__init__(config, token, control)
+        super().__init__(config, credentials, control, rules=rules)
         self._loop: Any = _FromAnyThread(self._loop)
 
     def _beat(self) -> None:

@@ -14,15 +14,21 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
-from paramserve import server
 from paramserve.client import Client
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
+from paramserve.config import (
+    NO_CREDENTIALS,
+    CoordinatorConfig,
+    Credentials,
+    Deadlines,
+    Limits,
+    ServerConfig,
+)
 from paramserve.control import ControlLink
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.consistency import Async, Consistency
@@ -31,12 +37,13 @@ from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
 from paramserve.rules import SGD, Adam, Add
+from paramserve.rules.registry import NONE
 from paramserve.server import ServerRole
 from paramserve.transport.arena import Arena
 from paramserve.transport.dial import dial
 from paramserve.transport.inprocess import InProcessLink
 from paramserve.transport.link import Link
-from paramserve.transport.listener import Listener, listen_unix
+from paramserve.transport.listener import Listener, listen, listen_unix
 
 KINDS = ("unix", "tcp", "inprocess")
 WAIT_S = 10.0
@@ -117,9 +124,14 @@ class RoleCluster:
         policy: Consistency | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines = DEADLINES,
+        restarts: bool = False,
+        rules: Mapping[str, type[Any]] = NONE,
     ) -> None:
         self.kind = kind
+        self._restarts = restarts
+        self._rules = rules
         self.token = secrets.token_bytes(32)
+        self.credentials = Credentials(self.token)
         self.limits = limits if limits is not None else Limits()
         self.deadlines = deadlines
         self.connects = 0
@@ -140,6 +152,7 @@ class RoleCluster:
             self._workers,
             self.directory,
             self._policy,
+            restarts=self._restarts,
             limits=self.limits,
             deadlines=self.deadlines,
         )
@@ -151,7 +164,7 @@ class RoleCluster:
             shard,
             self._count,
             self._workers,
-            self.address,
+            (self.address,),
             self.directory,
             self._policy,
             tcp_bind=tcp_bind,
@@ -162,18 +175,24 @@ class RoleCluster:
     def _start(self, shard: int) -> Server:
         config = self.config(shard, "127.0.0.1:0" if self.kind == "tcp" else "")
         control = ControlLink.connect(
-            self.address, Hello("server"), token=b"", limits=self.limits, timeout_s=WAIT_S
+            [self.address],
+            Hello("register"),
+            credentials=NO_CREDENTIALS,
+            limits=self.limits,
+            timeout_s=WAIT_S,
         )
 
-        async def listen() -> tuple[ServerRole, list[Any]]:
+        async def start() -> tuple[ServerRole, list[Any]]:
             if self.kind == "inprocess":
-                role = InProcessRole(config, self.token, control)
+                role = InProcessRole(config, self.credentials, control, rules=self._rules)
                 path = os.path.join(self.directory, f"s{shard}.sock")
                 return role, [await listen_unix(path, TakesTurns(role), self.limits), role.entrance]
-            role = ServerRole(config, self.token, control)
-            return role, await server._listen(config, self.token, role)
+            role = ServerRole(config, self.credentials, control, rules=self._rules)
+            bind = config.tcp_bind
+            place = (self.directory, f"s{shard}", bind, self.credentials)
+            return role, await listen(*place, role, self.limits)
 
-        role, listeners = self.serving.run(listen)
+        role, listeners = self.serving.run(start)
         addresses = tuple(each.address for each in listeners[: 2 if self.kind == "tcp" else 1])
         control.call(Register(0, shard, os.getpid(), addresses), Ok, timeout_s=WAIT_S)
         self.on_server(lambda: role.take_notices(control.read_notices()))
@@ -195,14 +214,18 @@ class RoleCluster:
         """A new client, which reaches the servers in the cluster's way only."""
         limits = limits if limits is not None else Limits()
         control = ControlLink.connect(
-            self.address, Hello("client"), token=b"", limits=limits, timeout_s=WAIT_S
+            [self.address],
+            Hello("join"),
+            credentials=NO_CREDENTIALS,
+            limits=limits,
+            timeout_s=WAIT_S,
         )
         try:
             client = Client(
                 control,
                 control.call(Join(0, rank, os.getpid()), Joined, timeout_s=WAIT_S),
                 rank=rank,
-                token=self.token,
+                credentials=self.credentials,
                 limits=limits,
                 deadlines=deadlines if deadlines is not None else self.deadlines,
                 connect=self._connect,
@@ -218,7 +241,7 @@ class RoleCluster:
         addresses: Sequence[str],
         hello: Hello,
         *,
-        token: bytes,
+        credentials: Credentials,
         arenas: Sequence[Arena],
         timeout_s: float,
         limits: Limits,
@@ -234,7 +257,7 @@ class RoleCluster:
         return Link.connect(
             [each for each in addresses if each.startswith(self.kind)],
             hello,
-            token=token,
+            credentials=credentials,
             arenas=arenas,
             timeout_s=timeout_s,
             limits=limits,
@@ -260,7 +283,11 @@ class RoleCluster:
     def mark_dead(self, rank: int) -> None:
         """Tell the coordinator, as the driver does, that a worker's process has ended."""
         control = ControlLink.connect(
-            self.address, Hello("driver"), token=b"", limits=self.limits, timeout_s=WAIT_S
+            [self.address],
+            Hello("driver"),
+            credentials=NO_CREDENTIALS,
+            limits=self.limits,
+            timeout_s=WAIT_S,
         )
         control.call(MarkDead(0, "worker", rank), Ok, timeout_s=WAIT_S)
         control.close()
@@ -289,7 +316,7 @@ class RoleCluster:
             for each in self.servers[shard].listeners
             if each.address.startswith(self.kind)
         )
-        sock = dial(address, self.token, time.monotonic() + WAIT_S)
+        sock = dial(address, self.credentials, time.monotonic() + WAIT_S)
         sock.settimeout(WAIT_S)
         return sock
 

@@ -6,33 +6,65 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cloudpickle
 import msgspec
 import pytest
+from tests.contract.agents import FleetWithAgents, WithAgents
 
 from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
 from paramserve.engine.local import Local
+from paramserve.engine.on_ray import OnRay
+from paramserve.errors import ParamServeError
 
 HERE = Path(__file__).parent
 SECRET = b"the-cluster-token-0123456789abcd"
 WAIT_S = 20.0
-ENGINES: list[Engine] = [Local()]
+
+
+def local(request: pytest.FixtureRequest) -> Engine:
+    return Local()
+
+
+def on_ray(request: pytest.FixtureRequest) -> Engine:
+    request.getfixturevalue("ray_cluster")
+    return OnRay()
+
+
+def external(request: pytest.FixtureRequest) -> Engine:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return WithAgents(everything=True).within(folder)
+
+
+ENGINES: dict[str, Callable[[pytest.FixtureRequest], Engine]] = {
+    "Local": local,
+    "OnRay": on_ray,
+    "External": external,
+}
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
 
 
-@pytest.fixture(params=ENGINES, ids=lambda engine: type(engine).__name__)
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.syspath_prepend(HERE)
-    chosen: Engine = request.param
-    return chosen
+    return ENGINES[request.param](request)
+
+
+@pytest.fixture
+def local_fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """For what is promised of children only; each such test says why."""
+    monkeypatch.syspath_prepend(HERE)
+    with contextlib.closing(Local().open()) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -111,12 +143,38 @@ def test_launch_does_not_wait_for_a_child_to_read_a_large_payload(fleet: Fleet) 
     assert process.exit_status is None
 
 
-def test_environment_is_added_to_the_drivers(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARAMSERVE_TEST_DRIVER", "kept")
+def test_environment_of_a_role_is_set(fleet: Fleet) -> None:
     fleet.launch(role("environment", b"OMP_NUM_THREADS", environment={"OMP_NUM_THREADS": "3"}))
-    fleet.launch(role("environment", b"PARAMSERVE_TEST_DRIVER"))
-    values = {e.body for e in until_ended(fleet, 2) if isinstance(e, Reported)}
-    assert values == {b"3", b"kept"}
+    assert bodies(until_ended(fleet)) == {"value": b"3"}
+
+
+def test_local_environment_is_added_to_the_drivers(
+    local_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On other nodes the driver's environment means nothing.
+    monkeypatch.setenv("PARAMSERVE_TEST_DRIVER", "kept")
+    local_fleet.launch(role("environment", b"PARAMSERVE_TEST_DRIVER"))
+    assert bodies(until_ended(local_fleet)) == {"value": b"kept"}
+
+
+def test_code_of_the_owner_is_loaded(fleet: Fleet) -> None:
+    kept = 40
+    wanted = role("code", code=cloudpickle.dumps(lambda: kept + 2))
+    if isinstance(fleet, FleetWithAgents):  # code would have to cross a socket
+        with pytest.raises(ParamServeError, match="code is not sent"):
+            fleet.launch(wanted)
+        return
+    fleet.launch(wanted)
+    assert bodies(until_ended(fleet)) == {"answer": b"42"}
+
+
+def test_host_is_told_where_processes_do_not_share_one(fleet: Fleet) -> None:
+    fleet.launch(role("where"))
+    host = bodies(until_ended(fleet))["host"].decode()
+    assert (host == "") == fleet.shares_host
+    if host:
+        with socket.create_server((host, 0)):  # an address of a machine, here of this one
+            pass
 
 
 def test_several_processes_are_told_apart(fleet: Fleet) -> None:
@@ -184,6 +242,36 @@ def test_interrupt_ends_in_order(fleet: Fleet) -> None:
     assert status_of(seen) == EXIT_TERMINATED
 
 
+def test_interrupt_calls_what_the_entry_registered(fleet: Fleet) -> None:
+    process = fleet.launch(role("serve"))
+    report_of(fleet, "up")
+    process.interrupt()
+    seen = until_ended(fleet)
+    assert bodies(seen) == {"cleaned": b""}
+    assert status_of(seen) == 0
+
+
+def test_interrupt_before_the_entry_runs_is_not_lost(fleet: Fleet) -> None:
+    process = fleet.launch(role("serve"))
+    process.interrupt()
+    assert status_of(until_ended(fleet)) in (0, EXIT_TERMINATED, -signal.SIGTERM)
+
+
+def test_death_by_a_signal_is_told(fleet: Fleet) -> None:
+    process = fleet.launch(role("pause"))
+    report_of(fleet, "up")
+    os.kill(process.pid, signal.SIGKILL)
+    assert status_of(until_ended(fleet)) == -signal.SIGKILL
+    assert process.exit_status == -signal.SIGKILL
+
+
+def test_name_may_be_launched_again_after_its_end(engine: Engine) -> None:
+    with contextlib.closing(engine.open(["a exit_with"])) as fleet:
+        for status in (3, 4):
+            fleet.launch(role("exit_with", str(status).encode()))
+            assert status_of(until_ended(fleet)) == status
+
+
 def test_ctrl_c_is_ignored_in_children(fleet: Fleet) -> None:
     fleet.launch(role("interrupt_self"))
     seen = until_ended(fleet)
@@ -193,6 +281,7 @@ def test_ctrl_c_is_ignored_in_children(fleet: Fleet) -> None:
 
 def test_children_are_outside_the_terminals_process_group(fleet: Fleet) -> None:
     process = fleet.launch(role("pause"))
+    report_of(fleet, "up")
     assert os.getpgid(process.pid) != os.getpgrp()
 
 
@@ -227,14 +316,15 @@ def test_role_does_not_print_its_secret() -> None:
     assert "the-payload" not in shown
 
 
-def test_child_passes_no_descriptor_on(fleet: Fleet) -> None:
-    fleet.launch(role("descriptors"))
-    assert bodies(until_ended(fleet))["kept"] == b"[]"
+def test_local_child_passes_no_descriptor_on(local_fleet: Fleet) -> None:
+    # An actor has Ray's own descriptors, which are not ours to close.
+    local_fleet.launch(role("descriptors"))
+    assert bodies(until_ended(local_fleet))["kept"] == b"[]"
 
 
 def test_close_ends_everything_and_frees_descriptors_and_threads(engine: Engine) -> None:
     descriptors, threads = sorted(os.listdir("/dev/fd")), threading.active_count()
-    fleet = engine.open()
+    fleet = engine.open(["coordinator", "server 0", "never launched"])
     running = [fleet.launch(role("pause")) for _ in range(3)]
     ended = fleet.launch(role("exit_with", b"0"))
     until_ended(fleet)
@@ -242,8 +332,9 @@ def test_close_ends_everything_and_frees_descriptors_and_threads(engine: Engine)
     fleet.close()
     assert ended.exit_status == 0
     assert all(process.exit_status is not None for process in running)
-    assert sorted(os.listdir("/dev/fd")) == descriptors
     assert threading.active_count() == threads
+    if fleet.shares_host:  # otherwise connections of a library come and go
+        assert sorted(os.listdir("/dev/fd")) == descriptors
 
 
 def test_closed_fleet_starts_nothing(fleet: Fleet) -> None:
@@ -278,6 +369,7 @@ import os, sys, threading
 sys.path.insert(0, {here!r})
 from paramserve.engine.base import Reported, Role
 from paramserve.engine.local import Local
+from paramserve.engine.on_ray import OnRay
 
 fleet = Local().open()
 roles = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from paramserve.rules import SGD, Adam, Add, Array, Hyper, PushInfo, Rule, Run
+from paramserve.rules.custom import CustomRule
 from paramserve.rules.registry import BUILT_IN
+from paramserve.rules.torch_rule import TorchRule
 from paramserve.testing.rule_suite import RuleSuite
 
 RULES: list[Rule] = [
@@ -62,7 +64,7 @@ class SignDescent:
         out: Array | None = None,
     ) -> None:
         (updates,) = state
-        for start, stop, _ in runs:
+        for start, stop, *_ in runs:
             at = slice(start, stop)
             updates[at] += 1
             value[at] -= value.dtype.type(hyper[0]) * np.sign(
@@ -80,6 +82,34 @@ class TestBuiltIn(RuleSuite):
 
 class TestUsersOwn(RuleSuite):
     rule = SignDescent(lr=0.1)
+
+
+@dataclass(frozen=True)
+class Heavy(CustomRule):
+    """Momentum, in as few lines as a user writes."""
+
+    lr: float = 0.1
+    keep: float = 0.9
+
+    state_names: ClassVar[tuple[str, ...]] = ("speed",)
+
+    def update(
+        self, value: Array, gradient: Array, state: Mapping[str, Array], push: PushInfo
+    ) -> None:
+        speed = state["speed"]
+        speed *= self.keep
+        speed += gradient
+        value -= self.lr * speed
+
+
+class TestCustomRule(RuleSuite):
+    rule = Heavy()
+
+
+class TestTorchRule(RuleSuite):
+    @pytest.fixture(autouse=True, params=["Adagrad", "RMSprop", "Adamax"])
+    def _rule(self, request: pytest.FixtureRequest) -> None:
+        self.rule = TorchRule.of(request.param)  # type: ignore[assignment]  # names by property
 
 
 def test_every_built_in_rule_is_in_the_suite() -> None:

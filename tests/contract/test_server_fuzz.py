@@ -32,6 +32,7 @@ from paramserve.messages import (
     Commit,
     Define,
     Defined,
+    Enlist,
     Fetch,
     Gradient,
     Hello,
@@ -245,13 +246,14 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
 
 
 calls = st.one_of(
+    st.builds(Enlist, integers),
     st.builds(Register, integers, integers, integers, tuples(texts)),
     st.builds(Join, integers, integers, integers),
     st.builds(PlaceBlock, integers, texts, dtypes, rules, pieces, st.booleans(), floats),
     st.builds(Defined, integers, integers, integers),
     st.builds(Lookup, integers, st.none() | tuples(texts), floats),
     st.builds(Leave, integers),
-    st.builds(MarkDead, integers, texts, integers),
+    st.builds(MarkDead, integers, st.just("worker") | texts, integers, st.booleans()),
     st.builds(AskStatus, integers, integers),
     st.builds(
         WorkerBeat,
@@ -267,7 +269,8 @@ def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
 
     @FUZZ
     @given(
-        messages=st.lists(calls, min_size=1, max_size=6), role=st.sampled_from(["client", "server"])
+        messages=st.lists(calls, min_size=1, max_size=6),
+        role=st.sampled_from(["join", "register", "driver"]),
     )
     def run(messages: list[Any], role: str) -> None:
         link = Link.connect([town.cluster.address], Hello(role), timeout_s=WAIT_S)
@@ -294,7 +297,7 @@ def test_coordinator_survives_random_bytes(town: Town, data: bytes, framed: bool
     sock.settimeout(WAIT_S)
     sock.connect(town.cluster.address.removeprefix("unix:"))
     with contextlib.suppress(OSError):
-        sock.sendall(frame(encode(Hello("client"))) + (frame(data) if framed else data))
+        sock.sendall(frame(encode(Hello("join"))) + (frame(data) if framed else data))
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
             pass

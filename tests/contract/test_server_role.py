@@ -12,7 +12,7 @@ import pytest
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads, wait_until
 
 from paramserve import server
-from paramserve.config import Limits
+from paramserve.config import NO_CREDENTIALS, Limits
 from paramserve.control import ControlLink
 from paramserve.core.consistency import Sync
 from paramserve.errors import (
@@ -118,7 +118,11 @@ def test_servers_find_each_other_again_when_their_link_breaks(make_cluster: Make
 def control(make_cluster: MakeCluster) -> ControlLink:
     cluster = make_cluster("unix")
     link = ControlLink.connect(
-        cluster.address, Hello("client"), token=b"", limits=Limits(), timeout_s=WAIT_S
+        [cluster.address],
+        Hello("join"),
+        credentials=NO_CREDENTIALS,
+        limits=Limits(),
+        timeout_s=WAIT_S,
     )
     cluster.closed_at_end.append(link)
     return link
@@ -192,7 +196,11 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
     worker.tick().result()
     worker.log({"loss": np.float32(0.5)})  # type: ignore[dict-item]
     driver = ControlLink.connect(
-        cluster.address, Hello("driver"), token=b"", limits=Limits(), timeout_s=WAIT_S
+        [cluster.address],
+        Hello("driver"),
+        credentials=NO_CREDENTIALS,
+        limits=Limits(),
+        timeout_s=WAIT_S,
     )
     wait_until(lambda: ask(driver).next_record == 1)
     worker.log({"loss": 0.25})
@@ -231,7 +239,10 @@ def test_address_that_cannot_be_used_is_passed_over_for_tcp(
     cluster = make_cluster("tcp")
     tcp = next(x.address for x in cluster.servers[0].listeners if x.address.startswith("tcp"))
     link = Link.connect(
-        ["unix:/nowhere/s.sock", tcp], Hello("client", 77), token=cluster.token, timeout_s=WAIT_S
+        ["unix:/nowhere/s.sock", tcp],
+        Hello("client", 77),
+        credentials=cluster.credentials,
+        timeout_s=WAIT_S,
     )
     assert link.address == tcp
     link.close()

@@ -17,6 +17,7 @@ from tests.contract.echo_host import assert_cut_off, frame, read_frame
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 from tests.contract.town import HELLO, Town
 
+from paramserve.config import Credentials
 from paramserve.core.consistency import Sync
 from paramserve.errors import (
     NotAuthenticated,
@@ -54,8 +55,9 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
     town = Town(make_cluster("tcp"))
     listeners = town.cluster.servers[0].listeners
     address = next(x.address for x in listeners if x.address.startswith("tcp"))
+    stranger = Credentials(b"x" * 32)
     with pytest.raises(NotAuthenticated, match="refused this side's token"):
-        Link.connect([address], Hello("client", 7), token=b"x" * 32, timeout_s=WAIT_S)
+        Link.connect([address], Hello("client", 7), credentials=stranger, timeout_s=WAIT_S)
     host, _, port = address.removeprefix("tcp:").rpartition(":")
     for data in (b"", frame(encode(Hello("client", 7))), b"\x00" * 64):
         with socket.create_connection((host, int(port))) as sock:

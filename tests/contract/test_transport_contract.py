@@ -1,4 +1,4 @@
-"""One suite over all transports: in-process, AF_UNIX with arenas, TCP with token."""
+"""One suite over all transports: in-process, AF_UNIX with arenas, TCP with token, TLS."""
 
 from __future__ import annotations
 

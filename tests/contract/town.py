@@ -40,7 +40,7 @@ class Town:
         return Link.connect(
             [x.address for x in listeners if x.address.startswith(self.cluster.kind)],
             Hello(**fields),
-            token=self.cluster.token,
+            credentials=self.cluster.credentials,
             arenas=arenas,
             timeout_s=WAIT_S,
         )

@@ -16,10 +16,11 @@ from paramserve.core.group import Group
 from paramserve.core.session import ClientSession, Operation
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
-from paramserve.core.two_stroke import Contribution, Lead
+from paramserve.core.two_stroke import Collect, Contribution, Lead
 from paramserve.errors import ParamServeError
 from paramserve.messages import Commit, Done, PeerMessage, Propose, Ready, ShardRequest, Step
 from paramserve.testing import SimulatedCluster
+from paramserve.testing import process as process_module
 from paramserve.testing.network import Frame
 from paramserve.testing.process import Connection
 from paramserve.testing.scripts import SimulatedWorker
@@ -186,7 +187,7 @@ def commit_not_repeated(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
     class Forgets(Lead):
         def on_ready(self, ready: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
             decided = super().on_ready(ready, clock)
-            self._last = None
+            self.last = None
             return decided
 
     monkeypatch.setattr(shard_module, "Lead", Forgets)
@@ -229,6 +230,66 @@ def only_the_newest_sent_again(monkeypatch: pytest.MonkeyPatch) -> type[Simulate
     return type("Planted", (SimulatedCluster,), {"session_type": Newest})
 
 
+def restarting_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The others go on at once when a worker dies that will be started again."""
+
+    class Impatient(Shard):
+        def live(self) -> list[int]:
+            return [r for r in super().live() if self.members[r].state != "restarting"]
+
+    return with_shard(Impatient)
+
+
+def ghost_of_a_restarting_worker_not_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """An incarnation that was given up goes on until the next one comes."""
+    monkeypatch.setattr(shard_module, "ENDED", ("left", "dead"))
+    return SimulatedCluster
+
+
+def clock_follows_a_repeated_step(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A step that is repeated sets its rank's clock back where it had been applied before."""
+
+    def ticked(self: Group, rank: int, clock: int) -> None:
+        self.clocks[rank] = clock + 1
+
+    monkeypatch.setattr(Group, "ticked", ticked)
+    return SimulatedCluster
+
+
+def restarted_worker_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A new incarnation does not ask how far its rank was."""
+
+    def nothing(*reports: object, **options: object) -> dict[str, object]:
+        return {}
+
+    monkeypatch.setattr(process_module, "resume", nothing)
+    return SimulatedCluster
+
+
+def own_step_of_a_restarted_worker_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """Gradients that a dead incarnation left on one shard stay in the way of the next one's."""
+
+    def make_way(self: Collect, rank: int) -> None:
+        pass
+
+    monkeypatch.setattr(Collect, "make_way", make_way)
+    return SimulatedCluster
+
+
+RESTARTS_SYNC: tuple[Plant, ...] = (
+    restarting_worker_not_waited_for,
+    restarted_worker_begins_at_clock_0,
+    own_step_of_a_restarted_worker_refused,
+)
+RESTARTS_ASYNC: tuple[Plant, ...] = (
+    ghost_of_a_restarting_worker_not_fenced,
+    clock_follows_a_repeated_step,
+    restarted_worker_begins_at_clock_0,
+)
 SYNC: tuple[Plant, ...] = (
     acknowledge_before_apply,
     one_shard_commits_without_the_lead,

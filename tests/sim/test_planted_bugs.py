@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.sim import planted
 
@@ -10,6 +12,7 @@ from paramserve.testing import Scenario, SimulatedCluster, Violation
 
 SEEDS = 30
 """The rarest of them showed first at seed 14."""
+SEEDS_WITH_RESTARTS = 120
 CASES = [
     *(
         pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
@@ -17,11 +20,23 @@ CASES = [
     ),
     *(pytest.param(plant, Async(), id=f"{plant.__name__}-async") for plant in planted.ASYNC),
 ]
+RESTARTS = [
+    *(
+        pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
+        for plant in planted.RESTARTS_SYNC
+    ),
+    *(
+        pytest.param(plant, Async(), id=f"{plant.__name__}-async")
+        for plant in planted.RESTARTS_ASYNC
+    ),
+]
 
 
-def first_violation(kind: type[SimulatedCluster], policy: Consistency) -> int | None:
-    for seed in range(SEEDS):
-        cluster = kind(seed, Scenario(consistency=policy))
+def first_violation(
+    kind: type[SimulatedCluster], policy: Consistency, seeds: int = SEEDS, **options: Any
+) -> int | None:
+    for seed in range(seeds):
+        cluster = kind(seed, Scenario(consistency=policy, **options))
         cluster.run()
         try:
             cluster.check()
@@ -36,6 +51,15 @@ def test_planted_bug_is_found(
 ) -> None:
     found = first_violation(plant(monkeypatch), policy)
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize(("plant", "policy"), RESTARTS)
+def test_planted_bug_of_restarts_is_found(
+    plant: planted.Plant, policy: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = plant(monkeypatch)
+    found = first_violation(kind, policy, SEEDS_WITH_RESTARTS, restarts=True)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS_WITH_RESTARTS} seeds"
 
 
 @pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])

@@ -57,6 +57,31 @@ def test_seeds_meet_every_kind_of_fault_and_answer(policy: str) -> None:
     assert expected <= set(+seen), seen
 
 
+def test_seeds_with_restarts_make_the_clocks_wait_and_some_workers_come_again() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        cluster = SimulatedCluster(seed, Scenario(restarts=True))
+        history = cluster.run()
+        cluster.check()
+        seen["decided"] += len(history.decided)
+        seen["resumed"] += sum(c.incarnation > 1 and c.finished for c in cluster.clients)
+        seen["away"] += sum(away for _, _, away in history.away)
+    assert min(seen[key] for key in ("decided", "resumed", "away")) > 0, seen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_seeds_restarts_of_four_workers_on_three_shards(policy: str) -> None:
+    for seed in range(3000, 3015):
+        replay(
+            seed,
+            consistency=POLICIES[policy],
+            servers=3,
+            workers=4,
+            outstanding=3,
+            restarts=True,
+        )
+
+
 def test_without_faults_every_push_is_acknowledged() -> None:
     cluster = replay(0, consistency=Async(), faults=Faults())
     pushes = [call for call in cluster.history.calls if call.push is not None]

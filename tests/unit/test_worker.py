@@ -14,8 +14,9 @@ import pytest
 
 from paramserve import seeding
 from paramserve import worker as worker_module
+from paramserve.config import Credentials
 from paramserve.engine.child import Bootstrap
-from paramserve.worker import Aliases, Worker, WorkerConfig, main
+from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
 
 
 class RecordsCalls:
@@ -24,11 +25,13 @@ class RecordsCalls:
     def __init__(self, rank: int = 1) -> None:
         self.rank = rank
         self.workers = 3
-        self.incarnation = 2
+        self.incarnation = 1
+        self.repeated = 0
+        self.clocks = {"default": 4, "model": 7}
         self.calls: list[Any] = []
 
     def clock(self, group: str = "default") -> int:
-        return {"default": 4, "model": 7}.get(group, 0)
+        return self.clocks.get(group, 0)
 
     def log(self, values: dict[str, float]) -> None:
         self.calls.append(("log", values))
@@ -51,14 +54,32 @@ def worker(client: RecordsCalls) -> Worker:
 
 
 def test_worker_is_who_its_client_is(worker: Worker) -> None:
-    assert (worker.rank, worker.workers, worker.incarnation, worker.seed) == (1, 3, 2, 5)
+    assert (worker.rank, worker.workers, worker.incarnation, worker.seed) == (1, 3, 1, 5)
     assert repr(worker) == "Worker(rank=1, workers=3)"
 
 
-def test_clock_is_the_optimizers_once_there_is_one(worker: Worker) -> None:
+def test_clock_is_the_optimizers_once_there_is_one(worker: Worker, client: RecordsCalls) -> None:
+    client.clocks = {"default": 4, "lm": 9}
     assert worker.clock == 4
+    worker.aliases["lm"] = {}
+    assert worker.clock == 9
+
+
+def test_clock_is_the_models_before_the_optimizer_is_adopted(worker: Worker) -> None:
+    assert worker.clock == 7, "of an older incarnation"
     worker.aliases["model"] = {}
     assert worker.clock == 7
+
+
+@pytest.mark.parametrize(("incarnation", "before"), [(1, 0), (2, 7)])
+def test_steps_before_are_those_of_older_incarnations(
+    worker: Worker, client: RecordsCalls, incarnation: int, before: int
+) -> None:
+    client.incarnation = incarnation
+    assert worker.steps_before == before
+    worker.steps_before -= before
+    client.clocks["model"] += 5
+    assert worker.steps_before == 0, "its own steps are not left out"
 
 
 class LikeATensor:
@@ -134,8 +155,10 @@ def run_main(
     """Run the entry in this process; returns what it reports."""
     reports: list[tuple[str, bytes]] = []
 
-    def connect(address: str, token: bytes, *, rank: int, **more: Any) -> RecordsCalls:
-        assert (address, token, rank) == ("unix:/nowhere", b"token", 1)
+    def connect(
+        addresses: tuple[str, ...], credentials: Credentials, *, rank: int, **more: Any
+    ) -> RecordsCalls:
+        assert (addresses, credentials.token, rank) == (("unix:/nowhere",), b"token", 1)
         return client
 
     def report(kind: str, body: bytes) -> None:
@@ -143,11 +166,20 @@ def run_main(
         reports.append((kind, body))
 
     monkeypatch.setattr(worker_module.Client, "connect", connect)
-    packed = cloudpickle.dumps((function, args, kwargs))
-    payload = msgspec.msgpack.encode(WorkerConfig(1, "unix:/nowhere", 17, packed))
+    payload = msgspec.msgpack.encode(WorkerConfig(1, ("unix:/nowhere",), 17))
     state, legacy, finders = random.getstate(), np.random.get_state(), list(sys.meta_path)
     try:
-        main(Bootstrap("worker 1", payload, b"token", report, lambda callback: None))
+        main(
+            Bootstrap(
+                "worker 1",
+                payload,
+                Credentials(b"token").encode(),
+                report,
+                on_orphaned=lambda callback: None,
+                on_stop=lambda callback: None,
+                load=lambda: (function, args, kwargs),
+            )
+        )
     finally:
         random.setstate(state)
         np.random.set_state(legacy)
@@ -164,6 +196,16 @@ def test_main_reports_what_the_function_returned_after_leaving(
     reports = run_main(monkeypatch, client, train, 1, b=2)
     assert client.calls == ["ready", "drain", "close", "returned"]
     assert cloudpickle.loads(reports[-1][1]) == {"rank": 1, "sum": 3}
+
+
+def test_main_of_a_later_incarnation_reports_where_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    client.incarnation, client.repeated = 3, 2
+    reports = dict(run_main(monkeypatch, client, lambda worker: worker.clock))
+    assert client.calls[:2] == ["ready", "resumed"]
+    assert msgspec.msgpack.decode(reports["resumed"], type=Resumed) == Resumed(3, 7, 2)
+    assert cloudpickle.loads(reports["returned"]) == 7
 
 
 def test_main_seeds_the_generators_by_rank(

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -22,17 +23,20 @@ from paramserve.client.heartbeat import Heartbeat
 from paramserve.client.names import Names, Tensor, as_tensors
 from paramserve.client.steps import BlockPush, StepOptions, Steps, offset_of
 from paramserve.client.ticket import Ticket
-from paramserve.config import Deadlines, Limits, PolicySpec
+from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits, PolicySpec
 from paramserve.control import ControlLink
 from paramserve.core.consistency import Decision
 from paramserve.core.consistency import build as build_policy
+from paramserve.core.group import resume
 from paramserve.core.partition import Block
 from paramserve.errors import (
     ClientClosed,
     DtypeMismatch,
     NonFinite,
     ParamServeError,
+    ServerGone,
     ShapeMismatch,
+    Timeout,
     UnknownName,
 )
 from paramserve.ids import NO_RANK
@@ -55,8 +59,7 @@ from paramserve.messages import (
     ServerBeat,
 )
 from paramserve.rules.base import Rule
-from paramserve.rules.registry import build as build_rule
-from paramserve.rules.registry import spec as rule_spec
+from paramserve.rules.registry import described_by
 from paramserve.transport.link import Link
 
 Array = npt.NDArray[Any]
@@ -77,6 +80,8 @@ class BlockClient:
         rank: of the worker; -1 for a client that holds up nobody.
         incarnation: counts the restarts of this rank, from 1; 0 without a rank.
         workers: how many workers the cluster expects.
+        repeated: Async: how many steps of an older incarnation some shard has had that this one
+            takes again, since another had not.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class BlockClient:
         joined: Joined,
         *,
         rank: int,
-        token: bytes,
+        credentials: Credentials,
         limits: Limits,
         deadlines: Deadlines,
         connect: Connect = Link.connect,
@@ -97,22 +102,49 @@ class BlockClient:
         self._policy = build_policy(joined.consistency)
         self._collects = self._policy.on_push(0) is Decision.COLLECT
         self._control = control
+        self._credentials = credentials
         self._pid = os.getpid()
         self._closed = False
         self._reason: ParamServeError | None = None
         """Why it was closed, if not because somebody wanted it."""
         self._lock = threading.RLock()
-        self._exchange = Exchange(joined, rank, token, limits, deadlines, connect)
+        self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
         self._names = Names()
         self._steps = Steps(self._exchange, rank, deadlines.request_s)
         self._gradients = Gradients(self._exchange, self._names, self._policy, rank)
+        self.repeated = 0
+        if joined.incarnation > 1:
+            self._resume(deadlines.start_s)
         self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits.log_records_max)
+
+    def _resume(self, limit_s: float) -> None:
+        """Take over the clocks of this rank from its older incarnations.
+
+        Raises:
+            ServerGone, Timeout: the shards did not say how far it was. The links are closed.
+        """
+        try:
+            told = self._exchange.reports(limit_s)
+            if len(told) < len(self._exchange.shards):
+                raise Timeout(
+                    f"rank {self.rank} (incarnation {self.incarnation}) asked where to go on: "
+                    f"{len(told)} of {len(self._exchange.shards)} shards answered in {limit_s:.1f}"
+                    " s",
+                    fix="look at the servers; a new worker of this rank may join",
+                )
+        except BaseException:
+            self._exchange.close()
+            raise
+        reports = [beat.groups for beat in told]
+        for name, found in resume(reports, self.rank, collects=self._collects).items():
+            self._steps.clocks[name] = found.clock
+            self.repeated = max(self.repeated, found.repeated)
 
     @classmethod
     def connect(
         cls,
-        address: str,
-        token: bytes = b"",
+        addresses: str | Sequence[str],
+        credentials: Credentials = NO_CREDENTIALS,
         *,
         rank: int = NO_RANK,
         timeout_s: float | None = None,
@@ -122,8 +154,8 @@ class BlockClient:
         """Join a cluster.
 
         Args:
-            address: the coordinator's, `unix:<path>` or `tcp:<host>:<port>`.
-            token: the cluster's; needed for TCP only.
+            addresses: the coordinator's, `unix:<path>` or `tcp:<host>:<port>`.
+            credentials: the cluster's; needed for TCP only.
             rank: of a worker; -1 for a client that holds up nobody.
             timeout_s: until the coordinator answers and all servers are up.
         Raises:
@@ -133,18 +165,33 @@ class BlockClient:
         limits = limits if limits is not None else Limits()
         deadlines = deadlines if deadlines is not None else Deadlines()
         limit = timeout_s if timeout_s is not None else deadlines.start_s
+        if isinstance(addresses, str):
+            addresses = (addresses,)
         control = ControlLink.connect(
-            address, Hello("client"), token=token, limits=limits, timeout_s=limit
+            addresses,
+            Hello("join"),
+            credentials=credentials,
+            limits=limits,
+            timeout_s=limit,
+            lost_s=deadlines.lost_s,
         )
         try:
             joined = control.call(Join(0, rank, os.getpid()), Joined, timeout_s=limit)
-            return cls(control, joined, rank=rank, token=token, limits=limits, deadlines=deadlines)
+            return cls(
+                control,
+                joined,
+                rank=rank,
+                credentials=credentials,
+                limits=limits,
+                deadlines=deadlines,
+                connect=partial(Link.connect, lost_s=deadlines.lost_s),
+            )
         except BaseException:
             control.close()
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).connect, (self._control.address,)
+        return type(self).connect, (self._control.addresses, self._credentials)
 
     def __repr__(self) -> str:
         return (
@@ -173,7 +220,8 @@ class BlockClient:
         self._steps.timeout_s = value
 
     def clock(self, group: str = "default") -> int:
-        """Steps that this client has ended on a group."""
+        """Steps that this client has ended on a group, with those of older incarnations of its
+        rank."""
         return self._steps.clocks.get(group, 0)
 
     # --- define ------------------------------------------------------------------------------
@@ -200,7 +248,7 @@ class BlockClient:
         Raises:
             DefineMismatch: defined in this group before with another shape, dtype or rule. In
                 another group the same name is another parameter.
-            UnknownRule: the servers do not know the rule.
+            UnknownRule: the servers were not started with the rule. The name stays free.
             NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
         """
         self._check()
@@ -217,14 +265,29 @@ class BlockClient:
                     )
         pieces = tuple(Piece(tensor.name, tensor.array.shape) for tensor in values)
         limit = self._limit(timeout_s)
-        call = PlaceBlock(0, group, dtype.name, described, pieces, True, limit)
+        whole = bool(getattr(rule, "whole_tensors", False))
+        call = PlaceBlock(0, group, dtype.name, described, pieces, True, limit, whole)
         placed = self._control.call(call, Placed, timeout_s=limit)
         block = self._know(Block(placed.spec))
         if placed.attempt:
-            with self._lock:
-                self._send_values(block, values, placed.attempt, limit)
+            try:
+                with self._lock:
+                    self._send_values(block, values, placed.attempt, limit)
+            except ParamServeError as error:
+                if not isinstance(error, Timeout | ServerGone | ClientClosed):
+                    self._give_up(block, placed.attempt, limit)
+                raise
             self._control.call(Defined(0, block.id, placed.attempt), Ok, timeout_s=limit)
         return block
+
+    def _give_up(self, block: Block, attempt: int, limit: float) -> None:
+        """The shards refused a define: its names are free again, here and for everybody."""
+        with self._lock:
+            self._exchange.blocks.pop(block.id, None)
+            self._names.remove(block)
+        # Where the coordinator is gone too, there is nothing left to free.
+        with contextlib.suppress(ParamServeError):
+            self._control.call(Defined(0, block.id, -attempt), Ok, timeout_s=limit)
 
     def _send_values(
         self, block: Block, values: Sequence[Tensor], attempt: int, limit: float
@@ -261,7 +324,8 @@ class BlockClient:
             load_kernels(kind, rule)
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._limit(timeout_s)
-        call = PlaceBlock(0, group, kind.name, described, pieces, False, limit)
+        whole = bool(getattr(rule, "whole_tensors", False))
+        call = PlaceBlock(0, group, kind.name, described, pieces, False, limit, whole)
         placed = self._control.call(call, Placed, timeout_s=limit)
         return self._know(Block(placed.spec))
 
@@ -458,7 +522,7 @@ class BlockClient:
         finally:
             self._lock.release()
 
-    def close(self, reason: ParamServeError | None = None) -> None:
+    def close(self, reason: ParamServeError | None = None, *, leave: bool = True) -> None:
         """Leave the cluster: what was sent is answered first (for up to a second). Idempotent.
 
         In a forked child this only marks the child's copy.
@@ -466,23 +530,25 @@ class BlockClient:
         Args:
             reason: why the cluster is lost: nothing is answered any more, and calls under way and
                 later ones raise this. None: they raise `ClientClosed`.
+            leave: False: end without a word, as a process that dies; a worker counts as dead.
         """
         if self._closed:
             return
         if os.getpid() != self._pid:
             self._closed = True
             return
-        if reason is None:
+        if reason is None and leave:
             # An error here was raised before, or is lost with the run that this client belongs to.
             with contextlib.suppress(ParamServeError, ConnectionError):
                 self.drain(timeout_s=CLOSE_S)
         self._reason = reason
         self._closed = True
-        self._exchange.close(reason)
+        self._exchange.close(reason, bye=leave)
         self._heartbeat.stop()
-        # Where the coordinator is gone, there is nothing to leave.
-        with contextlib.suppress(ParamServeError):
-            self._control.call(Leave(0), Ok, timeout_s=CLOSE_S, slack_s=0.0)
+        if leave:
+            # Where the coordinator is gone, there is nothing to leave.
+            with contextlib.suppress(ParamServeError):
+                self._control.call(Leave(0), Ok, timeout_s=CLOSE_S, slack_s=0.0)
         self._control.close()
 
 
@@ -491,12 +557,8 @@ def _spec(rule: Rule | None, group: str) -> PolicySpec | None:
 
     Raises:
         TypeError: no rule, or no name of a group.
-        UnknownRule: the servers do not know it.
+        ValueError: its hyper-parameters.
     """
     if not isinstance(group, str) or not group:
         raise TypeError(f"a group's name is a str that is not empty, got {group!r}")
-    if rule is None:
-        return None
-    described = rule_spec(rule)
-    build_rule(described)
-    return described
+    return None if rule is None else described_by(rule)

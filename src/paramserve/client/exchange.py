@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.config import Deadlines, Limits
+from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession, Operation, Sent, SlotPool
 from paramserve.errors import (
@@ -87,7 +87,7 @@ class Connect(Protocol):
         addresses: Sequence[str],
         hello: Hello,
         *,
-        token: bytes,
+        credentials: Credentials,
         arenas: Sequence[Arena],
         timeout_s: float,
         limits: Limits,
@@ -141,7 +141,7 @@ class Exchange:
         self,
         joined: Joined,
         rank: int,
-        token: bytes,
+        credentials: Credentials,
         limits: Limits,
         deadlines: Deadlines,
         connect: Connect = Link.connect,
@@ -150,7 +150,7 @@ class Exchange:
         """By id: what the parts of a request are measured by."""
         self.shards = [_Shard(k, each, WINDOW) for k, each in enumerate(joined.servers)]
         self._hello = Hello("client", joined.client, joined.incarnation, rank, WINDOW)
-        self._token = token
+        self._credentials = credentials
         self._limits = limits
         self._deadlines = deadlines
         self._dial = connect
@@ -259,7 +259,7 @@ class Exchange:
         shard.link = link = self._dial(
             shard.addresses,
             self._hello,
-            token=self._token,
+            credentials=self._credentials,
             arenas=list(self._arenas.values()),
             timeout_s=timeout_s,
             limits=self._limits,
@@ -571,18 +571,19 @@ class Exchange:
                     return False
             return True
 
-    def close(self, reason: ParamServeError | None = None) -> None:
+    def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe.
 
         Args:
             reason: what calls under way raise; None: that the client was closed.
+            bye: whether the servers are told that this is its own wish.
         """
         with self._lock:
             if self._closed:
                 return
             self._reason = reason
             for shard in self.shards:
-                if shard.link is not None:
+                if shard.link is not None and bye:
                     with contextlib.suppress(ConnectionError, ParamServeError):
                         shard.link.send(encode(Bye()))
                 self._disconnect(shard)

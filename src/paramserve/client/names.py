@@ -157,6 +157,16 @@ class Names:
         for piece in pieces:
             self._found.setdefault(piece.name, []).append((block, piece))
 
+    def remove(self, block: Block) -> None:
+        """Forget a block that was not defined after all."""
+        self._resolved.clear()
+        for piece in self._pieces.pop(block.id, ()):
+            left = [each for each in self._found[piece.name] if each[0].id != block.id]
+            if left:
+                self._found[piece.name] = left
+            else:
+                del self._found[piece.name]
+
     def __contains__(self, name: str) -> bool:
         return name in self._found
 

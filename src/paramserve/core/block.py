@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, size_of
-from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
-from paramserve.messages import VALUE, BlockSpec
+from paramserve.core.guard import Draft, guarded
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
+from paramserve.errors import DtypeMismatch, ParamServeError, RuleFailed, ShapeMismatch
+from paramserve.messages import ALIGN, VALUE, BlockSpec
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
+from paramserve.rules.registry import is_built_in
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +45,20 @@ def check_spec(spec: BlockSpec, shards: int) -> None:
         )
 
 
+def check_whole(spec: BlockSpec) -> None:
+    """Refuse cuts within a tensor, for a rule that needs each one whole.
+
+    Raises:
+        ShapeMismatch: nothing was applied.
+    """
+    if not set(spec.cuts) <= set(borders(spec.pieces)):
+        raise ShapeMismatch(
+            f"block {spec.block} is cut at {spec.cuts}, which is within a tensor, and its rule "
+            "needs whole tensors",
+            fix="give a rule that was registered on the servers the same whole_tensors here",
+        )
+
+
 class ShardBlock:
     """The part of a block that one shard holds.
 
@@ -59,17 +75,51 @@ class ShardBlock:
         self.low, self.high = spec.cuts[shard], spec.cuts[shard + 1]
         self.size = self.high - self.low
         self.nbytes = self.size * self.dtype.itemsize
-        self.hyper: Hyper = rule.hyper() if rule is not None else ()
+        self.hyper: Hyper = ()
         self.value: Array = np.zeros(self.size, self.dtype)
         self.state: tuple[Array, ...] = ()
+        self.guarded = rule is not None and not is_built_in(rule)
+        """Whether the rule runs on copies, because it may fail in the middle."""
+        self.failure: tuple[int, RuleFailed] | None = None
+        """The last synchronous clock whose update its rule failed, although it was decided."""
+        self._whole = bool(getattr(rule, "whole_tensors", False))
+        self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))
+        self._draft: Draft | None = None
+        if self._whole:
+            check_whole(spec)
         if rule is not None:
-            self.state = rule.init_state(self.size, self.dtype)
+            with guarded(self._about("cannot start"), rule):
+                if self.guarded:  # for ours, the server has done it
+                    rule.prepare(self.dtype)
+                self.hyper = rule.hyper()
+                self.state = rule.init_state(self.size, self.dtype)
+                self._check_state(rule)
         self._counts = [0] * len(spec.pieces)
         self._bounds = self._local_bounds()
         self._checked: Hyper | None = None
         """Hyper-parameters that were found good last: most pushes bring the same."""
         self._even: int | None = 0
         """The count that all pieces share; None: they differ, and `_counts` has them."""
+
+    def _check_state(self, rule: Rule) -> None:
+        names = rule.states(self.hyper)
+        good = len(names) == len(self.state) and all(
+            isinstance(each, np.ndarray)
+            and each.shape == (self.size,)
+            and each.dtype == self.dtype
+            and each.flags.c_contiguous
+            and each.flags.writeable
+            for each in self.state
+        )
+        if not good:
+            raise ValueError(
+                f"init_state gave no array {self.dtype}[{self.size}] for each of {names}"
+            )
+
+    @property
+    def alignment(self) -> int:
+        """Bytes to whose multiples its part of a client's memory is aligned."""
+        return self.dtype.itemsize if self._whole else ALIGN
 
     @property
     def counts(self) -> list[int]:
@@ -122,8 +172,10 @@ class ShardBlock:
             self._check_active(active)
         if hyper is None or hyper == self._checked:
             return
-        self.rule.check(hyper)
-        needed = self.rule.states(hyper)
+        about = self._about("failed to check its hyper-parameters")
+        with guarded(about, self.rule, (ValueError, ParamServeError)):
+            self.rule.check(hyper)
+            needed = self.rule.states(hyper)
         if len(needed) > len(self.state):
             given = dict(zip(self.rule.hyper_names, hyper, strict=True))
             raise ParamServeError(
@@ -150,8 +202,16 @@ class ShardBlock:
         push: PushInfo,
         out: Array | None = None,
     ) -> None:
-        """Apply the rule to the active pieces; with `out`, leave all values there as well."""
+        """Apply the rule to the active pieces; with `out`, leave all values there as well.
+
+        Raises:
+            RuleFailed: the rule is not one of ours, and failed. Nothing was applied.
+        """
         assert self.rule is not None, "check() comes first"
+        if self.guarded:
+            self.draft(gradient, active, hyper, push)
+            self.keep_draft(out)
+            return
         if self.size:
             runs = self._runs(active)
             fused = out if active is None else None
@@ -161,15 +221,57 @@ class ShardBlock:
                 np.copyto(out, self.value)
         self._count(active)
 
+    def draft(
+        self,
+        gradient: Array,
+        active: Sequence[int] | None,
+        hyper: Hyper | None,
+        push: PushInfo,
+        key: object = None,
+    ) -> None:
+        """Compute an update with a guarded rule, beside the values, for `keep_draft`.
+
+        Args:
+            key: what the update belongs to; see `has_draft`.
+        Raises:
+            RuleFailed: the rule raised, or left what no update may leave. Nothing was applied.
+        """
+        assert self.rule is not None, "check() comes first"
+        chosen = hyper if hyper is not None else self.hyper
+        runs = self._runs(active) if self.size else []
+        with guarded(self._about("failed"), self.rule):
+            if self._draft is None:
+                self._draft = Draft(self.value, self.state)
+            self._draft.compute(self.rule, gradient, chosen, runs, push)
+            self._draft.key = (key, tuple(active) if active is not None else None)
+
+    def has_draft(self, key: object) -> bool:
+        """Whether the last draft was computed under this key, and has not been kept yet."""
+        return self._draft is not None and self._draft.key is not None and self._draft.key[0] == key
+
+    def keep_draft(self, out: Array | None = None) -> None:
+        """Make the last draft the values and state; with `out`, leave all values there as well."""
+        assert self._draft is not None, "draft() comes first"
+        assert self._draft.key is not None, "a draft is kept once"
+        active = self._draft.key[1]
+        self._draft.keep()
+        if out is not None:
+            np.copyto(out, self.value)
+        self._count(active)
+
     def _runs(self, active: Sequence[int] | None) -> list[Run]:
-        if active is None and self._even is not None:
+        if active is None and self._even is not None and not self._separate:
             return [Run(0, self.size, self._even)]
         runs: list[Run] = []
         counts = self.counts
         for piece in range(len(self._counts)) if active is None else sorted(set(active)):
             start, stop = self._bounds[piece]
             count = counts[piece]
-            if runs and runs[-1].stop == start and runs[-1].count == count:
+            if self._separate:
+                if stop > start:
+                    shape = self.spec.pieces[piece].shape if self._whole else None
+                    runs.append(Run(start, stop, count, shape))
+            elif runs and runs[-1].stop == start and runs[-1].count == count:
                 runs[-1] = Run(runs[-1].start, stop, count)
             elif stop > start:
                 runs.append(Run(start, stop, count))
@@ -206,6 +308,8 @@ class ShardBlock:
                 f"{self._names()} has {len(self._counts)} pieces, {len(counts)} counts came",
                 fix="send one count for each piece",
             )
+        if self._draft is not None:
+            self._draft.key = None  # it was computed from what is overwritten now
         if active is None:
             np.copyto(target, source)
         else:
@@ -215,6 +319,12 @@ class ShardBlock:
                 target[start:stop] = source[start:stop]
         if counts is not None:
             self._set_counts(list(counts))
+
+    def _about(self, what: str) -> str:
+        """How a failure of the rule is told."""
+        assert self.rule is not None
+        group = self.spec.group_name
+        return f"rule {self.rule.name!r} {what} on {self._names()} of group {group!r}"
 
     def _names(self) -> str:
         names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])

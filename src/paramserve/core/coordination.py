@@ -21,6 +21,8 @@ from paramserve.messages import (
     CoordinatorReply,
     CoordinatorRequest,
     Defined,
+    Enlist,
+    Enlisted,
     Failed,
     Found,
     Join,
@@ -85,6 +87,9 @@ class Party:
     client: int = 0
     rank: int = NO_RANK
     shard: int | None = None
+    """Of a server that has registered."""
+    enlisted: int | None = None
+    """Shard that was given out to a server which was started by itself."""
 
 
 class _Waiting(NamedTuple):
@@ -124,6 +129,8 @@ class Coordination:
                 for waiting in self._waiting:  # who waits for an answer cannot send a heartbeat
                     self._heard(self._parties[waiting.connection])
                 for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
+                    self._died(rank)
+                for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
         self._retry_waiting()
         if self.membership.number != before:
@@ -152,8 +159,10 @@ class Coordination:
         """The reply to a call; None: not yet."""
         party = self._parties.setdefault(connection, Party())
         match message:
+            case Enlist():
+                return self._enlist(party, message)
             case Register():
-                self.membership.register(message, self._now)
+                self.membership.register(message, self._now, party.enlisted)
                 party.shard = message.shard
             case Join():
                 return self._join(party, message)
@@ -174,6 +183,14 @@ class Coordination:
             case AskStatus():
                 return self._status(message)
         return Ok(message.call)
+
+    def _enlist(self, party: Party, message: Enlist) -> Enlisted:
+        if party.enlisted is None:
+            party.enlisted = self.membership.enlist()
+        config = self.config
+        return Enlisted(
+            message.call, party.enlisted, config.servers, config.workers, config.consistency
+        )
 
     def _join(self, party: Party, message: Join) -> Joined | None:
         if not self.membership.complete:
@@ -207,7 +224,19 @@ class Coordination:
                 f"{message.kind} {message.number} was reported dead; only workers can be",
                 fix="stop the run when a server or the coordinator ends",
             )
-        self._ended(message.number, DEAD)
+        if message.final:
+            self._ended(message.number, DEAD)
+        else:
+            self._died(message.number)
+
+    def _died(self, rank: int, client: int | None = None) -> None:
+        """A worker ended without leaving: its place is kept if it will be started again."""
+        if not self.config.restarts:
+            self._ended(rank, DEAD, client)
+            return
+        member = self.membership.members.get(rank)
+        if member is not None and self.membership.restarting(rank, self._now, client):
+            self.directory.client_gone(member.client)
 
     def _ended(self, rank: int, state: str, client: int | None = None) -> None:
         member = self.membership.members.get(rank)
@@ -235,9 +264,15 @@ class Coordination:
     def _lost(self, connection: int) -> None:
         self._waiting = [w for w in self._waiting if w.connection != connection]
         party = self._parties.pop(connection, None)
-        if party is not None and party.client:
+        if party is None:
+            return
+        if party.shard is not None:
+            self.membership.server_lost(party.shard)
+        elif party.enlisted is not None:
+            self.membership.resign(party.enlisted)
+        if party.client:
             self.directory.client_gone(party.client)
-            self._ended(party.rank, DEAD, party.client)
+            self._died(party.rank, party.client)
 
     def _status(self, message: AskStatus) -> Status:
         start = max(message.after_record, self._first_record)

@@ -8,7 +8,8 @@ from enum import Enum
 
 import numpy as np
 
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, cut, size_of
+from paramserve.config import PolicySpec
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, PlaceBlock
 
@@ -23,6 +24,8 @@ class Stage(Enum):
     """Its definer went away before the values were everywhere: the next one may define it."""
     DEFINING = "defining"
     DEFINED = "defined"
+    REFUSED = "refused"
+    """The shards refused it: its names are free."""
 
 
 @dataclass
@@ -69,9 +72,24 @@ class Directory:
         return entry.spec, entry.attempt
 
     def defined(self, block: int, attempt: int) -> None:
-        """The definer has the values on all shards."""
-        if 0 <= block < len(self._entries) and self._entries[block].attempt == attempt:
-            self._entries[block].stage = Stage.DEFINED
+        """The definer has the values on all shards; or, with the attempt's number below 0, some
+        shard refused them: then the names are free for the next define, whatever it says."""
+        if not (0 <= block < len(self._entries) and self._entries[block].attempt == abs(attempt)):
+            return
+        entry = self._entries[block]
+        if attempt > 0 and entry.stage is not Stage.REFUSED:
+            entry.stage = Stage.DEFINED
+        elif attempt < 0 and entry.stage is Stage.DEFINING:
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        entry.stage = Stage.REFUSED
+        spec = entry.spec
+        for piece in spec.pieces:
+            del self._by_name[spec.group_name, piece.name]
+        itemsize = np.dtype(spec.dtype).itemsize
+        for shard in range(len(self._loads)):
+            self._loads[shard] -= (spec.cuts[shard + 1] - spec.cuts[shard]) * itemsize
 
     def client_gone(self, client: int) -> None:
         """What this client was defining is open to the next one who asks."""
@@ -105,7 +123,7 @@ class Directory:
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
             # One that waits brings its hyper-parameters with each push.
-            same = theirs.name == ours.name
+            same = theirs.name == ours.name and _texts(theirs) == _texts(ours)
         else:
             same = theirs == ours
         if not same:
@@ -115,7 +133,9 @@ class Directory:
     def _new(self, call: PlaceBlock, client: int) -> Entry:
         _check(call)
         size, itemsize = size_of(call.pieces), np.dtype(call.dtype).itemsize
-        cuts = cut(size, itemsize, self._loads)
+        cuts = cut(
+            size, itemsize, self._loads, borders(call.pieces) if call.whole_tensors else None
+        )
         for shard in range(len(self._loads)):
             self._loads[shard] += (cuts[shard + 1] - cuts[shard]) * itemsize
         group = self._groups.setdefault(call.group, len(self._groups))
@@ -127,6 +147,11 @@ class Directory:
         for piece in call.pieces:
             self._by_name[call.group, piece.name] = entry
         return entry
+
+
+def _texts(rule: PolicySpec) -> dict[str, str]:
+    """The options that no push brings anew."""
+    return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 
 
 def _mismatch(

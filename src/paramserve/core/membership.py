@@ -1,7 +1,8 @@
 """Who belongs to the cluster: servers, workers with their incarnations, other clients.
 
 A rank is *expected* until its worker joins, then *live*, and at the end *left* (by its own wish) or
-*dead*. Each join of a rank is a new incarnation with a new client id; older ones are refused.
+*dead*; between two lives it is *restarting*: a synchronous clock waits for it as for a live one.
+Each join of a rank is a new incarnation with a new client id; older ones are refused.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from paramserve.errors import ParamServeError
+from paramserve.errors import ParamServeError, RankTaken
 from paramserve.ids import NO_RANK
 from paramserve.messages import Join, Member, Members, Register, ServerBeat
 
 EXPECTED, LIVE, LEFT, DEAD = "expected", "live", "left", "dead"
+RESTARTING = "restarting"
 
 
 @dataclass
@@ -23,6 +25,8 @@ class ServerEntry:
     addresses: tuple[str, ...]
     heard_at: float
     beat: ServerBeat
+    lost: bool = False
+    """Whether its connection has ended."""
 
 
 class Membership:
@@ -37,6 +41,10 @@ class Membership:
         self.servers: dict[int, ServerEntry] = {}
         self._heard: dict[int, float] = {}
         """By rank."""
+        self._restarting: dict[int, float] = {}
+        """Since when, by rank."""
+        self._enlisted: set[int] = set()
+        """Shards that were given out to servers which have not registered yet."""
         self._next_client = 1
 
     @property
@@ -44,19 +52,50 @@ class Membership:
         """Whether every server has registered."""
         return len(self.servers) == self.expected_servers
 
-    def register(self, call: Register, now: float) -> None:
-        """A server is up.
+    def enlist(self) -> int:
+        """Give out a free shard number.
 
         Raises:
-            ParamServeError: the cluster has no such shard, or has it already.
+            ParamServeError: all are given out. Nothing was changed.
         """
-        if not 0 <= call.shard < self.expected_servers or call.shard in self.servers:
+        taken = self._enlisted.union(self.servers)
+        for shard in range(self.expected_servers):
+            if shard not in taken:
+                self._enlisted.add(shard)
+                return shard
+        raise ParamServeError(
+            f"one more server came to a cluster of {self.expected_servers}: all its shards have "
+            "their servers",
+            fix="start as many servers as the first one was told, or tell it more (--servers)",
+        )
+
+    def resign(self, shard: int) -> None:
+        """The server that was given this number ended before it registered: it is free again."""
+        self._enlisted.discard(shard)
+
+    def server_lost(self, shard: int) -> None:
+        """A server's connection has ended, and it was not asked to end."""
+        entry = self.servers.get(shard)
+        if entry is not None:
+            entry.lost = True
+
+    def register(self, call: Register, now: float, enlisted: int | None = None) -> None:
+        """A server is up.
+
+        Args:
+            enlisted: the number that was given out to this server, if one was.
+        Raises:
+            ParamServeError: the cluster has no such shard, or has given it to another server.
+        """
+        taken = (self._enlisted - {enlisted}).union(self.servers)
+        if not 0 <= call.shard < self.expected_servers or call.shard in taken:
             raise ParamServeError(
                 f"a server registered as shard {call.shard}; the cluster has "
-                f"{self.expected_servers} shards, taken: {sorted(self.servers)}",
+                f"{self.expected_servers} shards, taken: {sorted(taken)}",
                 fix="start each shard once",
             )
         beat = ServerBeat(call.shard, ())
+        self._enlisted.discard(call.shard)
         self.servers[call.shard] = ServerEntry(call.pid, call.addresses, now, beat)
         self.number += 1
 
@@ -68,7 +107,8 @@ class Membership:
         """Give a client its identity: (client id, incarnation).
 
         Raises:
-            ParamServeError: the rank does not exist, or a live worker has it.
+            ParamServeError: the rank does not exist.
+            RankTaken: a live worker has it. In both cases nothing was changed.
         """
         client = self._next_client
         if call.rank == NO_RANK:
@@ -77,13 +117,16 @@ class Membership:
         member = self.members.get(call.rank)
         if member is None:
             raise ParamServeError(
-                f"a worker joined as rank {call.rank}, the cluster has {self.workers} workers",
-                fix="use ranks 0 to workers - 1, or start with more workers",
+                f"more ranks than workers: a worker joined as rank {call.rank}, the cluster was "
+                f"started for {self.workers} workers",
+                fix=f"use ranks 0 to {self.workers - 1}, or start with more workers",
             )
         if member.state == LIVE:
-            raise ParamServeError(
-                f"rank {call.rank} is taken by a live worker (client {member.client})",
-                fix="give each worker its own rank, or wait until the first one has ended",
+            silent_s = now - self._heard[call.rank]
+            raise RankTaken(
+                f"rank {call.rank} is taken by a live worker (client {member.client}, incarnation "
+                f"{member.incarnation}), heard of {silent_s:.1f} s ago",
+                fix="give each worker its own rank; to replace that worker, end its process first",
             )
         self._next_client += 1
         incarnation = member.incarnation + 1
@@ -92,6 +135,7 @@ class Membership:
         return client, incarnation
 
     def _change(self, member: Member) -> None:
+        self._restarting.pop(member.rank, None)
         self.members[member.rank] = member
         self.number += 1
 
@@ -104,6 +148,21 @@ class Membership:
             return False
         self._change(structs.replace(member, state=state))
         return True
+
+    def restarting(self, rank: int, now: float, client: int | None = None) -> bool:
+        """A worker died and will be started again; False if it had ended before, is waited for
+        already, or is a newer incarnation."""
+        member = self.members.get(rank)
+        if member is not None and member.state == RESTARTING:
+            return False
+        if not self.ended(rank, RESTARTING, client):
+            return False
+        self._restarting[rank] = now
+        return True
+
+    def overdue(self, now: float, restart_s: float) -> list[int]:
+        """Ranks that have been waited for since `restart_s` or more."""
+        return [r for r, since in sorted(self._restarting.items()) if now - since >= restart_s]
 
     def heard_worker(self, rank: int, now: float) -> None:
         self._heard[rank] = now
@@ -122,9 +181,11 @@ class Membership:
         ]
 
     def silent_servers(self, now: float, stall_s: float) -> tuple[int, ...]:
-        """Shards whose server has not been heard of for `stall_s`."""
+        """Shards whose server is gone, or has not been heard of for `stall_s`."""
         return tuple(
-            shard for shard, entry in sorted(self.servers.items()) if now - entry.heard_at > stall_s
+            shard
+            for shard, entry in sorted(self.servers.items())
+            if entry.lost or now - entry.heard_at > stall_s
         )
 
     def snapshot(self) -> Members:

@@ -1,7 +1,7 @@
 """Which shard holds which elements: by bytes, in equal parts, decided once per block.
 
-The tensors of a block are laid end to end; shard k holds one contiguous range of that. Rules are
-element-wise, so a range may begin in the middle of a tensor.
+The tensors of a block are laid end to end; shard k holds one contiguous range of that. Most rules
+are element-wise, so a range may begin in the middle of a tensor; for the others it begins with one.
 """
 
 from __future__ import annotations
@@ -31,23 +31,41 @@ def size_of(pieces: Sequence[Piece]) -> int:
     return sum(prod(piece.shape) for piece in pieces)
 
 
-def cut(size: int, itemsize: int, loads: Sequence[int]) -> tuple[int, ...]:
+def borders(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Element offset of each piece, and the end of the last."""
+    offsets = [0]
+    for piece in pieces:
+        offsets.append(offsets[-1] + prod(piece.shape))
+    return tuple(offsets)
+
+
+def cut(
+    size: int, itemsize: int, loads: Sequence[int], at: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Boundaries of the shards' ranges for a block of `size` elements.
 
     Args:
         size: elements in the block.
         itemsize: bytes of one element.
         loads: bytes that each shard holds already.
+        at: the only offsets where it may be cut, rising; None: anywhere.
     Returns:
-        `len(loads) + 1` element offsets, not falling; inner ones on multiples of `ALIGN` bytes.
+        `len(loads) + 1` element offsets, not falling; without `at`, inner ones on multiples of
+        `ALIGN` bytes.
     """
     shards = len(loads)
     if shards == 1 or size * itemsize < SPLIT_BYTES_MIN:
         owner = min(range(shards), key=lambda shard: (loads[shard], shard))
         return tuple(0 if shard <= owner else size for shard in range(shards + 1))
+    if at is not None:
+        return (0, *(_nearest(at, k * size / shards) for k in range(1, shards)), size)
     step = max(1, ALIGN // itemsize)
     inner = [min(size, round(k * size / shards / step) * step) for k in range(1, shards)]
     return (0, *inner, size)
+
+
+def _nearest(offsets: Sequence[int], ideal: float) -> int:
+    return min(offsets, key=lambda offset: abs(offset - ideal))
 
 
 @dataclass(frozen=True)
@@ -83,10 +101,7 @@ class Block:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Element offset of each piece, and the end of the last."""
-        offsets = [0]
-        for piece in self.pieces:
-            offsets.append(offsets[-1] + prod(piece.shape))
-        return tuple(offsets)
+        return borders(self.pieces)
 
     @cached_property
     def size(self) -> int:

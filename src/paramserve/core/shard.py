@@ -6,6 +6,9 @@ when, and what the other shards are told; the server role moves the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 from msgspec import structs
 
@@ -56,10 +59,13 @@ from paramserve.messages import (
     Waiting,
     Watch,
 )
+from paramserve.rules.registry import NONE
 from paramserve.rules.registry import build as build_rule
 
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
+ENDED = ("left", "dead", "restarting")
+"""States of a member whose present incarnation may change nothing any more."""
 
 
 class Shard:
@@ -71,6 +77,8 @@ class Shard:
         workers: ranks that are expected; each counts as live until the coordinator says otherwise.
         policy: consistency of every group.
         resend_s: after which a `Ready` is sent again.
+        rules: classes by name that the owner registered, besides the built-in ones.
+        allocate: gives memory [bytes] for the values of a reply that travel in it.
     """
 
     def __init__(
@@ -82,6 +90,8 @@ class Shard:
         *,
         limits: Limits,
         resend_s: float,
+        rules: Mapping[str, type[Any]] = NONE,
+        allocate: Callable[[int], stepping.Bytes] = stepping.fresh,
     ) -> None:
         self.number = number
         self.shards = shards
@@ -94,6 +104,8 @@ class Shard:
         self.policy = policy
         self.limits = limits
         self.resend_s = resend_s
+        self.rules = rules
+        self.allocate = allocate
         self._members_number = 0
         self._now = 0.0
         self._effects = Effects()
@@ -129,7 +141,8 @@ class Shard:
 
     def live(self) -> list[int]:
         """Ranks that a synchronous clock waits for, in order."""
-        return [r for r, m in sorted(self.members.items()) if m.state in ("expected", "live")]
+        awaited = ("expected", "live", "restarting")
+        return [r for r, m in sorted(self.members.items()) if m.state in awaited]
 
     def report(self) -> tuple[GroupReport, ...]:
         """What this shard has done, group by group."""
@@ -179,7 +192,7 @@ class Shard:
         if member is None:
             return None
         older = event.incarnation < member.incarnation
-        ended = event.incarnation == member.incarnation and member.state in ("left", "dead")
+        ended = event.incarnation == member.incarnation and member.state in ENDED
         if older or ended:
             return self._fenced(event.rank, event.incarnation, member)
         return None
@@ -219,14 +232,13 @@ class Shard:
             member = self.members.get(session.rank)
             if member is None or session.fenced:
                 continue
-            ended = member.client == session.client and member.state in ("left", "dead")
+            ended = member.client == session.client and member.state in ENDED
             if ended or session.incarnation < member.incarnation:
                 session.fenced = True
                 self._let_go(session, member)
         live = self.live()
         for group in list(self.groups.values()):  # what is released may define a new one
-            start = group.committed if group.collects else group.slowest()
-            group.clocks = {rank: group.clocks.get(rank, start) for rank in live}
+            group.belong(live)
             self._clocks_changed(group)
 
     def _let_go(self, session: ShardSession, member: Member) -> None:
@@ -242,8 +254,7 @@ class Shard:
     def _collected(self, session: ShardSession, held: Request) -> bool:
         """Whether a held request is part of a synchronous clock, and not a pull that waits."""
         assert isinstance(held.message, Step), "nothing else is ever held"
-        collected = self.groups[held.message.group].collect.held.get(session.rank)
-        return collected is not None and collected.step is held.message
+        return self.groups[held.message.group].collect.has_step(held.message)
 
     def _clocks_changed(self, group: Group) -> None:
         self._maybe_ready(group)
@@ -368,7 +379,7 @@ class Shard:
     def _new_block(self, message: Define) -> ShardBlock:
         spec = message.spec
         check_spec(spec, self.shards)
-        rule = None if spec.rule is None else build_rule(spec.rule)
+        rule = None if spec.rule is None else build_rule(spec.rule, self.rules)
         try:
             return ShardBlock(spec, self.number, rule, message.attempt)
         except MemoryError:
@@ -402,13 +413,10 @@ class Shard:
         if not (step.push or step.tick or step.skip):
             return self._read(session, group, request)
         if group.collects:
-            stepping.collect(self, group, session, request, parts)
-            session.held = request
-            self._maybe_ready(group)
-            return None
+            return self._bring(group, session, request, parts)
         done = stepping.apply_now(group, session, step, parts, request.memory)
         if step.tick and session.rank in group.clocks:
-            group.clocks[session.rank] = step.clock + 1
+            group.ticked(session.rank, step.clock)
             self._clocks_changed(group)
         return self._read(session, group, request, done)
 
@@ -434,6 +442,12 @@ class Shard:
 
     def _release(self, session: ShardSession, group: Group, held: Request) -> None:
         """Answer a held pull if it may read now."""
+        assert isinstance(held.message, Step), "nothing else is ever held"
+        if group.collects and (held.message.push or held.message.tick or held.message.skip):
+            session.held = None  # It came before its clock.
+            self._execute(session, held)
+            self._drain(session)
+            return
         done = session.done
         answer = self._read(session, group, held)
         if answer is None:
@@ -446,6 +460,40 @@ class Shard:
         self._drain(session)
 
     # --- synchronous clocks ----------------------------------------------------------------------
+
+    def _bring(
+        self, group: Group, session: ShardSession, request: Request, parts: list[stepping.Part]
+    ) -> Answer | None:
+        """Collect a step for the present clock; answered when the clock is decided.
+
+        The first step of a newer incarnation may find the clock with its predecessor's gradients,
+        or just closed with them, or without any while the rank had ended.
+        """
+        step, rank = request.message, session.rank
+        assert isinstance(step, Step)
+        collect = group.collect
+        first = session.incarnation > 1 and group.brought.get(rank) != session.client
+        if first and step.tick and rank in group.clocks:
+            if step.clock == group.committed + 1:
+                session.held = request  # The present clock's decision is on its way.
+                return None
+            if step.clock == group.committed - 1:
+                group.brought[rank] = session.client
+                closed = Done(step.seq, group.version, group.slowest(), skipped=True)
+                return stepping.with_values(self, step, request.memory, closed)
+            older = collect.held.get(rank)
+            if older is not None and step.clock == group.committed:
+                collect.make_way(rank)
+                forgotten = self.sessions.get(older.client)
+                if forgotten is not None:
+                    self._let_go(forgotten, self.members[rank])
+        stepping.collect(self, group, session, request, parts)
+        group.brought[rank] = session.client
+        session.held = request
+        if collect.sent is not None and collect.has(group.clocks):
+            collect.sent = None  # The lead is told of what has come since.
+        self._maybe_ready(group)
+        return None
 
     def _maybe_ready(self, group: Group) -> None:
         """Tell the lead that every live worker's gradients of this clock are here."""
@@ -477,7 +525,12 @@ class Shard:
             case Propose():
                 collect = group.collect
                 settled = collect.sent is not None or collect.has(group.clocks)
-                if message.clock == group.committed and settled:
+                # Of a rank that still counts, this shard and another have two incarnations'.
+                differs = any(
+                    rank in group.clocks and each.client not in message.contributors
+                    for rank, each in collect.held.items()
+                )
+                if message.clock == group.committed and settled and not differs:
                     agreed = (c for c in collect.clients() if c in message.contributors)
                     self._send_ready(group, tuple(agreed))
             case Commit():
@@ -486,13 +539,14 @@ class Shard:
     def _commit(self, group: Group, commit: Commit) -> None:
         if commit.clock != group.committed:
             return  # Answered before.
-        held = group.collect.held
+        held = group.collect.everything()
+        chosen = group.collect.chosen(commit.contributors)
         group.collect.clear()
-        stepping.apply_commit(group, commit, held)
+        stepping.apply_commit(group, commit, chosen)
         group.committed += 1
         group.clocks = dict.fromkeys(group.clocks, group.committed)
         waiting = []
-        for _, each in sorted(held.items()):
+        for each in held:
             session = self.sessions.get(each.client)
             if session is not None and session.held is not None:
                 waiting.append(session)

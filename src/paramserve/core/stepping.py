@@ -6,7 +6,7 @@ Functions of the shard's state; none of them answers anybody or decides who wait
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from paramserve.errors import (
     NotAMember,
     ParamServeError,
     ProtocolError,
+    RuleFailed,
     ShapeMismatch,
     UnknownName,
     rebuild,
@@ -63,7 +64,8 @@ def view(memory: Memory, arena: int, offset: int, block: ShardBlock) -> Array:
     if block.size == 0:
         return np.empty(0, block.dtype)
     whole = memory.get(arena)
-    if whole is None or offset < 0 or offset % ALIGN or offset + block.nbytes > whole.size:
+    wrong = offset < 0 or offset % block.alignment
+    if whole is None or wrong or offset + block.nbytes > whole.size:
         raise ShapeMismatch(
             f"{block.nbytes} bytes at offset {offset} of arena {arena} for block "
             f"{block.spec.block}, but there are {0 if whole is None else whole.size} bytes",
@@ -157,6 +159,7 @@ def apply_now(
 
     Raises:
         NonFinite: and the policy refuses it. Nothing was applied.
+        RuleFailed: of one of the blocks. Nothing was applied to any of them.
     """
     skip = step.skip
     if parts and not skip and not finite(parts):
@@ -175,10 +178,20 @@ def apply_now(
     staleness = max(0, group.version - step.base)
     push = PushInfo(session.rank, step.clock, group.version, staleness, step.weight, 1.0)
     places = {place.block: place for place in step.pull if place.arena != 0}
+    outs = {
+        number: view(memory, place.arena, place.offset, block)
+        for block, _, _ in parts
+        if (place := places.get(number := block.spec.block)) is not None
+    }
     for block, header, gradient in parts:
-        place = places.get(block.spec.block)
-        out = None if place is None else view(memory, place.arena, place.offset, block)
-        block.apply(gradient, header.active, header.hyper, push, out)
+        if block.guarded:
+            block.draft(gradient, header.active, header.hyper, push)
+    for block, header, gradient in parts:
+        out = outs.get(block.spec.block)
+        if block.guarded:
+            block.keep_draft(out)
+        else:
+            block.apply(gradient, header.active, header.hyper, push, out)
     group.staleness.setdefault(session.rank, Staleness()).add(staleness)
     group.advance()
     return Done(step.seq, group.version, group.slowest(), staleness)
@@ -240,6 +253,8 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     skip = any(step.skip for step in steps)
     if clip > 0.0 and finite and not refusal and not skip:
         squared = _squared_norm(group, held)
+    elif finite and not refusal and not skip and held:
+        refusal = _draft(group, held)
     return Ready(
         group.id,
         group.committed,
@@ -265,27 +280,86 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
     return squared
 
 
+def _draft(group: Group, held: list[Contribution]) -> tuple[str, ...]:
+    """Compute what a guarded rule makes of a clock before it is decided: (kind, failed, fix) if a
+    rule fails, so that no shard applies it; else empty."""
+    scale = group.policy.scale(sum(each.step.weight for each in held))
+    key = _key(group, scale, held)
+    push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
+    try:
+        for number, block in sorted(group.blocks.items()):
+            having = [each for each in held if number in each.gradients]
+            if having and block.guarded:
+                gradient, active = total(having, block, keep=True)
+                hyper = having[0].gradients[number][0].hyper
+                block.draft(gradient, active, hyper, push, key)
+    except ParamServeError as error:
+        return (type(error).__name__, error.failed, error.fix)
+    return ()
+
+
+def _key(group: Group, scale: float, contributors: list[Contribution]) -> object:
+    """What an update is computed from, as far as the lead's decision may change it."""
+    return group.committed, scale, tuple(each.client for each in contributors)
+
+
 def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) -> None:
-    """Do what the lead decided about the present clock."""
+    """Do what the lead decided about the present clock.
+
+    Guarded rules have mostly computed their updates before (`ready`), and what failed there was
+    refused on all shards. With clipping the scale is known only now: where a rule fails here, this
+    shard applies nothing and refuses the clock to its contributors (`ShardBlock.failure`), although
+    others may have applied theirs, which a client tells from their answers.
+    """
     chosen = [(r, each) for r, each in sorted(held.items()) if each.client in commit.contributors]
     contributors = [each for _, each in chosen]
     if not contributors:
         group.skipped += not commit.refusal
         return
-    pushed = False
-    for number, block in sorted(group.blocks.items()):
-        having = [each for each in contributors if number in each.gradients]
-        if not having:
-            continue
-        pushed = True
-        gradient, active = total(having, block, keep=False)
-        hyper = having[0].gradients[number][0].hyper
-        push = PushInfo(-1, commit.clock, group.version, 0, 1.0, commit.scale)
-        block.apply(gradient, active, hyper, push)
+    pushed = {
+        number: having
+        for number in sorted(group.blocks)
+        if (having := [each for each in contributors if number in each.gradients])
+    }
+    try:
+        _apply(group, commit, contributors, pushed)
+    except RuleFailed as error:
+        for number in pushed:
+            group.blocks[number].failure = (commit.clock, error)
     for rank, _ in chosen:
         group.staleness.setdefault(rank, Staleness()).add(0)
     if pushed:
-        group.advance()
+        group.advance()  # also after a failure: in Sync all shards have one version
+
+
+def _apply(
+    group: Group,
+    commit: Commit,
+    contributors: list[Contribution],
+    pushed: dict[int, list[Contribution]],
+) -> None:
+    push = PushInfo(-1, commit.clock, group.version, 0, 1.0, commit.scale)
+    key = _key(group, commit.scale, contributors)
+    for guarded in (True, False):  # what may fail comes first
+        for number, having in pushed.items():
+            block = group.blocks[number]
+            if block.guarded is not guarded or (guarded and block.has_draft(key)):
+                continue
+            gradient, active = total(having, block, keep=False)
+            hyper = having[0].gradients[number][0].hyper
+            if guarded:
+                block.draft(gradient, active, hyper, push, key)
+            else:
+                block.apply(gradient, active, hyper, push)
+    for number in pushed:
+        if group.blocks[number].guarded:
+            group.blocks[number].keep_draft()
+
+
+def _failure(group: Group, clock: int) -> RuleFailed | None:
+    """Why this shard could not apply a clock that was decided."""
+    failures = (block.failure for block in group.blocks.values())
+    return next((each[1] for each in failures if each is not None and each[0] == clock), None)
 
 
 def after_commit(
@@ -303,6 +377,10 @@ def after_commit(
             text = f"worker {session.rank} counted as dead when clock {commit.clock} was applied"
             return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
     skipped = session.client not in commit.contributors
+    failure = None if skipped else _failure(group, commit.clock)
+    if failure is not None:
+        kind = type(failure).__name__
+        return Answer(Refused(step.seq, kind, failure.failed, failure.applied, failure.fix))
     done = Done(step.seq, group.version, group.slowest(), 0, skipped)
     return with_values(shard, step, request.memory, done)
 
@@ -322,16 +400,27 @@ def with_values(
             inline.append(block.value)
         elif place.block not in written:
             np.copyto(view(memory, place.arena, place.offset, block), block.value)
-    return Answer(done, gathered(inline) if inline else None)
+    return Answer(done, gathered(inline, shard.allocate) if inline else None)
 
 
-def gathered(arrays: list[Array]) -> Bytes:
-    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload."""
-    out = np.zeros(sum(padded(array.nbytes) for array in arrays), np.uint8)
+def fresh(size: int) -> Bytes:
+    """New memory [size] of any content."""
+    return np.empty(size, np.uint8)
+
+
+def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> Bytes:
+    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload.
+
+    Args:
+        allocate: gives memory of a size; that of large payloads is worth using again.
+    """
+    out = allocate(sum(padded(array.nbytes) for array in arrays))
     cursor = 0
     for array in arrays:
-        out[cursor : cursor + array.nbytes] = array.view(np.uint8)
+        end = cursor + array.nbytes
+        out[cursor:end] = array.view(np.uint8)
         cursor += padded(array.nbytes)
+        out[end:cursor] = 0  # what the memory held before is nobody's business
     return out
 
 
@@ -342,7 +431,7 @@ def fetch(shard: Shard, message: Fetch, memory: Memory) -> Answer:
     version = shard.groups[block.spec.group].version
     done = Done(message.seq, version, counts=tuple(block.counts))
     if message.arena == 0:
-        return Answer(done, gathered([source]))
+        return Answer(done, gathered([source], shard.allocate))
     np.copyto(view(memory, message.arena, message.offset, block), source)
     return Answer(done)
 
@@ -371,7 +460,7 @@ def take_snapshot(shard: Shard, client: int, message: TakeSnapshot, memory: Memo
             inline.append(value)
         else:
             np.copyto(view(memory, place.arena, place.offset, shard.block(place.block)), value)
-    return Answer(taken, gathered(inline) if inline else None)
+    return Answer(taken, gathered(inline, shard.allocate) if inline else None)
 
 
 def _snapshot_of(values: dict[int, Array], place: Place) -> Array:

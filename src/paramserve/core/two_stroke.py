@@ -7,6 +7,10 @@ does not match) is decided here, once. One shard is its own lead.
 
 Both messages may be lost, repeated or late: `Ready` is repeated until its `Commit` arrives, and a
 `Ready` for the clock committed last is answered with that `Commit` again.
+
+A worker that is started again may find its own gradients of the present clock on some shards and
+not on others. Then it brings them again to all. A shard that has told the lead of the older ones
+keeps both until the lead has decided: each rank is in a clock once, whichever of the two it is.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ class Collect:
 
     held: dict[int, Contribution] = field(default_factory=dict)
     """By rank."""
+    promised: list[tuple[int, Contribution]] = field(default_factory=list)
+    """By rank, what a newer incarnation has brought again after this shard had told the lead of it:
+    the lead may still decide for it."""
     sent: Ready | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
@@ -64,8 +71,29 @@ class Collect:
         """Who brought something, in the order of their ranks."""
         return tuple(each.client for _, each in sorted(self.held.items()))
 
+    def has_step(self, step: Step) -> bool:
+        """Whether this very step is kept here."""
+        return any(each.step is step for each in self.everything())
+
+    def everything(self) -> list[Contribution]:
+        """All that is kept, those first that a newer incarnation has brought again."""
+        return [each for _, each in [*self.promised, *sorted(self.held.items())]]
+
+    def make_way(self, rank: int) -> None:
+        """A newer incarnation brings its own for this clock: forget the older one's, unless the
+        lead was told of it."""
+        older = self.held.pop(rank)
+        if self.sent is not None:
+            self.promised.append((rank, older))
+
+    def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
+        """What these clients brought, by rank; they are of different ranks."""
+        both = [*self.held.items(), *self.promised]
+        return {rank: each for rank, each in both if each.client in clients}
+
     def clear(self) -> None:
         self.held = {}
+        self.promised = []
         self.sent = None
 
 
@@ -76,7 +104,8 @@ class Lead:
         self._shards = shards
         self._policy = policy
         self._ready: dict[int, Ready] = {}
-        self._last: Commit | None = None
+        self.last: Commit | None = None
+        """The last decision."""
 
     def on_ready(self, ready: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
         """Take one shard's `Ready`; return what to send to which shard.
@@ -85,8 +114,8 @@ class Lead:
             ready: from any shard, this one included.
             clock: the first clock that is not committed yet.
         """
-        if self._last is not None and ready.clock == self._last.clock:
-            return [(ready.shard, self._last)]
+        if self.last is not None and ready.clock == self.last.clock:
+            return [(ready.shard, self.last)]
         if ready.clock != clock:
             return []
         repeated = ready.shard in self._ready
@@ -109,8 +138,8 @@ class Lead:
     def _commit(self, clock: int) -> list[tuple[int, Commit | Propose]]:
         parts = [self._ready[shard] for shard in sorted(self._ready)]
         self._ready = {}
-        self._last = decide(parts, self._policy)
-        return [(shard, self._last) for shard in range(self._shards)]
+        self.last = decide(parts, self._policy)
+        return [(shard, self.last) for shard in range(self._shards)]
 
 
 def decide(parts: Sequence[Ready], policy: Consistency) -> Commit:

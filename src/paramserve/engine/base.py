@@ -7,11 +7,13 @@ process reports and when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
+
+from paramserve.config import TLS
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,12 @@ class Role:
         name: shown in process lists and messages, for instance "worker 1".
         entry: "package.module:function"; the function gets a `child.Bootstrap`.
         payload: what the entry is told. Only the process sees it.
-        secret: the cluster's token. Only the process sees it.
+        secret: the cluster's credentials, encoded. Only the process sees it.
+        code: what the owner registered to run there (a training function, rules), pickled. It
+            reaches the process on a way that no stranger can write to.
+        reference: names of what `code` holds: "module:function" of a training function without
+            arguments, or "module:Class" of each rule, with commas; empty: it has no such names.
+            For engines that send no code.
         environment: set on top of the driver's environment before the interpreter starts.
         directory: a folder that the process removes if the driver dies; empty: none.
     """
@@ -31,6 +38,8 @@ class Role:
     entry: str
     payload: bytes = field(repr=False)
     secret: bytes = field(repr=False)
+    code: bytes = field(default=b"", repr=False)
+    reference: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = ""
 
@@ -95,13 +104,22 @@ Event = Reported | Ended
 
 
 class Fleet(Protocol):
-    """Processes that were started together and end together."""
+    """Processes that were started together and end together.
+
+    Attributes:
+        shares_host: whether the processes run on this machine, and see the files of this one.
+        tls: certificates for the connections between its processes; None: no TLS.
+    """
+
+    shares_host: bool
+    tls: TLS | None
 
     def launch(self, role: Role) -> Process:
         """Start a process; returns without waiting for it to be up.
 
         Raises:
             OSError: the process could not be started.
+            ParamServeError: it cannot be started by this engine.
         """
         ...
 
@@ -123,6 +141,28 @@ class Fleet(Protocol):
 class Engine(Protocol):
     """Settings of an engine; one may serve many runs, also at the same time."""
 
-    def open(self) -> Fleet:
-        """A new, empty fleet. The caller closes it."""
+    def open(self, roles: Sequence[str] = ()) -> Fleet:
+        """A new, empty fleet. The caller closes it.
+
+        Args:
+            roles: names of those that will be launched, where the engine has to make room for all
+                of them at once. A name may be launched again after its process has ended.
+        Raises:
+            CannotPlace: there is no room for them.
+            ParamServeError: the engine cannot be reached or used. Nothing was started.
+        """
+        ...
+
+    def publish(self, name: str, data: bytes) -> Callable[[], None]:
+        """Let `find` of other processes return `data` under this name, while this process lives.
+
+        Returns:
+            What withdraws it; repeating is safe.
+        Raises:
+            NameTaken: a living process has published this name.
+        """
+        ...
+
+    def find(self, name: str) -> bytes | None:
+        """What a living process has published under this name; None: nothing."""
         ...

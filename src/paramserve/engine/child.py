@@ -16,11 +16,15 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import msgspec
 
+from paramserve.config import Credentials
 from paramserve.engine.base import Failure
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 EXIT_FAILED = 1
 EXIT_DRIVER_GONE = 3
@@ -38,6 +42,7 @@ class Package(msgspec.Struct, frozen=True, array_like=True):
     entry: str
     payload: bytes
     secret: bytes
+    code: bytes
     directory: str
 
 
@@ -52,6 +57,20 @@ class Bootstrap:
     """Tell the driver; returns when the driver's pipe has taken it. Callable from any thread."""
     on_orphaned: Callable[[Callable[[], None]], None]
     """Register what is still to be done when the driver dies; the process exits right after."""
+    on_stop: Callable[[Callable[[], None]], None]
+    """Register what makes the entry end in order; it may be called from any thread, or between
+    two instructions of the main one. Without it a stop raises `SystemExit` in the entry."""
+    load: Callable[[], Any] = lambda: None
+    """The code that the owner registered (`Role.code`), unpickled; None if there is none."""
+    host: str = ""
+    """This node's address for the others; empty: all processes share this one."""
+    plain: bool = False
+    """Whether the driver unpickles nothing of what is reported, because a socket is in between."""
+
+    @property
+    def credentials(self) -> Credentials:
+        """What opens the cluster's ports."""
+        return Credentials.decode(self.secret)
 
 
 class _Reports:
@@ -118,7 +137,8 @@ class _DriverWatch:
 def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
     """Run the entry that `source` names; the first thing that a child process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminated)
+    stopping = Stopping()
+    signal.signal(signal.SIGTERM, lambda signum, frame: stopping.stop())
     os.set_inheritable(reports_fd, False)
     with source:
         package = msgspec.msgpack.decode(source.read(), type=Package)
@@ -130,14 +150,21 @@ def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
     if package.directory:
         watch.add(lambda: _remove(package.directory))
     watch.start()
-    boot = Bootstrap(package.name, package.payload, package.secret, reports.send, watch.add)
+    boot = Bootstrap(
+        package.name,
+        package.payload,
+        package.secret,
+        reports.send,
+        watch.add,
+        stopping.add,
+        lambda: load(package.code),
+    )
     try:
-        module, _, function = package.entry.partition(":")
-        getattr(importlib.import_module(module), function)(boot)
+        find(package.entry)(boot)
     except SystemExit:
         raise
     except BaseException as error:
-        reports.send("failed", _describe(error))
+        reports.send("failed", describe(error))
         sys.exit(EXIT_FAILED)
     finally:
         # It is ending by itself: an exception in the middle of the interpreter's own end helps
@@ -145,11 +172,52 @@ def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _terminated(signum: int, frame: object) -> None:
-    sys.exit(EXIT_TERMINATED)
+def call_soon(loop: AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Have a loop call this, from any thread; a loop that has ended needs it no more."""
+    with contextlib.suppress(RuntimeError):  # closed
+        loop.call_soon_threadsafe(callback)
 
 
-def _describe(error: BaseException) -> bytes:
+class Stopping:
+    """What is done when the driver asks for an end in order."""
+
+    def __init__(self) -> None:
+        self._callback: Callable[[], None] | None = None
+        self._wanted = False
+
+    def add(self, callback: Callable[[], None]) -> None:
+        """From now on a stop calls this; at once if one was wanted before."""
+        self._callback = callback
+        if self._wanted:
+            callback()
+
+    def stop(self) -> None:
+        """End the entry: by its own callback, else by `SystemExit` in the calling thread."""
+        self._wanted = True
+        if self._callback is None:
+            sys.exit(EXIT_TERMINATED)
+        self._callback()
+
+
+def find(entry: str) -> Callable[[Bootstrap], None]:
+    """The function that "package.module:function" names."""
+    module, _, function = entry.partition(":")
+    found: Callable[[Bootstrap], None] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def load(code: bytes) -> Any:
+    """Unpickle what the owner registered. It came from the driver by a way of the engine's own
+    (an inherited descriptor, an actor's argument), never through a socket of ours."""
+    if not code:
+        return None
+    import cloudpickle
+
+    return cloudpickle.loads(code)
+
+
+def describe(error: BaseException) -> bytes:
+    """The body of the report "failed"."""
     import traceback
 
     text = "".join(traceback.format_exception(error))

@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import msgspec
 
+from paramserve.config import TLS
+from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import REPORT_HEAD_BYTES, Package
 
@@ -53,10 +55,18 @@ class Local:
 
     python: str | None = None
 
-    def open(self) -> LocalFleet:
-        """A new, empty fleet. The caller closes it."""
+    def open(self, roles: Sequence[str] = ()) -> LocalFleet:
+        """A new, empty fleet. The caller closes it; every machine has room for all roles."""
         python = self.python if self.python is not None else sys.executable
         return LocalFleet(python)
+
+    def publish(self, name: str, data: bytes) -> Callable[[], None]:
+        """Publish for other processes of this user on this machine; see `base.Engine`."""
+        return names.publish(name, data)
+
+    def find(self, name: str) -> bytes | None:
+        """What a living process of this user has published on this machine."""
+        return names.find(name)
 
 
 class LocalProcess:
@@ -157,6 +167,9 @@ class LocalProcess:
 class LocalFleet:
     """Children of this process. See `base.Fleet`."""
 
+    shares_host = True
+    tls: TLS | None = None
+
     def __init__(self, python: str) -> None:
         self._python = python
         self._selector = selectors.DefaultSelector()
@@ -249,7 +262,7 @@ def _parcel(role: Role) -> BinaryIO:
     Not a pipe: a pipe takes 64 KiB and then waits for a child that has yet to start.
     """
     path = "\0".join(sys.path).encode("utf-8", "surrogateescape")
-    package = Package(role.name, role.entry, role.payload, role.secret, role.directory)
+    package = Package(role.name, role.entry, role.payload, role.secret, role.code, role.directory)
     if hasattr(os, "memfd_create"):
         parcel: BinaryIO = os.fdopen(os.memfd_create("paramserve"), "w+b")
     else:

@@ -6,7 +6,7 @@ reads values from outside, `result` is what is left, `packing` carries the funct
 """
 
 from paramserve.job.reading import Snapshot
-from paramserve.job.result import Handle, Result
+from paramserve.job.result import Result
 from paramserve.job.running import Job, run, start
 
-__all__ = ["Handle", "Job", "Result", "Snapshot", "run", "start"]
+__all__ = ["Job", "Result", "Snapshot", "run", "start"]

@@ -11,7 +11,7 @@ from collections import deque
 
 import msgspec
 
-from paramserve.config import Deadlines, Limits
+from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.errors import ParamServeError
 from paramserve.job.roster import COORDINATOR, Key
 from paramserve.messages import (
@@ -46,17 +46,27 @@ class Overview:
         latest: the last value of each name that workers logged.
         records: everything that workers logged, in the order in which the coordinator had it.
         dropped_records: how many were lost because they came too fast.
+        error: why the line is broken.
     """
 
-    def __init__(self, address: str, token: bytes, limits: Limits, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        addresses: tuple[str, ...],
+        credentials: Credentials,
+        limits: Limits,
+        deadlines: Deadlines,
+    ) -> None:
         self.status: Status | None = None
         self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
         self.latest: dict[str, float] = {}
         self.dropped_records = 0
-        self._address = address
-        self._token = token
+        self.error: Exception | None = None
+        self.addresses = addresses
+        """The coordinator's; empty: not known yet."""
+        self._credentials = credentials
         self._limits = limits
         self._stall_s = deadlines.stall_s
+        self._lost_s = deadlines.lost_s
         self._link: Link | None = None
         self._lost = False
         self._call = 0
@@ -78,8 +88,9 @@ class Overview:
                 self._send(AskStatus(self._number(), self._next_record))
                 self._asked_at, self._next_at = now, now + EVERY_S
             self._take(0.0)
-        except (ConnectionError, ParamServeError):
+        except (ConnectionError, ParamServeError) as error:
             self._lost = True  # the coordinator's process has ended, which is told elsewhere
+            self.error = error
 
     def ask_now(self, now: float, timeout_s: float) -> None:
         """A fresh status, if it comes within `timeout_s`."""
@@ -89,20 +100,26 @@ class Overview:
             with contextlib.suppress(ConnectionError, ParamServeError):
                 self._take(timeout_s)
 
-    def mark_dead(self, rank: int) -> None:
-        """Tell the coordinator that a worker's process has ended."""
-        with contextlib.suppress(ConnectionError, ParamServeError):
-            self._send(MarkDead(self._number(), "worker", rank))
+    def mark_dead(self, rank: int, *, final: bool = True) -> None:
+        """Tell the coordinator that a worker's process has ended.
 
-    def silent(self, now: float) -> list[Key]:
-        """Processes that were not heard of for too long, or that the cluster counts as dead."""
-        found = []
+        Args:
+            final: whether no other one will be started in its place.
+        """
+        with contextlib.suppress(ConnectionError, ParamServeError):
+            self._send(MarkDead(self._number(), "worker", rank, final))
+
+    def silent(self, now: float) -> dict[Key, int]:
+        """Processes that were not heard of for too long, or that the cluster counts as dead, each
+        with its incarnation (0 for those that have none)."""
+        found: dict[Key, int] = {}
         if self.status is not None:
-            found += [Key("server", shard) for shard in self.status.silent_servers]
-            dead = [member.rank for member in self.status.members if member.state == "dead"]
-            found += [Key("worker", rank) for rank in dead]
+            found |= {Key("server", shard): 0 for shard in self.status.silent_servers}
+            for member in self.status.members:
+                if member.state in ("dead", "restarting"):
+                    found[Key("worker", member.rank)] = member.incarnation
         if self._asked_at is not None and now - self._asked_at > self._stall_s:
-            found.append(COORDINATOR)
+            found[COORDINATOR] = 0
         return found
 
     def close(self) -> None:
@@ -117,10 +134,11 @@ class Overview:
     def _send(self, message: AskStatus | MarkDead) -> None:
         if self._link is None:
             self._link = Link.connect(
-                [self._address],
+                self.addresses,
                 Hello("driver"),
-                token=self._token,
+                credentials=self._credentials,
                 timeout_s=CONNECT_S,
+                lost_s=self._lost_s,
                 limits=self._limits,
             )
         self._link.send(encode(message))

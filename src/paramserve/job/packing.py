@@ -14,6 +14,8 @@ from typing import Any
 
 import cloudpickle
 
+from paramserve.rules.registry import check_registered
+
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""
 
@@ -61,6 +63,35 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             stacklevel=4,
         )
     return packed
+
+
+def pack_rules(rules: Sequence[type[Any]]) -> bytes:
+    """Classes of rules in cloudpickle; empty for none.
+
+    Raises:
+        TypeError: one of them is no rule, or cannot be pickled; the text says which and why.
+    """
+    if not check_registered(rules):
+        return b""
+    try:
+        packed: bytes = cloudpickle.dumps(tuple(rules))
+    except Exception as error:
+        names = ", ".join(rule.__qualname__ for rule in rules)
+        raise TypeError(f"the rules {names} cannot be sent to the servers: {error}") from error
+    return packed
+
+
+def reference(*things: Any) -> str:
+    """ "package.module:name" of functions or classes, with commas; empty if one cannot be imported
+    by it, as from a script, a notebook or another function."""
+    names = []
+    for thing in things:
+        module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+        owner = sys.modules.get(module) if module is not None else None
+        if module == "__main__" or getattr(owner, name, None) is not thing:
+            return ""
+        names.append(f"{module}:{name}")
+    return ",".join(names)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec, ServerConfig
+from paramserve.config import (
+    CoordinatorConfig,
+    Credentials,
+    Deadlines,
+    Limits,
+    PolicySpec,
+    ServerConfig,
+)
 from paramserve.engine.base import Role
-from paramserve.job.roster import Key, OnWorkerDeath
+from paramserve.job.roster import COORDINATOR, Key, OnWorkerDeath, Restart
 
 SOCKET_PATH_BYTES_MAX = 107
 """Of the address of a Unix socket. Source: unix(7), sun_path."""
@@ -26,8 +33,11 @@ class Plan:
     Attributes:
         workers: worker processes to start.
         ranks: workers that somebody else brings; for a cluster without worker processes.
-        worker_payload: what the worker of a rank is told, given the coordinator's address; None
+        worker_payload: what the worker of a rank is told, given the coordinator's addresses; None
             where there are no workers.
+        worker_code: the training function with its arguments, pickled.
+        server_code: the classes of the registered rules, pickled; empty: none.
+        worker_reference, server_reference: the same by name, where it can be imported by it.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
     """
@@ -36,51 +46,68 @@ class Plan:
     workers: int
     consistency: PolicySpec
     ranks: int = 0
-    worker_payload: Callable[[int, str], bytes] | None = None
+    worker_payload: Callable[[int, tuple[str, ...]], bytes] | None = None
+    worker_code: bytes = b""
+    server_code: bytes = b""
+    worker_reference: str = ""
+    server_reference: str = ""
     on_worker_death: OnWorkerDeath = "stop"
     threads_per_worker: int = 1
     timeout_s: float | None = None
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
-    def address(self, directory: str) -> str:
-        """Where the coordinator listens."""
-        return f"unix:{directory}/c.sock"
+    @property
+    def keys(self) -> list[Key]:
+        """All processes, in the order in which they are started."""
+        keys = [COORDINATOR, *(Key("server", i) for i in range(self.servers))]
+        return keys + [Key("worker", i) for i in range(self.workers)]
 
-    def role(self, key: Key, directory: str, token: bytes) -> Role:
-        """One process, for an engine. Each removes the folder if the driver dies."""
-        payload = {
-            "coordinator": self._coordinator,
-            "server": self._server,
-            "worker": self._worker,
+    def role(
+        self, key: Key, directory: str, addresses: tuple[str, ...], credentials: Credentials
+    ) -> Role:
+        """One process, for an engine.
+
+        Args:
+            directory: for Unix sockets, and removed by each process if the driver dies; empty
+                where the processes do not share this machine.
+            addresses: the coordinator's; nobody asks for them for the coordinator itself.
+        """
+        payload, code, reference = {
+            "coordinator": (self._coordinator, b"", ""),
+            "server": (self._server, self.server_code, self.server_reference),
+            "worker": (self._worker, self.worker_code, self.worker_reference),
         }[key.kind]
         threads = self.threads_per_worker if key.kind == "worker" else 1
         return Role(
             name=str(key),
             entry=f"paramserve.{key.kind}:main",
-            payload=payload(key.number, directory),
-            secret=token,
+            payload=payload(key.number, directory, addresses),
+            secret=credentials.encode(),
+            code=code,
+            reference=reference,
             environment=dict.fromkeys(THREADS, str(threads)),
             directory=directory,
         )
 
-    def _coordinator(self, number: int, directory: str) -> bytes:
+    def _coordinator(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
         config = CoordinatorConfig(
             self.servers,
             self.workers + self.ranks,
             directory,
             consistency=self.consistency,
+            restarts=isinstance(self.on_worker_death, Restart),
             limits=self.limits,
             deadlines=self.deadlines,
         )
         return msgspec.msgpack.encode(config)
 
-    def _server(self, number: int, directory: str) -> bytes:
+    def _server(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
         config = ServerConfig(
             shard=number,
             servers=self.servers,
             workers=self.workers + self.ranks,
-            coordinator=self.address(directory),
+            coordinator=addresses,
             directory=directory,
             consistency=self.consistency,
             limits=self.limits,
@@ -88,9 +115,14 @@ class Plan:
         )
         return msgspec.msgpack.encode(config)
 
-    def _worker(self, number: int, directory: str) -> bytes:
+    def _worker(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
         assert self.worker_payload is not None, "a plan with workers has what they do"
-        return self.worker_payload(number, self.address(directory))
+        return self.worker_payload(number, addresses)
+
+
+def addresses_in(directory: str) -> tuple[str, ...]:
+    """Where the coordinator listens, if it shares this folder."""
+    return (f"unix:{directory}/c.sock",)
 
 
 def make_directory() -> str:

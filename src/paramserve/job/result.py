@@ -1,16 +1,29 @@
-"""What a run leaves behind, and how to reach it while it lasts."""
+"""What a run leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from paramserve.client import Client
-from paramserve.errors import NotAuthenticated, ParamServeError
+from paramserve.errors import ParamServeError
 from paramserve.job.reading import State, as_state_dict
 from paramserve.messages import Record
 from paramserve.observe.status import Staleness
+
+
+class Restarted(NamedTuple):
+    """A worker that died and was started again.
+
+    `error` says how it had ended. Its successor went on at `clock` (None: it did not get that far)
+    of the group that it stepped on first. `repeated` counts steps of which some shards had applied
+    the predecessor's push already, and then got the successor's as well (Async only).
+    """
+
+    rank: int
+    error: ParamServeError
+    clock: int | None
+    repeated: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class Result:
             of all workers together; `Limits.log_records_max` is what it keeps for each.
         staleness: of each rank's pushes.
         failures: of workers without which the run went on, by rank.
+        restarts: of workers that were started again, in order.
         seconds: from the start to the end of the processes.
         seed: the run's; the same one repeats a `Sync` run bit by bit.
         stopped: whether `Job.stop` ended it.
@@ -36,6 +50,7 @@ class Result:
     dropped_records: int
     staleness: Mapping[int, Staleness]
     failures: Mapping[int, ParamServeError]
+    restarts: Sequence[Restarted]
     seconds: float
     seed: int
     stopped: bool
@@ -56,29 +71,3 @@ class Result:
             UnknownName: the run had no such group.
         """
         return as_state_dict(self.values, name)
-
-
-class Handle:
-    """How to reach a run's servers: its address, and a way to connect.
-
-    It can be pickled, but it leaves the token behind: elsewhere `connect` raises.
-    """
-
-    def __init__(self, address: str, connect: Callable[[], Client] | None = None) -> None:
-        self.address = address
-        self._connect = connect
-
-    def __repr__(self) -> str:
-        return f"Handle({self.address!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Handle, (self.address,)
-
-    def connect(self) -> Client:
-        """A new client that is no worker: it reads and assigns, and holds up nobody."""
-        if self._connect is None:
-            raise NotAuthenticated(
-                f"this handle of {self.address} came from another process, without the token",
-                fix="connect in the process that started the run",
-            )
-        return self._connect()

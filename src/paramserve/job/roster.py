@@ -23,12 +23,35 @@ from paramserve.errors import (
 )
 
 Kind = Literal["coordinator", "server", "worker"]
-OnWorkerDeath = Literal["stop", "continue"]
 
 CAUSE_S = 0.5
 """How long after a process that complains of another one's end that end may still show."""
 COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
 """Errors that tell of another process's end."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start a worker that died again, `times` times each; after that the run fails.
+
+    It gets a new incarnation and begins its function anew, with `worker.clock` where its
+    predecessor's steps ended. In Async the others never stop; in Sync they wait for it, up to
+    `Deadlines.restart_s`.
+
+    Raises:
+        ValueError, TypeError: `times` is no int of at least 1.
+    """
+
+    times: int = 3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or not isinstance(self.times, int):
+            raise TypeError(f"times of Restart must be an int, not {self.times!r}")
+        if self.times < 1:
+            raise ValueError(f"times of Restart must be at least 1, not {self.times}")
+
+
+OnWorkerDeath = Literal["stop", "continue"] | Restart
 
 
 class Key(NamedTuple):
@@ -59,6 +82,10 @@ class Entry:
     """It ran when it was counted as dead."""
     counted: bool = False
     """It is dead, and that has been decided upon."""
+    incarnation: int = 0
+    """Of a worker, as the cluster counts; 0 before it is ready."""
+    restarts: int = 0
+    """How often it was started anew."""
 
     @property
     def state(self) -> str:
@@ -93,6 +120,8 @@ class Decision(NamedTuple):
     error: ParamServeError | None = None
     dead: tuple[int, ...] = ()
     """Ranks that the coordinator must be told of: the others go on without them."""
+    restart: tuple[Entry, ...] = ()
+    """Workers as they died; each rank has a new entry, and its process must be started."""
     finished: bool = False
     """Every worker has returned or is counted as dead."""
     look_again_at: float | None = None
@@ -103,7 +132,7 @@ class Roster:
 
     Args:
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the run
-            goes on while one worker lives.
+            goes on while one worker lives; `Restart`: see there.
         start_by: when coordinator and servers must be ready.
     """
 
@@ -135,6 +164,8 @@ class Roster:
         entry = self.entries[key]
         if kind == "ready":
             entry.ready = True
+            if key.kind == "worker":
+                entry.incarnation = msgspec.msgpack.decode(body, type=int)
         elif kind == "returned":
             entry.returned = body
         elif kind == "failed":
@@ -148,10 +179,16 @@ class Roster:
         if entry.returned is None and entry.fell_at is None:
             entry.fell_at = now
 
-    def on_silence(self, key: Key, now: float) -> None:
-        """A process runs but has not been heard of for too long."""
+    def on_silence(self, key: Key, now: float, incarnation: int = 0) -> None:
+        """A process runs but has not been heard of for too long.
+
+        Args:
+            incarnation: of a worker; one that was replaced since means nothing.
+        """
         entry = self.entries[key]
         if entry.status is not None or entry.returned is not None:
+            return
+        if entry.incarnation != incarnation:
             return
         entry.silent = True
         entry.fell_at = entry.fell_at if entry.fell_at is not None else now
@@ -174,12 +211,22 @@ class Roster:
             return Decision(error=gone(cause))
         if self._on_worker_death == "stop":
             return Decision(error=worker_failed(cause))
+        if isinstance(self._on_worker_death, Restart):
+            return self._restart(settled, self._on_worker_death.times)
         for entry in settled:
             entry.counted = True
         if all(entry.counted for entry in self.workers()):
             return Decision(error=worker_failed(cause))
         dead = tuple(entry.key.number for entry in settled)
         return Decision(dead=dead, finished=self._finished())
+
+    def _restart(self, settled: list[Entry], times: int) -> Decision:
+        for entry in settled:
+            if entry.restarts >= times:
+                return Decision(error=worker_failed(entry))
+        for entry in settled:
+            self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
+        return Decision(restart=tuple(settled))
 
     def _decide_standing(self, now: float) -> Decision:
         if self.serving:
@@ -237,7 +284,10 @@ def gone(entry: Entry) -> ParamServeError:
 
 def worker_failed(entry: Entry) -> WorkerFailed:
     """The error for a worker that ended before its function returned."""
-    fix = "mend the training function, or use on_worker_death='continue' to go on without it"
+    fix = (
+        "mend the training function, or use on_worker_death='continue' to go on without it, or "
+        "ps.Restart() to start it again"
+    )
     if entry.failure is None and entry.silent:
         fix = (
             "look for what stood still: a stopped process, swapping, a C call that holds the GIL "
@@ -252,4 +302,6 @@ def worker_failed(entry: Entry) -> WorkerFailed:
     told = _with_traceback(entry)
     if entry.failure is None:
         told += " before its function returned"
+    if entry.restarts:
+        told += f" (it had been restarted {entry.restarts} times)"
     return WorkerFailed(told, applied="unknown", fix=fix)

@@ -8,7 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import cloudpickle
 import msgspec
@@ -24,15 +24,16 @@ from paramserve.errors import (
     WorkerFailed,
     rebuild,
 )
-from paramserve.job.packing import pack
+from paramserve.job.packing import pack, pack_rules, reference
 from paramserve.job.plan import Plan, cores
 from paramserve.job.reading import Reader, Snapshot, State, Watching, as_state_dict
-from paramserve.job.result import Handle, Result
-from paramserve.job.roster import Key, OnWorkerDeath
+from paramserve.job.result import Restarted, Result
+from paramserve.job.roster import Key, OnWorkerDeath, Restart, worker_failed
 from paramserve.job.supervisor import Supervisor
+from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group, by_rank
-from paramserve.worker import Aliases, WorkerConfig
+from paramserve.worker import Aliases, Resumed, WorkerConfig
 
 SNAPSHOT_POLL_S = 0.05
 END_S = 2.0
@@ -135,8 +136,13 @@ class Job:
         return self._follow(watching)
 
     def handle(self) -> Handle:
-        """For another client in this process: `job.handle().connect()`."""
-        return Handle(self._supervisor.address, self._supervisor.connect)
+        """For other clients, here or in any process that it is sent to; waits until the servers
+        are up.
+
+        Raises:
+            ParamServeError: the run has ended, or ended before it was up.
+        """
+        return handle_of(self._supervisor, self._seed)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -195,6 +201,27 @@ class Job:
                 found[aliases.group] = aliases.names
         return found
 
+    def _restarts(self) -> list[Restarted]:
+        """Of each restart, how the worker had ended and where its successor went on."""
+        resumed = [
+            (key.number, msgspec.msgpack.decode(body, type=Resumed))
+            for key, kind, body in tuple(self._supervisor.reports)
+            if kind == "resumed"
+        ]
+        found = []
+        for entry in self._supervisor.restarts:
+            rank, number = entry.key.number, entry.restarts + 1
+            after = [each for which, each in resumed if which == rank][number - 1 : number]
+            found.append(
+                Restarted(
+                    rank,
+                    worker_failed(entry),
+                    after[0].clock if after else None,
+                    after[0].repeated if after else 0,
+                )
+            )
+        return found
+
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""
         return self._last_beats or list(self._supervisor.overview.beats)
@@ -218,6 +245,7 @@ class Job:
             dropped_records=supervisor.overview.dropped_records,
             staleness=by_rank(self._beats()),
             failures=dict(supervisor.failures),
+            restarts=self._restarts(),
             seconds=supervisor.seconds,
             seed=self._seed,
             stopped=supervisor.state == "stopped",
@@ -261,6 +289,7 @@ def start(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
+    rules: Sequence[type[Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
 ) -> Job:
@@ -276,8 +305,11 @@ def start(
     check_count("servers", servers)
     if threads_per_worker is not None:
         check_count("threads_per_worker", threads_per_worker)
-    if on_worker_death not in get_args(OnWorkerDeath):
-        raise ValueError(f'on_worker_death must be "stop" or "continue", not {on_worker_death!r}')
+    if on_worker_death not in ("stop", "continue") and not isinstance(on_worker_death, Restart):
+        raise ValueError(
+            f'on_worker_death must be "stop", "continue" or ps.Restart(...), not '
+            f"{on_worker_death!r}"
+        )
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
     if seed is not None and (not isinstance(seed, int) or seed < 0):
@@ -290,15 +322,18 @@ def start(
     function = pack(train, args, kwargs if kwargs is not None else {})
     threads = threads_per_worker if threads_per_worker is not None else max(1, cores() // workers)
 
-    def worker_payload(rank: int, coordinator: str) -> bytes:
-        config = WorkerConfig(rank, coordinator, run_seed, function, bounds, waits)
-        return msgspec.msgpack.encode(config)
+    def worker_payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
+        return msgspec.msgpack.encode(WorkerConfig(rank, coordinator, run_seed, bounds, waits))
 
     plan = Plan(
         servers=servers,
         workers=workers,
         consistency=policy,
         worker_payload=worker_payload,
+        worker_code=function,
+        server_code=pack_rules(rules),
+        worker_reference="" if args or kwargs else reference(train),
+        server_reference=reference(*rules),
         on_worker_death=on_worker_death,
         threads_per_worker=threads,
         timeout_s=timeout_s,
@@ -321,6 +356,7 @@ def run(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
+    rules: Sequence[type[Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
 ) -> Result:
@@ -338,8 +374,9 @@ def run(
             if None, told in the result.
         threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
-            others go on without it.
+            others go on without it; `ps.Restart(times)`: it is started again.
         timeout_s: the whole run's; None: no limit.
+        rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
@@ -361,9 +398,27 @@ def run(
         threads_per_worker=threads_per_worker,
         on_worker_death=on_worker_death,
         timeout_s=timeout_s,
+        rules=rules,
         deadlines=deadlines,
         limits=limits,
     ).wait()
+
+
+def handle_of(supervisor: Supervisor, seed: int) -> Handle:
+    """A handle of what a supervisor runs, once its servers are up.
+
+    Raises:
+        ParamServeError: it has ended, or ended before it was up.
+    """
+    supervisor.wait_until_serving()
+    return Handle.of(
+        supervisor.addresses,
+        supervisor.credentials,
+        seed=seed,
+        limits=supervisor.plan.limits,
+        deadlines=supervisor.plan.deadlines,
+        connect=supervisor.connect,
+    )
 
 
 def check_count(name: str, value: int, *, least: int = 1) -> None:

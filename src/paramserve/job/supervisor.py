@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+import msgspec
+
 from paramserve.client import Client
+from paramserve.config import Credentials
 from paramserve.engine.base import Ended, Engine, Event, Process
 from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, RunTimeout
 from paramserve.job.overview import Overview
-from paramserve.job.plan import Plan, make_directory
-from paramserve.job.roster import Key, Roster, worker_failed
+from paramserve.job.plan import Plan, addresses_in, make_directory
+from paramserve.job.roster import COORDINATOR, Entry, Key, Roster, worker_failed
 
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
@@ -45,8 +48,10 @@ class Supervisor:
         overview: what the coordinator has told.
         roster: what is known of each process.
         failures: of workers that the run went on without, by rank.
+        restarts: of each restart, how the worker had ended.
         reports: what processes told besides, as (who, kind, body), in order.
-        address: the coordinator's.
+        addresses: the coordinator's; empty: not known yet.
+        credentials: what opens them.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Supervisor:
                 still run.
             forget: called at the very end, to let go of clients.
         Raises:
-            OSError: a process could not be started. None is left.
+            OSError, ParamServeError: a process could not be started. None is left.
         """
         self.plan = plan
         self.state: State = "starting"
@@ -72,6 +77,7 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         start_by = self.started_at + plan.deadlines.start_s
+        self.restarts: list[Entry] = []
         self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, start_by)
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
@@ -87,16 +93,19 @@ class Supervisor:
         self._clients: list[Client] = []
         self._clients_lock = threading.Lock()
         self._pid = os.getpid()
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._directory = make_directory()
-        self.address = plan.address(self._directory)
-        self.overview = Overview(self.address, self._token, plan.limits, plan.deadlines)
-        self._fleet = engine.open()
+        self._fleet = engine.open([str(key) for key in plan.keys])
         self._processes: dict[Process, Key] = {}
+        self._directory = ""
+        self.addresses: tuple[str, ...] = ()
+        self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
+        self.overview = Overview((), self.credentials, plan.limits, plan.deadlines)
         try:
-            for key in self.roster.entries:
-                role = plan.role(key, self._directory, self._token)
-                self._processes[self._fleet.launch(role)] = key
+            if self._fleet.shares_host:
+                self._directory = make_directory()
+                self._launch(plan.keys[:1])
+                self._launch_rest(addresses_in(self._directory))
+            else:  # where the coordinator listens is known when it does
+                self._launch(plan.keys[:1])
         except BaseException:
             self._release()
             raise
@@ -111,8 +120,8 @@ class Supervisor:
         until = self.ended_at if self.ended_at is not None else time.monotonic()
         return until - self.started_at
 
-    def connect(self, rank: int = -1) -> Client:
-        """A new client, once the servers are up; it is closed when all this ends.
+    def wait_until_serving(self) -> None:
+        """Wait until coordinator and servers are up.
 
         Raises:
             ParamServeError: it has ended, or ended before it was up.
@@ -123,9 +132,22 @@ class Supervisor:
                 f"coordinator and servers were not up after {deadlines.start_s} s",
                 fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
             )
-        self._check_running()
+        if self._ending:
+            raise self._why_ended()
+
+    def connect(self, rank: int = -1) -> Client:
+        """A new client, once the servers are up; it is closed when all this ends.
+
+        Raises:
+            ParamServeError: it has ended, or ended before it was up.
+        """
+        self.wait_until_serving()
         client = Client.connect(
-            self.address, self._token, rank=rank, limits=self.plan.limits, deadlines=deadlines
+            self.addresses,
+            self.credentials,
+            rank=rank,
+            limits=self.plan.limits,
+            deadlines=self.plan.deadlines,
         )
         with self._clients_lock:
             if not self._ending:
@@ -184,6 +206,8 @@ class Supervisor:
             for rank in decision.dead:
                 self.failures[rank] = worker_failed(self.roster.entries[Key("worker", rank)])
                 self.overview.mark_dead(rank)
+            for entry in decision.restart:
+                self._restart(entry)
             if self.roster.serving:
                 self._look_around(now)
             if self._collecting is not None:
@@ -199,11 +223,15 @@ class Supervisor:
     def _take(self, events: Iterable[Event]) -> None:
         now = time.monotonic()
         for event in events:
-            key = self._processes[event.process]
+            key = self._processes.get(event.process)
+            if key is None:  # another process has taken its place
+                continue
             if isinstance(event, Ended):
                 self.roster.on_end(key, event.status, now)
             else:
                 self.roster.on_report(key, event.kind, event.body, now)
+                if key == COORDINATOR and event.kind == "ready" and not self.addresses:
+                    self._launch_rest(msgspec.msgpack.decode(event.body, type=tuple[str, ...]))
                 if event.kind not in OWN_REPORTS:
                     self.reports.append((key, event.kind, event.body))
 
@@ -215,9 +243,28 @@ class Supervisor:
         silent = self.overview.silent(now)
         for process, key in self._processes.items():
             if key in silent:
-                self.roster.on_silence(key, now)
-                if key.kind == "worker":
+                self.roster.on_silence(key, now, silent[key])
+                if self.roster.entries[key].silent and key.kind == "worker":
                     process.kill()  # it is fenced off already, and must not stay behind
+
+    def _launch(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            role = self.plan.role(key, self._directory, self.addresses, self.credentials)
+            self._processes[self._fleet.launch(role)] = key
+
+    def _launch_rest(self, addresses: tuple[str, ...]) -> None:
+        """Start all that have to know where the coordinator listens."""
+        self.addresses = self.overview.addresses = addresses
+        self._launch(self.plan.keys[1:])
+
+    def _restart(self, entry: Entry) -> None:
+        """Start a worker that has died again; nothing of the old process counts any more."""
+        self.restarts.append(entry)
+        self.overview.mark_dead(entry.key.number, final=False)
+        for process in [each for each, key in self._processes.items() if key == entry.key]:
+            process.kill()
+            del self._processes[process]
+        self._launch([entry.key])
 
     def _stop_workers(self, now: float) -> bool:
         """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
@@ -277,7 +324,8 @@ class Supervisor:
 
     def _release(self) -> None:
         with contextlib.ExitStack() as steps:  # from the last to the first, each in any case
-            steps.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            if self._directory:
+                steps.callback(shutil.rmtree, self._directory, ignore_errors=True)
             steps.callback(self.overview.close)
             steps.callback(self._close_clients)
             steps.callback(self._fleet.close)
@@ -286,10 +334,6 @@ class Supervisor:
         atexit.unregister(self.abandon)
         if self._forget is not None:
             self._forget()
-
-    def _check_running(self) -> None:
-        if self._ending:
-            raise self._why_ended()
 
     def _why_ended(self) -> BaseException:
         return self.error if self.error is not None else self._stopped()

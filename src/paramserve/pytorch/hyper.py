@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from paramserve.rules.adam import Adam
 from paramserve.rules.base import Hyper, Rule
 from paramserve.rules.sgd import SGD
+from paramserve.rules.torch_rule import REFUSED, class_of, defaults_of, described, leaves
 
 Options = tuple[Any, ...]
 ParamGroup = dict[str, Any]
@@ -24,6 +25,8 @@ class Kind(NamedTuple):
     """The options of a parameter group as plain numbers: called at every step, so it is cheap."""
     build: Callable[[Options], Rule]
     """The rule with these options."""
+    torch: str = ""
+    """Name of the class in `torch.optim`, which is its own rule where no other can stand for it."""
 
 
 def _read_sgd(group: ParamGroup) -> Options:
@@ -76,12 +79,40 @@ def _build_adam(options: Options) -> Rule:
 
 _SGD = Kind(_read_sgd, _build_sgd)
 _ADAM = Kind(_read_adam, _build_adam)
-_KINDS: dict[type[Optimizer], Kind] = {
+_KERNELS: dict[type[Optimizer], Kind] = {
     torch.optim.SGD: _SGD,
-    torch.optim.Adam: _ADAM,
-    torch.optim.AdamW: _ADAM,
+    torch.optim.Adam: _ADAM._replace(torch="Adam"),
+    torch.optim.AdamW: _ADAM._replace(torch="AdamW"),
 }
-SUPPORTED = ", ".join(f"torch.optim.{kind.__name__}" for kind in _KINDS)
+SUPPORTED = f"every class of torch.optim but {' and '.join(REFUSED)}"
+
+
+def _own_kind(name: str) -> Kind:
+    """A class that runs on the servers as itself."""
+    options = tuple(defaults_of(name))
+
+    def read(group: ParamGroup) -> Options:
+        return tuple(
+            (leaf, float(value) if isinstance(value, torch.Tensor) else value)
+            for leaf, value in leaves(name, group)
+        )
+
+    def build(values: Options) -> Rule:
+        group: ParamGroup = {}
+        for leaf, value in values:
+            option, dot, _ = leaf.partition(".")
+            group[option] = (*group.get(option, ()), value) if dot else value
+        assert set(group) == set(options), "read gives them all"
+        rule: Any = described(name, group)
+        found: Rule = rule
+        return found
+
+    return Kind(read, build, name)
+
+
+def _needs_itself(group: ParamGroup) -> bool:
+    """Whether the kernel of a class does not have what its options ask for."""
+    return bool(group.get("amsgrad"))
 
 
 def kind_of(optimizer: Optimizer) -> Kind:
@@ -97,9 +128,13 @@ def kind_of(optimizer: Optimizer) -> Kind:
             f"supported: {SUPPORTED}"
         )
     own = inspect.unwrap(type(optimizer).step)
-    for base, kind in _KINDS.items():
-        if isinstance(optimizer, base) and own is inspect.unwrap(base.step):
-            return kind
+    for base in type(optimizer).__mro__:
+        if getattr(torch.optim, base.__name__, None) is not base or base is Optimizer:
+            continue
+        class_of(base.__name__)
+        if own is not inspect.unwrap(base.step):
+            break
+        return _KERNELS[base] if base in _KERNELS else _own_kind(base.__name__)
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     raise TypeError(
         f"the servers cannot run the step of {name}; supported: {SUPPORTED} and subclasses that "
@@ -113,14 +148,13 @@ def check_options(group: ParamGroup) -> None:
     `foreach`, `fused` and `capturable` say how torch would compute the update: they are ignored.
 
     Raises:
-        TypeError: `amsgrad` or `differentiable` is set.
+        TypeError: `differentiable` is set.
     """
-    for option, instead in (
-        ("amsgrad", "use Adam or AdamW without it"),
-        ("differentiable", "the update runs outside autograd; use a plain torch optimizer"),
-    ):
-        if group.get(option):
-            raise TypeError(f"{option}=True is not supported on the servers: {instead}")
+    if group.get("differentiable"):
+        raise TypeError(
+            "differentiable=True is not supported on the servers: the update runs outside "
+            "autograd; use a plain torch optimizer"
+        )
 
 
 class HyperReader:
@@ -130,7 +164,8 @@ class HyperReader:
     """
 
     def __init__(self, kind: Kind, group: ParamGroup) -> None:
-        self._kind = kind
+        self._itself = _needs_itself(group)
+        self._kind = kind = _own_kind(kind.torch) if self._itself else kind
         self._options = kind.read(group)
         self.defined = kind.build(self._options)
         """The rule that the block is defined with."""
@@ -144,17 +179,23 @@ class HyperReader:
         Raises:
             ValueError: an option is out of its range, or needs state that the block does not
                 have. Nothing was sent.
+            TypeError: `amsgrad` is not as it was. Nothing was sent.
         """
+        if _needs_itself(group) != self._itself:
+            raise TypeError(
+                f"amsgrad is {group['amsgrad']} now, and the parameters were defined with "
+                f"{self._itself}: set it before worker.optimizer"
+            )
         options = self._kind.read(group)
         if options != self._options:
             rule = self._kind.build(options)
             hyper = rule.hyper()
-            missing = rule.states(hyper)[len(self._states) :]
+            missing = [name for name in rule.states(hyper) if name not in self._states]
             if missing:
                 raise ValueError(
                     f"{rule} needs the state {', '.join(missing)}, which its parameters were "
-                    "defined without. Give the torch optimizer a momentum above 0 before "
-                    "worker.optimizer"
+                    "defined without. Give the torch optimizer these options (a momentum above 0) "
+                    "before worker.optimizer"
                 )
             self._options, self._rule, self._hyper = options, rule, hyper
         return self._rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +26,14 @@ class Worker(Protocol):
     def seed(self) -> int:
         """The run's seed: the same number on all ranks."""
         ...
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of older incarnations whose batches no loader has left out yet."""
+        ...
+
+    @steps_before.setter
+    def steps_before(self, steps: int, /) -> None: ...
 
 
 class RankSampler(Sampler[int]):
@@ -76,9 +84,12 @@ class _Batches(Sampler[Any]):
         self._sampler = sampler
         self._batch_size = batch_size
         self._arrays = arrays
+        self.first = 0
+        """Batch at which the next pass begins."""
 
     def __iter__(self) -> Iterator[Any]:
-        rows = self._sampler.indices()[: len(self) * self._batch_size]
+        first, self.first = self.first, 0
+        rows = self._sampler.indices()[first * self._batch_size : len(self) * self._batch_size]
         batches = np.ascontiguousarray(rows).reshape(-1, self._batch_size)
         return iter(batches if self._arrays else batches.tolist())
 
@@ -106,24 +117,43 @@ class Loader:
     All ranks get equally many batches, each of exactly `batch_size` samples: in each epoch up to
     workers * batch_size - 1 samples at the end of the common order are left out. Iterating again
     goes on with the epochs that follow.
+
+    In a worker that was started again, the first iterations leave out the batches of the steps that
+    were done before, and load none of them: what comes is what would have come without the restart.
     """
 
-    def __init__(self, batches: DataLoader[Any], sampler: RankSampler, length: int) -> None:
+    def __init__(
+        self,
+        loading: DataLoader[Any],
+        batches: _Batches,
+        sampler: RankSampler,
+        length: int,
+        done: Callable[[int], int],
+    ) -> None:
+        self._loading = loading
         self._batches = batches
         self._sampler = sampler
         self._length = length
+        self._done = done
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Batches of one iteration, over all its epochs."""
+        """Batches of one iteration, over all its epochs, with those that a restart leaves out."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        left = self._length
+        done = self._done(self._length)
+        epochs, first = divmod(done, len(self._batches))
+        if done == self._length:
+            self._epoch += -(-done // len(self._batches))
+            return
+        self._epoch += epochs
+        left = self._length - done
         while left:
             self._sampler.set_epoch(self._epoch)
             self._epoch += 1
-            for batch in self._batches:
+            self._batches.first, first = first, 0
+            for batch in self._loading:
                 yield batch
                 left -= 1
                 if not left:
@@ -153,9 +183,16 @@ def load(
     epochs: int = 1,
     steps: int | None = None,
     shuffle: bool = True,
+    batches_per_step: int = 1,
+    resume: bool = True,
     **dataloader_options: Any,
 ) -> Loader:
     """`worker.loader`: this rank's batches, equally many on every rank.
+
+    A worker that was started again goes on where its older incarnation was: of the first loaders
+    with `resume` that it iterates, the batches of `worker.clock` steps are left out. So a function
+    that trains over one loader after another goes on in the right one, if each step takes
+    `batches_per_step` batches of such a loader.
 
     Args:
         dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
@@ -163,6 +200,10 @@ def load(
         epochs: passes over the dataset.
         steps: number of batches instead of `epochs`: passes are added or cut as it needs.
         shuffle: a new order for each epoch, from (seed, epoch).
+        batches_per_step: batches whose gradients add up to one step. What an iteration has left
+            over at its end belongs to no step.
+        resume: False for a loader that is not stepped with, as for evaluation, if it is iterated
+            before the training loader has come to its place.
         dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
             `batch_sampler` and `drop_last`.
     Raises:
@@ -170,9 +211,11 @@ def load(
             without length.
         ValueError: a number is below 1, or the dataset has no whole batch for every worker.
     """
-    for name, value in (("batch_size", batch_size), ("epochs", epochs), ("steps", steps)):
-        if not (name == "steps" and value is None):
-            _check_count(name, value)
+    _check_count("batch_size", batch_size)
+    _check_count("epochs", epochs)
+    _check_count("batches_per_step", batches_per_step)
+    if steps is not None:
+        _check_count("steps", steps)
     excluded = [option for option in _OWN if option in dataloader_options]
     if excluded:
         raise TypeError(
@@ -188,13 +231,23 @@ def load(
     own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
     rows = type(dataset) is TensorDataset and dataloader_options.get("collate_fn") is None
     batches = _Batches(own, batch_size, arrays=rows)
-    loader: DataLoader[Any]
+    loading: DataLoader[Any]
     if rows:
         assert isinstance(dataset, TensorDataset)
-        loader = DataLoader(_Rows(dataset), batch_size=None, sampler=batches, **dataloader_options)
+        loading = DataLoader(_Rows(dataset), batch_size=None, sampler=batches, **dataloader_options)
     else:
-        loader = DataLoader(dataset, batch_sampler=batches, **dataloader_options)
-    return Loader(loader, own, steps if steps is not None else epochs * len(batches))
+        loading = DataLoader(dataset, batch_sampler=batches, **dataloader_options)
+
+    def done(length: int) -> int:
+        """How many of the next `length` batches were stepped with before a restart."""
+        if not (resume and worker.steps_before):
+            return 0
+        steps = min(worker.steps_before, length // batches_per_step)
+        worker.steps_before -= steps
+        return length if worker.steps_before else steps * batches_per_step
+
+    length = steps if steps is not None else epochs * len(batches)
+    return Loader(loading, batches, own, length, done)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -117,7 +117,8 @@ def adopt(
 
     Args:
         model: its parameters and buffers make up the result, under their names in it.
-        optimizer: torch.optim.SGD, Adam or AdamW, of parameters in float32 or float64.
+        optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32 or
+            float64. SGD, Adam and AdamW are compiled; the others run as themselves on the servers.
         name: of the group on the servers; another one for each optimizer of a worker.
         overlap: return after the push, so that communication and the next gradient overlap. The
             gradients of step k then come from the values after step k - 2.

@@ -28,6 +28,8 @@ class Worker(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def incarnation(self) -> int: ...
+    @property
     def client(self) -> Client: ...
     @property
     def aliases(self) -> dict[str, dict[str, str]]:
@@ -128,7 +130,7 @@ class Served:
         )
         fields = [torch_state.prepare(plan.layout, plan.hyper.defined, state) for plan in plans]
         self._define(plans)
-        if state:
+        if state and worker.incarnation <= 1:  # a restarted worker finds the servers' own
             self._store(fields)
         self._untrained.start(define=worker.rank == 0)
         worker.aliases[settings.name] = alias_map(self._model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from paramserve.messages import VALUE
 from paramserve.pytorch.layout import Layout
+from paramserve.rules.sgd import SGD
+from paramserve.rules.torch_rule import Kept, TorchRule
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
 State = dict[Tensor, dict[str, Any]]
 STEP = "step"
 """Torch's word for a parameter's update count; its SGD keeps none."""
+
+
+def _kept(rule: Rule, param: Tensor) -> dict[str, Kept]:
+    """What torch keeps of a parameter with this rule, by name, in its order."""
+    shape = tuple(param.shape)
+    if isinstance(rule, TorchRule):
+        return dict(rule.kept(shape))
+    kept = {name: Kept(shape, None) for _, name in _fields(rule)}
+    return kept if isinstance(rule, SGD) else {STEP: Kept((), _step_dtype()), **kept}
 
 
 def _fields(rule: Rule) -> Iterable[tuple[int, str]]:
@@ -33,17 +45,32 @@ def _step_dtype() -> torch.dtype:
 
 def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
     """State of each parameter that has had an update, as torch would hold it."""
-    state: State = {}
+    arrays, counts = {}, (0,) * len(layout.params)
     for number, name in _fields(rule):
-        array, counts = client.fetch(block, number)
-        views = layout.views(torch.from_numpy(array))
-        for param, view, count in zip(layout.params, views, counts, strict=True):
-            if count:
-                entry = state.setdefault(param, {})
-                if name != "momentum_buffer":
-                    entry.setdefault(STEP, torch.tensor(float(count), dtype=_step_dtype()))
-                entry[name] = torch.empty_like(param).copy_(view)
+        arrays[name], counts = client.fetch(block, number)
+    views = {name: layout.views(torch.from_numpy(array)) for name, array in arrays.items()}
+    state: State = {}
+    for index, (param, count) in enumerate(zip(layout.params, counts, strict=True)):
+        entry: dict[str, Any] = {}
+        if count:
+            for name, kept in _kept(rule, param).items():
+                if name == STEP:
+                    entry[name] = torch.tensor(float(count), dtype=kept.dtype)
+                else:
+                    entry[name] = _as_kept(views[name][index], kept, param)
+        elif isinstance(rule, TorchRule):
+            entry = rule.first(param)
+        if entry:
+            state[param] = entry
     return state
+
+
+def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor:
+    """A state of a parameter from the elements that lie beside it on the servers."""
+    if kept.shape == tuple(param.shape):
+        return torch.empty_like(param).copy_(view)
+    leading = view.reshape(-1)[: prod(kept.shape)].view(kept.shape)
+    return leading.to(kept.dtype if kept.dtype is not None else param.dtype, copy=True)
 
 
 class Field(NamedTuple):
@@ -69,15 +96,22 @@ def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Fie
     for number, field in _fields(rule):
         flat = torch.zeros(sum(param.numel() for param in layout.params), dtype=layout.dtype)
         views = layout.views(flat)
-        for name, view, entry in zip(layout.names, views, entries, strict=True):
-            value = _checked(name, entry, field, view)
-            if value is not None:
-                view.copy_(value)
-        fields.append(Field(number, flat, tuple(_count(entry, field) for entry in entries)))
+        for name, param, view, entry in zip(
+            layout.names, layout.params, views, entries, strict=True
+        ):
+            kept = _kept(rule, param).get(field)
+            value = None if kept is None else _checked(name, entry, field, kept)
+            if value is None or kept is None:
+                continue
+            if kept.shape == ():
+                view.fill_(float(value))  # as `TorchRule` keeps it
+            else:
+                view.reshape(-1)[: value.numel()].copy_(value.reshape(-1))
+        fields.append(Field(number, flat, tuple(_count(entry) for entry in entries)))
     return fields
 
 
-def _checked(name: str, entry: dict[str, Any], field: str, view: Tensor) -> Tensor | None:
+def _checked(name: str, entry: dict[str, Any], field: str, kept: Kept) -> Tensor | None:
     if not entry:
         return None
     if field not in entry:
@@ -86,16 +120,16 @@ def _checked(name: str, entry: dict[str, Any], field: str, view: Tensor) -> Tens
             "another kind of optimizer"
         )
     value: Tensor | None = entry[field]
-    if value is not None and value.shape != view.shape:
+    if value is not None and tuple(value.shape) != kept.shape:
         raise ValueError(
-            f"the loaded {field} of {name!r} has shape {tuple(value.shape)}, the parameter has "
-            f"{tuple(view.shape)}"
+            f"the loaded {field} of {name!r} has shape {tuple(value.shape)}, it should have "
+            f"{kept.shape}"
         )
     return value
 
 
-def _count(entry: dict[str, Any], field: str) -> int:
-    """Updates behind a state: SGD's tells only whether there was one."""
+def _count(entry: dict[str, Any]) -> int:
+    """Updates behind a state: SGD's and Muon's tell only whether there was one."""
     if STEP in entry:
         return int(entry[STEP])
-    return int(entry.get(field) is not None)
+    return int(any(value is not None for value in entry.values()))

@@ -95,7 +95,7 @@ class Adam:
         decay, shrink = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
         target = out if out is not None else value[:0]
         adam = compiled().adam
-        for start, stop, count in runs:
+        for start, stop, count, _ in runs:
             root = math.sqrt(1.0 - beta2 ** (count + 1))
             step = lr / (1.0 - beta1 ** (count + 1))
             adam(

@@ -53,5 +53,5 @@ class Add:
     ) -> None:
         add = compiled().add
         target = out if out is not None else value[:0]
-        for start, stop, _ in runs:
+        for start, stop, *_ in runs:
             add(value, gradient, target, start, stop, push.scale)

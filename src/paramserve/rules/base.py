@@ -19,6 +19,9 @@ class Run(NamedTuple):
     stop: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which no run needs
     """Updates that these elements have had before this one."""
+    shape: tuple[int, ...] | None = None
+    """Of the tensor that this run is, for a rule with `whole_tensors`; None: neighbours may be in
+    one run, and a tensor may be cut."""
 
 
 class PushInfo(NamedTuple):
@@ -40,6 +43,9 @@ class Rule(Protocol):
     The shard calls `prepare` once for a dtype before the first `apply` (it may take seconds: it
     compiles), `init_state` when a block is defined, `apply` for each update, serially. A rule
     must not keep references to the arrays, resize them, read a clock or draw random numbers.
+
+    Two further attributes may be there. `whole_tensors = True`: each run is one whole tensor, with
+    its shape. `separate_tensors = True`: no run holds elements of two tensors.
     """
 
     name: ClassVar[str]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +15,7 @@ from paramserve.errors import UnknownRule
 from paramserve.rules.adam import Adam
 from paramserve.rules.add import Add
 from paramserve.rules.base import Rule
+from paramserve.rules.custom import CustomRule
 from paramserve.rules.sgd import SGD
 
 Option = float | str | bool
@@ -21,6 +24,8 @@ BUILT_IN: Mapping[str, type[Rule]] = MappingProxyType(
     {kind.name: kind for kind in (Add, SGD, Adam)}
 )
 NONE: Mapping[str, type[Any]] = MappingProxyType({})
+TORCH = "torch"
+"""Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""
 
 
 def spec(rule: Rule) -> PolicySpec:
@@ -38,6 +43,8 @@ def spec(rule: Rule) -> PolicySpec:
     options: dict[str, Option] = {}
     for field in fields(instance):
         value = getattr(rule, field.name)
+        if isinstance(value, tuple) and not value and field.default != ():
+            raise TypeError(f"{field.name} of {rule!r} is empty, which cannot travel")
         if isinstance(value, tuple):
             options |= {f"{field.name}.{i}": _option(each) for i, each in enumerate(value)}
         else:
@@ -56,19 +63,150 @@ def build(described: PolicySpec, registered: Mapping[str, type[Any]] = NONE) -> 
         UnknownRule: no rule has this name.
         ValueError: the rule does not take these options.
     """
-    known: Mapping[str, type[Any]] = {**registered, **BUILT_IN}
-    kind = known.get(described.name)
-    if kind is None:
-        raise UnknownRule(
-            f"no rule is called {described.name!r} on the servers, "
-            f"which know {', '.join(sorted(known))}",
-            fix="use one of these rules; servers run no code that they were not started with",
-        )
+    kind = _kind(described.name, registered)
     try:
         rule: Rule = kind(**_arguments(described.options))
-    except (TypeError, ValueError) as wrong:
+    except Exception as wrong:  # a user's class may raise anything
         raise ValueError(f"{described.name} does not take {described.options}: {wrong}") from wrong
     return rule
+
+
+def _kind(name: str, registered: Mapping[str, type[Any]]) -> type[Any]:
+    if name == TORCH:
+        try:
+            found: type[Any] = import_module("paramserve.rules.torch_rule").TorchRule
+        except ImportError as error:
+            raise UnknownRule(
+                f"the servers cannot run torch's optimizers: {error}",
+                fix="pip install 'paramserve[torch]' where the servers run",
+            ) from None
+        return found
+    known: Mapping[str, type[Any]] = {**registered, **BUILT_IN}
+    kind = known.get(name)
+    if kind is None:
+        raise UnknownRule(
+            f"no rule is called {name!r} on the servers, "
+            f"which know {', '.join(sorted(known))} and torch's optimizers",
+            fix=f"start the servers with rules=[{name}] (paramserve serve: --rules module:{name}), "
+            "or use one of these; servers run no code that they were not started with",
+        )
+    return kind
+
+
+def is_built_in(rule: Rule) -> bool:
+    """Whether a rule is one of ours with kernels, which need no guard."""
+    return type(rule) in BUILT_IN.values()
+
+
+def described_by(rule: Rule) -> PolicySpec:
+    """As `spec`, after a look at what a client wants to define with.
+
+    Servers may know rules that are not registered here, so an unknown one passes.
+
+    Raises:
+        TypeError: no rule, or another class under the name of a built-in one.
+        ValueError: its options.
+    """
+    described = spec(rule)
+    kind = BUILT_IN.get(described.name)
+    if kind is not None:
+        if not isinstance(rule, kind):
+            raise TypeError(f"{type(rule).__qualname__} has the name of a built-in rule: {_RENAME}")
+        build(described)
+    return described
+
+
+# --- registration ----------------------------------------------------------------------------
+
+_RENAME = "rename the class, or give it another `name`"
+_SIGNATURES: Mapping[str, int] = MappingProxyType(
+    {"hyper": 0, "check": 1, "states": 1, "init_state": 2, "prepare": 1, "apply": 7}
+)
+"""Methods of the protocol `Rule` and how many arguments they are called with."""
+_PLAIN = ("float", "bool", "str")
+
+
+def check_registered(classes: Iterable[Any]) -> Mapping[str, type[Any]]:
+    """The rules that an owner of servers registers, by name.
+
+    Args:
+        classes: subclasses of `CustomRule`, or classes with all of the protocol `Rule`.
+    Raises:
+        TypeError: one of them cannot be a rule, or two have one name; the text says what to do.
+    """
+    found: dict[str, type[Any]] = {}
+    for kind in classes:
+        _check_class(kind)
+        name = kind.name
+        if name in BUILT_IN or name == TORCH:
+            raise TypeError(f"rules=: {name!r} is the name of a built-in rule: {_RENAME}")
+        if name in found:
+            raise TypeError(f"rules=: two rules are called {name!r}: {_RENAME}")
+        found[name] = kind
+    return MappingProxyType(found)
+
+
+def _check_class(kind: Any) -> None:
+    if not isinstance(kind, type):
+        raise TypeError(f"rules= takes classes, as in rules=[MyRule], not {kind!r}")
+    where = f"rules=: {kind.__qualname__}"
+    settings: Any = getattr(kind, "__dataclass_params__", None)
+    if "__dataclass_params__" not in vars(kind) or not (settings.frozen and settings.eq):
+        raise TypeError(f"{where} has to be a frozen dataclass: put @dataclass(frozen=True) on it")
+    if issubclass(kind, CustomRule):
+        if kind.update is CustomRule.update:
+            raise TypeError(
+                f"{where} has no update(): define update(self, value, gradient, state, push)"
+            )
+        _check_signature(where, kind, "update", "(self, value, gradient, state, push)", 4)
+        _check_signature(where, kind, "init", "(self, name, size, dtype)", 3)
+    else:
+        _check_protocol(where, kind)
+    described: Any = kind
+    names = described.state_names
+    if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(f"{where}.state_names has to be a tuple of texts, not {names!r}")
+    if len(set(names)) < len(names):
+        raise TypeError(f"{where}.state_names names a state twice: {names!r}")
+    name = described.name
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"{where}.name has to be a Python name, not {name!r}")
+    for field in fields(kind):
+        text = field.type if isinstance(field.type, str) else _type_name(field.type)
+        if not field.init or not (text in _PLAIN or text.startswith("tuple[")):
+            raise TypeError(
+                f"{where}.{field.name} is {text}: fields are float, bool, str or a tuple[...] of "
+                "these, and arguments of the constructor"
+            )
+        if field.default is MISSING:
+            continue
+        for each in field.default if isinstance(field.default, tuple) else (field.default,):
+            _option(each)
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if type(kind) is type else str(kind)
+
+
+def _check_protocol(where: str, kind: type[Any]) -> None:
+    needed = ("name", "hyper_names", "state_names", *_SIGNATURES)
+    missing = [each for each in needed if not hasattr(kind, each)]
+    if missing:
+        raise TypeError(
+            f"{where} has no {', '.join(missing)}: derive it from ps.CustomRule and define "
+            "update(self, value, gradient, state, push)"
+        )
+    for method, count in _SIGNATURES.items():
+        signature = str(inspect.signature(getattr(Rule, method)))
+        _check_signature(where, kind, method, signature, count)
+
+
+def _check_signature(where: str, kind: type[Any], method: str, wanted: str, count: int) -> None:
+    function = inspect.getattr_static(kind, method)
+    try:
+        inspect.signature(function).bind(None, *[None] * count)
+    except (TypeError, ValueError) as wrong:
+        raise TypeError(f"{where}.{method} has to be a method {method}{wanted}: {wrong}") from None
 
 
 def _option(value: Any) -> Option:

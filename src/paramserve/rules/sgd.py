@@ -105,7 +105,7 @@ class SGD:
         target = out if out is not None else value[:0]
         if momentum == 0.0:
             sgd = compiled().sgd
-            for start, stop, _ in runs:
+            for start, stop, *_ in runs:
                 sgd(value, gradient, target, start, stop, scale, decay, lr)
             return
         if not state:
@@ -116,7 +116,7 @@ class SGD:
             )
         direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
         sgd_momentum = compiled().sgd_momentum
-        for start, stop, count in runs:
+        for start, stop, count, _ in runs:
             keep, take = (momentum, 1.0 - dampening) if count else (0.0, 1.0)
             sgd_momentum(
                 value, gradient, state[0], target, start, stop,

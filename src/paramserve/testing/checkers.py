@@ -139,6 +139,63 @@ def older_incarnations_change_nothing(history: History) -> list[str]:
     return wrong
 
 
+def restarts_keep_the_clocks(history: History) -> list[str]:
+    """8, for ranks that come back. Under Sync a rank is in each clock exactly once, whichever of
+    its incarnations brought it, unless it had ended for good. A new incarnation goes on at the
+    clock that its rank had reached, and no clock goes back."""
+    wrong = list(history.backwards)
+    last: dict[int, int] = {}
+    for each in history.decided:
+        ranks = [rank for rank, _ in each.contributors]
+        if len(set(ranks)) < len(ranks):
+            wrong.append(f"clock {each.clock} has {each.contributors}: one rank twice")
+        for rank in history.ranks:
+            if rank not in ranks and not each.empty:
+                if not history.was_away(rank, last.get(rank, 0), each.order):
+                    wrong.append(f"clock {each.clock} was decided without rank {rank}")
+            else:
+                last[rank] = each.order
+    return wrong + _resumed_wrongly(history) + _brought_twice(history)
+
+
+def _resumed_wrongly(history: History) -> list[str]:
+    """A later incarnation that began before what its rank had been told to be done."""
+    wrong = []
+    reached: dict[int, int] = {}
+    for calls in history.by_writer().values():
+        rank, steps = calls[0].rank, [call for call in calls if call.tick]
+        if rank < 0 or not steps:
+            continue
+        if steps[0].clock < reached.get(rank, 0):
+            wrong.append(
+                f"{_call(steps[0])} rank {rank} began at clock {steps[0].clock}, "
+                f"it had ended {reached[rank]} steps"
+            )
+        done = [call.clock + 1 for call in steps if call.answered is not None and not call.error]
+        reached[rank] = max([reached.get(rank, 0), *done])
+    return wrong
+
+
+def _brought_twice(history: History) -> list[str]:
+    """Pushes of two incarnations to one synchronous clock that are both in a part's value."""
+    if not history.collects:
+        return []
+    wrong = []
+    for part, row in history.final.items():
+        found: dict[tuple[int, int], int] = {}
+        for call in history.calls:
+            if call.push is None or part.block not in call.blocks or call.rank < 0:
+                continue
+            if row.pushes[call.writer] >> call.push & 1:
+                other = found.setdefault((call.rank, call.clock), call.writer)
+                if other != call.writer:
+                    wrong.append(
+                        f"{_name(part)} has the gradients of writers {other} and {call.writer} "
+                        f"(rank {call.rank}) for clock {call.clock}"
+                    )
+    return wrong
+
+
 def everyone_finishes(history: History) -> list[str]:
     """13. After healing every live client moves within seconds and ends by its deadline."""
     return [*history.unfinished, *history.slow]
@@ -150,6 +207,7 @@ ALL: tuple[Checker, ...] = (
     all_or_nothing,
     sessions_in_order,
     older_incarnations_change_nothing,
+    restarts_keep_the_clocks,
     everyone_finishes,
 )
 

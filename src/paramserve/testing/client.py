@@ -92,7 +92,16 @@ class SimulatedClient(ClientProcess):
         if push and not skip:
             number, self._pushes = self._pushes, self._pushes + 1
         ids = frozenset(block.id for block in push) if number is not None else frozenset()
-        call = self.cluster.history.issue(self.writer, self._calls, number, ids, state)
+        call = self.cluster.history.issue(
+            self.writer,
+            self._calls,
+            number,
+            ids,
+            state,
+            rank=self.rank,
+            clock=self.clock,
+            tick=tick,
+        )
         self._calls += 1
         sources = self._gradients(push, number, spoiled)
         targets = [(block, self.take(block)) for block in pull]

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from paramserve.core.group import resume
 from paramserve.core.session import Operation, Sent
 from paramserve.core.stepping import gathered
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
+    AskReport,
     Bye,
     CoordinatorReply,
     CoordinatorRequest,
@@ -25,11 +27,13 @@ from paramserve.messages import (
     Done,
     Failed,
     Gradient,
+    GroupReport,
     Hello,
     Join,
     Joined,
     Place,
     Refused,
+    ServerBeat,
     ShardReply,
     ShardRequest,
     Step,
@@ -98,6 +102,8 @@ class ClientProcess(ABC):
         self.arena: Bytes = np.zeros(cluster.arena_bytes, np.uint8)
         self._frozen_until = 0.0
         self._then: Then | None = None
+        self._reports: dict[int, tuple[GroupReport, ...]] | None = {}
+        """By shard, until all have told where a later incarnation goes on."""
         self._coordinator = cluster.call_coordinator(self)
 
     @property
@@ -189,7 +195,30 @@ class ClientProcess(ABC):
         self.id, self.incarnation = reply.client, reply.incarnation
         for connection in self.connections:
             self._connect(connection)
-        self.script()
+        if self.incarnation > 1:
+            self._ask()
+        else:
+            self.script()
+
+    def _ask(self) -> None:
+        """A later incarnation asks all shards how far its rank was, until all have answered."""
+        if self._reports is None:
+            return
+        for connection in self.connections:
+            known = connection.shard in self._reports
+            if connection.stream is not None and connection.welcome and not known:
+                connection.stream.send(NEAR, Frame(encode(AskReport())))
+        self.later(TIMEOUT_S, self._ask)
+
+    def _told(self, shard: int, beat: ServerBeat) -> None:
+        if self._reports is None:
+            return
+        self._reports[shard] = beat.groups
+        if len(self._reports) == len(self.connections):
+            reports, self._reports = list(self._reports.values()), None
+            found = resume(reports, self.rank, collects=self.cluster.collects)
+            self.clock = max((each.clock for each in found.values()), default=0)
+            self.script()
 
     # --- streams ------------------------------------------------------------------------
 
@@ -226,8 +255,13 @@ class ClientProcess(ABC):
         reply = _decode_reply(frame.header)
         if isinstance(reply, Welcome):
             connection.welcome = True
+            if self.incarnation > 1 and self._reports is not None:
+                assert connection.stream is not None
+                connection.stream.send(NEAR, Frame(encode(AskReport())))
             for message in connection.session.to_resend():
                 self._transmit(connection, message)
+        elif isinstance(reply, ServerBeat):
+            self._told(connection.shard, reply)
         elif isinstance(reply, Refused) and reply.seq == 0:
             self._fence(rebuild(reply.kind, reply.failed, "unknown", reply.fix))
         elif isinstance(reply, Done | Refused):

@@ -117,28 +117,20 @@ class ScriptedClient(SimulatedClient):
 class SimulatedWorker(ScriptedClient):
     """Steps through its clocks: pushes, ticks and pulls in changing company.
 
-    A later incarnation under Sync first asks for the clock, until all shards give the same one, and
-    takes its first step alone: the others may have closed that clock without it.
+    A later incarnation goes on at the clock that its rank has reached, and repeats the step that
+    not all shards have. Before its first step, what it reads may have one clock more: that was
+    being decided without its rank, which had ended for good.
     """
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
-        self._in_step = True
-        """Whether its clock is the cluster's."""
-
-    def script(self) -> None:
-        if self.incarnation > 1 and self._calls == 0 and self.cluster.collects:
-            self._in_step = False
-        super().script()
+        self._in_step = False
 
     def state(self) -> int | None:
-        return self.clock if self.cluster.collects and self._in_step else None
+        known = self.cluster.collects and (self.incarnation == 1 or self._in_step)
+        return self.clock if known else None
 
     def next(self) -> bool:
-        if not self._in_step:
-            if self.in_flight == 0:
-                self.step(pull=self.every, then=self._asked)
-            return False
         if self.left <= 0:
             return False
         self.left -= 1
@@ -147,6 +139,7 @@ class SimulatedWorker(ScriptedClient):
 
     def _step_of(self, kind: float) -> None:
         every, collects = self.every, self.cluster.collects
+        self._in_step = self._in_step or not 0.78 <= kind < 0.88
         after = self.clock + 1 if collects else None
         if kind < 0.68:
             self.step(every, every, tick=True, state=after, then=self.answered)
@@ -162,22 +155,6 @@ class SimulatedWorker(ScriptedClient):
             self.step(every, every, tick=True, spoiled=True, then=self.answered)
         else:
             self.step(every[1:], every[:1], then=self.answered)
-
-    def _asked(self, call: Call, operation: Operation) -> None:
-        """Take the cluster's clock if all shards agree on one, and try one step with it."""
-        if operation.error is not None:
-            self.answered(call, operation)
-            return
-        clocks = {reply.clock for reply in operation.replies.values()}
-        self.clock = max(clocks)
-        if len(clocks) > 1:
-            self.script()
-            return
-        self.step(self.every, tick=True, then=self._tried)
-
-    def _tried(self, call: Call, operation: Operation) -> None:
-        self._in_step = operation.error is None and not call.skipped
-        self.answered(call, operation)
 
 
 class SimulatedReader(ScriptedClient):

@@ -28,6 +28,7 @@ from paramserve.core.events import (
 )
 from paramserve.core.shard import refusal
 from paramserve.messages import (
+    AskReport,
     Bye,
     CoordinatorNotice,
     CoordinatorReply,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.1
 
-_decode_client = decoder(Hello | ShardRequest | Inquire | Bye).decode
+_decode_client = decoder(Hello | ShardRequest | Inquire | AskReport | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 _decode_coordinator = decoder(Members | CoordinatorReply).decode
 _decode_called = decoder(CoordinatorRequest | CoordinatorNotice).decode
@@ -70,6 +71,10 @@ class SimulatedServer:
         self._streams: dict[int, Stream] = {}
         """The one stream of each client."""
         self._timer: float | None = None
+        self._decided: dict[int, int] = {}
+        """By group, the last clock that the history knows of."""
+        self._clocks: dict[tuple[int, int], int] = {}
+        """By group and rank, as they were last."""
         self._coordinator = cluster.call_coordinator(self)
         self._coordinator.send(NEAR, Frame(encode(Register(0, number, 0, (f"shard {number}",)))))
         self._beat()
@@ -105,6 +110,8 @@ class SimulatedServer:
             self._happen(ClientBye(client.id))
         elif isinstance(request, Inquire):
             self._happen(Inquired(client.id, request))
+        elif isinstance(request, AskReport):
+            stream.send(FAR, Frame(encode(ServerBeat(self.number, self.shard.report()))))
         else:
             self.cluster.arrived(self.number, client, request)
             memory = {ARENA: client.arena} if client.connections[self.number].shared else {}
@@ -136,7 +143,24 @@ class SimulatedServer:
     def _happen(self, event: Event) -> None:
         self._act(self.shard.step(event, self.cluster.clock.now))
 
+    def _look(self) -> None:
+        """Tell the history of clocks that were decided here, or went back."""
+        for group in self.shard.groups.values():
+            last = None if group.lead is None else group.lead.last
+            if last is not None and last.clock != self._decided.get(group.id):
+                self._decided[group.id] = last.clock
+                self.cluster.decided(last)
+            for rank, clock in group.clocks.items():
+                before = self._clocks.get((group.id, rank), 0)
+                if clock < before:
+                    self.cluster.history.backwards.append(
+                        f"shard {self.number}: the clock of rank {rank} went from {before} "
+                        f"back to {clock}"
+                    )
+                self._clocks[group.id, rank] = clock
+
     def _act(self, effects: Effects) -> None:
+        self._look()
         for client, answer in effects.replies:
             stream = self._streams.get(client)
             if stream is not None:
@@ -203,6 +227,7 @@ class SimulatedCoordinator:
             if stream is not None:
                 stream.send(FAR, Frame(encode(reply)))
         if decided.members is not None:
+            self.cluster.belonging(decided.members)
             frame = Frame(encode(decided.members))
             for stream in self._servers:
                 stream.send(FAR, frame)

@@ -16,12 +16,12 @@ from paramserve.core.consistency import Consistency, Decision, Sync
 from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession
-from paramserve.core.shard import Shard
-from paramserve.messages import Members, ShardRequest
+from paramserve.core.shard import ENDED, Shard
+from paramserve.messages import Commit, Members, ShardRequest
 from paramserve.testing.checkers import check
 from paramserve.testing.clock import VirtualClock
 from paramserve.testing.counting import Counting
-from paramserve.testing.history import History, Part
+from paramserve.testing.history import Decided, History, Part
 from paramserve.testing.network import Faults, Network, Stream
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
@@ -39,6 +39,9 @@ STALL_S = 0.25
 """A worker that is not heard of for this long counts as dead."""
 RESEND_S = 0.01
 RESTART_S = 0.05
+"""A process that is started again is up within this time."""
+AWAITED_S = 0.3
+"""A worker that is to be started again is waited for this long."""
 RESTARTS_MAX = 4
 """New incarnations in one run."""
 RESTART_RATE = 0.7
@@ -54,6 +57,8 @@ class Scenario:
         links: where payloads lie. "shared": in the client's memory, by reference, so that a slot
             that is used again too early shows; "tcp": copied when sent; "mixed": drawn for each
             client and shard.
+        restarts: whether the clocks of Sync wait for a worker that died until it is started again,
+            or not at all. None: drawn from the seed.
         faults: None: drawn from the seed.
     """
 
@@ -63,6 +68,7 @@ class Scenario:
     steps: int = 10
     consistency: Consistency = field(default_factory=lambda: Sync(reduce="sum"))
     links: Literal["mixed", "shared", "tcp"] = "mixed"
+    restarts: bool | None = None
     faults: Faults | None = None
 
     def is_shared(self, random: Random) -> bool:
@@ -114,13 +120,16 @@ class SimulatedCluster:
         self.scenario = scenario if scenario is not None else Scenario()
         self.random = Random(seed)
         self.clock = VirtualClock()
+        self.restarts = self.scenario.restarts
+        if self.restarts is None:
+            self.restarts = Random(f"restarts {seed}").random() < 0.5
         faults = self.scenario.faults
         if faults is None:
             faults = Faults.drawn(self.random)
         self.network = Network(self.clock, self.random, faults)
         self.network.log = log
         self.collects = self.scenario.consistency.on_push(0) is Decision.COLLECT
-        self.history = History(self.collects)
+        self.history = History(self.collects, tuple(range(self.scenario.workers)))
         self.workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX)
         self.workload.prepare()
         self.blocks: dict[int, Block] = {}
@@ -285,7 +294,8 @@ class SimulatedCluster:
             self.scenario.workers,
             "",
             PolicySpec(type(self.scenario.consistency).__name__),
-            deadlines=Deadlines(stall_s=STALL_S),
+            restarts=bool(self.restarts),
+            deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S),
         )
         return self.coordination_type(config)
 
@@ -300,13 +310,25 @@ class SimulatedCluster:
     def members_told(self, shard: int, message: Members) -> None:
         """A shard has been told who belongs to the cluster."""
         for member in message.members:
-            ended = member.state in ("left", "dead")
+            ended = member.state in ENDED
             for client in self.clients:
                 if (
                     client.rank == member.rank
                     and 0 < client.incarnation < member.incarnation + ended
                 ):
                     self.history.fenced(shard, client.writer)
+
+    def decided(self, commit: Commit) -> None:
+        """The lead has decided about a synchronous clock."""
+        known = {client.id: (client.rank, client.writer) for client in self.clients}
+        contributors = tuple(known[each] for each in commit.contributors)
+        order = self.history.next()
+        self.history.decided.append(Decided(commit.clock, order, contributors, not contributors))
+
+    def belonging(self, message: Members) -> None:
+        """The coordinator has changed the membership."""
+        for member in message.members:
+            self.history.belongs(member.rank, member.state in ("left", "dead"))
 
     def admitted(self, shard: int, newer: ClientProcess) -> None:
         """A shard has admitted a client: older incarnations of its rank have ended there."""

@@ -3,11 +3,15 @@
 Over TCP both sides prove that they hold the cluster's token without showing it, in three messages
 of fixed size, before anything of variable size is read:
 
-    server: magic, version, nonce s     client: nonce c, HMAC(token, "client" s c)
+    server: magic, version, whether TLS begins here
+    server: nonce s                     client: nonce c, HMAC(token, "client" s c)
     server: HMAC(token, "server" s c)   or `REFUSAL`
 
-Pure functions over bytes, apart from `peer_uid`. It keeps strangers out; it neither hides nor
-protects what follows from somebody on the path (that takes TLS).
+Under TLS all but the first line is within it. The first line tells a client at once what it lacks;
+who changes it on the path gains nothing, because a client with TLS settings takes nothing else.
+
+Pure functions over bytes, apart from `peer_uid`. The token keeps strangers out; it neither hides
+nor protects what follows from somebody on the path (that takes TLS).
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ PROOF_BYTES: Final = 32
 TOKEN_BYTES_MIN: Final = 16
 """128 bits: who listens in on a handshake must not find the token by trying."""
 AUTH_MAGIC: Final = b"PSRA"
-_CHALLENGE: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s")
-CHALLENGE_BYTES: Final = _CHALLENGE.size
+_GREETING: Final = struct.Struct("<4sHH")
+GREETING_BYTES: Final = _GREETING.size
 ANSWER_BYTES: Final = NONCE_BYTES + PROOF_BYTES
 REFUSAL: Final = bytes(PROOF_BYTES)
 """In place of the server's proof: the client's was wrong. No HMAC has this value."""
@@ -42,18 +46,18 @@ def check_token(token: bytes) -> None:
         )
 
 
-def challenge(server_nonce: bytes) -> bytes:
-    """The server's first message."""
-    return _CHALLENGE.pack(AUTH_MAGIC, PROTOCOL_VERSION, 0, server_nonce)
+def greeting(*, tls: bool) -> bytes:
+    """The server's first message. With `tls`, TLS begins behind it; the nonce follows."""
+    return _GREETING.pack(AUTH_MAGIC, PROTOCOL_VERSION, tls)
 
 
-def read_challenge(data: bytes) -> bytes:
-    """The server's nonce out of its first message.
+def read_greeting(data: bytes) -> bool:
+    """Whether TLS begins behind the server's first message.
 
     Raises:
         ProtocolError: whoever listens there is no paramserve, or one of another version.
     """
-    magic, version, _, nonce = _CHALLENGE.unpack(data)
+    magic, version, tls = _GREETING.unpack(data)
     if magic != AUTH_MAGIC:
         raise ProtocolError(
             f"the peer greets with {magic!r}, not with {AUTH_MAGIC!r}",
@@ -64,7 +68,7 @@ def read_challenge(data: bytes) -> bytes:
             f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}",
             fix="run the same version of paramserve on both sides",
         )
-    return bytes(nonce)
+    return bool(tls)
 
 
 def answer(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:

@@ -1,64 +1,157 @@
-"""The client's side of reaching a peer: addresses, connecting, proving the token."""
+"""The client's side of reaching a peer: addresses, connecting, TLS, proving the token."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+import ssl
+import sys
 import time
+from typing import Final
 
-from paramserve.transport import auth
+from paramserve.config import TLS, Credentials
+from paramserve.errors import NotAuthenticated, ParamServeError
+from paramserve.transport import auth, tcp, tls
+
+HAS_ABSTRACT: Final = sys.platform == "linux"
+"""Whether Unix sockets can have a name without a place in the file system (unix(7))."""
 
 
-def check_addresses(addresses: tuple[str, ...], token: bytes) -> None:
-    """Raise `ValueError` for an address that is none, or a TCP one without a usable token."""
+def check_addresses(addresses: tuple[str, ...], credentials: Credentials) -> None:
+    """Check what can be checked before anything is dialled.
+
+    Raises:
+        ValueError: an address that is none, or TCP with a token that is too short.
+        ParamServeError: TCP with TLS settings whose files cannot be used.
+    """
     if not addresses:
         raise ValueError("no address to connect to")
     for address in addresses:
         scheme, _, place = address.partition(":")
-        host, _, port = place.rpartition(":")
-        if not (scheme == "unix" and place) and not (scheme == "tcp" and host and port.isdecimal()):
+        if scheme == "unix" and place:
+            continue
+        try:
+            if scheme != "tcp":
+                raise ValueError(f"{scheme!r} is no transport")
+            tcp.split_place(place)
+        except ValueError as error:
             raise ValueError(
-                f"{address!r} is no address: expected unix:<path> or tcp:<host>:<port>"
-            )
-        if scheme == "tcp":
-            auth.check_token(token)
+                f"{address!r} is no address: expected unix:<path> or tcp:<host>:<port>; {error}"
+            ) from error
+        if credentials.token:  # Without one, the Unix sockets among the addresses may do.
+            auth.check_token(credentials.token)
+        if credentials.tls is not None:
+            tls.client_context(credentials.tls)
 
 
 def is_unix(address: str) -> bool:
     return address.startswith("unix:")
 
 
-def dial(address: str, token: bytes, deadline: float) -> socket.socket:
-    """Connect to a checked address; over TCP, prove the token to each other as well.
+def unix_name(path: str) -> str:
+    """What the system calls the socket at a path: one that begins with @ is in no file system.
+
+    Raises:
+        ParamServeError: this system has no such sockets.
+    """
+    if not path.startswith("@"):
+        return path
+    if not HAS_ABSTRACT:
+        raise ParamServeError(
+            f"the Unix socket {path!r} cannot be used: only Linux has sockets outside the file "
+            "system",
+            fix="name a directory for the sockets, or use TCP",
+        )
+    return "\0" + path[1:]
+
+
+def dial(
+    address: str, credentials: Credentials, deadline: float, lost_s: float = tcp.LOST_S
+) -> socket.socket:
+    """Connect to a checked address; over TCP, do TLS and prove the token to each other as well.
 
     `deadline` is a time of `time.monotonic`. The socket comes back with a timeout set.
 
     Raises:
-        NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one.
+        NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one; or one side
+            has no token or no TLS where the other has.
         OSError: nobody there, or no answer in time.
     """
-    scheme, _, place = address.partition(":")
-    if scheme == "unix":
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(remaining(deadline))
-            sock.connect(place)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    host, _, port = place.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), remaining(deadline))
+    place = address.partition(":")[2]
+    if is_unix(address):
+        return _dial_unix(place, deadline)
+    if not credentials.token:
+        raise NotAuthenticated(
+            f"{address} was not dialled: TCP needs the cluster's token, and there is none here",
+            fix="give the token, or run on the same machine and use a Unix socket",
+        )
+    host, port = tcp.split_place(place)
+    sock = socket.create_connection((host, port), remaining(deadline))
     try:
         if sock.getsockname() == sock.getpeername():
             # A port without a listener can be given to this very socket, which then meets itself.
             raise ConnectionRefusedError("nobody listens there")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _prove(sock, token, deadline)
+        tcp.prepare(sock, lost_s)
+        _check_greeting(sock, address, credentials.tls, deadline)
+        if credentials.tls is None:
+            _prove(sock, credentials.token, deadline)
+        else:
+            sock = tls.over(sock, tls.client_context(credentials.tls), host.partition("%")[0])
+            _prove_over_tls(sock, credentials, credentials.tls, address, deadline)
+        tcp.lost_hosts.watch(sock, lost_s)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _dial_unix(path: str, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(remaining(deadline))
+        sock.connect(unix_name(path))
+        # A name outside the file system is anybody's, once its owner is gone.
+        uid, own = auth.peer_uid(sock), os.geteuid()
+        if uid != own:
+            raise NotAuthenticated(
+                f"user {uid} listens at unix:{path}, this is user {own}",
+                fix="run all parts as the same user, or use TCP with a token",
+            )
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_greeting(
+    sock: socket.socket, address: str, settings: TLS | None, deadline: float
+) -> None:
+    """Raise `NotAuthenticated` if one side wants TLS and the other does not."""
+    wanted = auth.read_greeting(_exactly(sock, auth.GREETING_BYTES, deadline))
+    if wanted and settings is None:
+        raise NotAuthenticated(
+            f"{address} speaks TLS, and this side has no certificates",
+            fix="give tls=TLS(certificate, key, authority)",
+        )
+    if settings is not None and not wanted:
+        raise NotAuthenticated(
+            f"{address} does not speak TLS, and this side takes nothing else",
+            fix="start the servers with tls= too, or check the address",
+        )
+
+
+def _prove_over_tls(
+    sock: tls.TlsSocket, credentials: Credentials, settings: TLS, address: str, deadline: float
+) -> None:
+    try:
+        sock.settimeout(remaining(deadline))
+        sock.do_handshake()
+        # In TLS 1.3 a server checks the client's certificate after that: it refuses in place of
+        # its nonce.
+        _prove(sock, credentials.token, deadline)
+    except ssl.SSLError as error:
+        raise tls.explain(error, settings, address) from error
 
 
 def remaining(deadline: float) -> float:
@@ -70,7 +163,7 @@ def remaining(deadline: float) -> float:
 
 
 def _prove(sock: socket.socket, token: bytes, deadline: float) -> None:
-    server_nonce = auth.read_challenge(_exactly(sock, auth.CHALLENGE_BYTES, deadline))
+    server_nonce = _exactly(sock, auth.NONCE_BYTES, deadline)
     client_nonce = secrets.token_bytes(auth.NONCE_BYTES)
     sock.sendall(auth.answer(token, server_nonce, client_nonce))
     proof = _exactly(sock, auth.PROOF_BYTES, deadline)

@@ -12,16 +12,19 @@ import asyncio
 import os
 import secrets
 import socket
-from typing import Final
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 
-from paramserve.config import Limits
+from paramserve.config import TLS, Limits
 from paramserve.errors import NotAuthenticated, ProtocolError
 from paramserve.messages import Hello, Welcome, decoder
 from paramserve.transport import auth
 from paramserve.transport.arena import NONCE_BYTES, map_arena
 from paramserve.transport.framing import PRELUDE_BYTES, ByteArray, parse_prelude
+from paramserve.transport.tls import TlsSocket, explain
 
 _HELLO: Final = decoder(Hello)
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -37,10 +40,34 @@ def check_uid(sock: socket.socket) -> None:
         )
 
 
+def greet(sock: socket.socket, *, tls: bool) -> None:
+    """Say what listens here, and whether TLS begins now."""
+    _send(sock, auth.greeting(tls=tls))
+
+
+async def secure(sock: TlsSocket, tls: TLS) -> None:
+    """Bring the TLS handshake to its end, which includes the check of the client's certificate.
+
+    Raises:
+        ParamServeError, ConnectionError: it failed; the client has been told as far as TLS does.
+    """
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            await _until_readable(sock)
+        except ssl.SSLWantWriteError:
+            await _until_writable(sock)
+        except ssl.SSLError as error:
+            sock.drain()  # else the alert that says why may be lost with the connection
+            raise explain(error, tls, "a client") from error
+
+
 async def check_token(sock: socket.socket, token: bytes) -> None:
     """Prove the token to each other; see `auth`. Raises `NotAuthenticated`."""
     nonce = secrets.token_bytes(auth.NONCE_BYTES)
-    _send(sock, auth.challenge(nonce))
+    _send(sock, nonce)
     data, _ = await _read(sock, auth.ANSWER_BYTES)
     try:
         proof = auth.check_answer(token, nonce, data)
@@ -108,10 +135,10 @@ async def _read(sock: socket.socket, size: int, fds_max: int = 0) -> tuple[bytes
     room = socket.CMSG_SPACE(fds_max * array.array("i").itemsize) if fds_max else 0
     try:
         while len(data) < size:
-            await _until_readable(sock)
             try:
                 part, ancillary, flags, _ = sock.recvmsg(size - len(data), room, _CLOEXEC)
             except BlockingIOError:
+                await _until_readable(sock)
                 continue
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -135,18 +162,29 @@ async def _read(sock: socket.socket, size: int, fds_max: int = 0) -> tuple[bytes
 
 async def _until_readable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
+    await _until(sock, loop.add_reader, loop.remove_reader)
+
+
+async def _until_writable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    await _until(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _until(
+    sock: socket.socket, add: Callable[..., Any], remove: Callable[[socket.socket], Any]
+) -> None:
+    ready = asyncio.get_running_loop().create_future()
 
     def wake() -> None:
-        loop.remove_reader(sock)
+        remove(sock)
         if not ready.done():
             ready.set_result(None)
 
-    loop.add_reader(sock, wake)
+    add(sock, wake)
     try:
         await ready
     finally:
-        loop.remove_reader(sock)
+        remove(sock)
 
 
 def _send(sock: socket.socket, data: bytes) -> None:

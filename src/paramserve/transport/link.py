@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from paramserve.config import Deadlines, Limits
+from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.errors import Applied, ConnectTimeout, ParamServeError, ProtocolError, rebuild
 from paramserve.messages import ALIGN, Hello, Refused, Welcome, encode
 from paramserve.transport import forks
@@ -37,6 +37,8 @@ from paramserve.transport.framing import (
     padded,
     prelude,
 )
+from paramserve.transport.tcp import LOST_S, lost_hosts
+from paramserve.transport.tls import pending
 
 logger = logging.getLogger("paramserve")
 
@@ -81,11 +83,12 @@ class Link:
         addresses: Sequence[str],
         hello: Hello,
         *,
-        token: bytes = b"",
+        credentials: Credentials = NO_CREDENTIALS,
         arenas: Sequence[Arena] = (),
         timeout_s: float,
         limits: Limits = _LIMITS,
         io_timeout_s: float = _IO_TIMEOUT_S,
+        lost_s: float = LOST_S,
     ) -> Link:
         """Reach a peer at one of its addresses, over a Unix socket if that can be done.
 
@@ -93,25 +96,30 @@ class Link:
         address was passed over is logged once. The hello's `arenas` and `nonce` are set here.
 
         Args:
-            addresses: `unix:<path>` or `tcp:<host>:<port>`.
-            token: the cluster's token; needed for TCP.
+            addresses: `unix:<path>` (`unix:@<name>`: a name outside the file system) or
+                `tcp:<host>:<port>`, an IPv6 address in brackets.
+            credentials: the cluster's; needed for TCP.
             arenas: shared with the peer over a Unix socket. The first `RESERVED_BYTES` of the
                 last one are written.
             io_timeout_s: a started send or payload that moves no byte for this long has failed.
+            lost_s: a TCP connection ends when the peer's host is silent for about this long.
         Raises:
-            ValueError: an address that is none, or TCP without a token.
+            ValueError: an address that is none, or TCP with a token that is too short.
             ConnectTimeout: nobody answered. Nothing was applied.
-            NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one.
+            NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one; or a TCP
+                address was about to be dialled without a token, or without TLS where it is spoken.
             ParamServeError: the peer refused the hello; this is its error.
         """
         deadline = time.monotonic() + timeout_s
         order = tuple(sorted(addresses, key=is_unix, reverse=True))
-        check_addresses(order, token)
+        check_addresses(order, credentials)
         while True:
             failures: list[tuple[str, Exception]] = []
             for address in order:
                 try:
-                    link = cls._open(address, hello, token, arenas, deadline, limits, io_timeout_s)
+                    link = cls._open(
+                        address, hello, credentials, arenas, deadline, limits, io_timeout_s, lost_s
+                    )
                 except (OSError, ParamServeError) as error:
                     failures.append((address, error))
                     continue
@@ -130,13 +138,14 @@ class Link:
         cls,
         address: str,
         hello: Hello,
-        token: bytes,
+        credentials: Credentials,
         arenas: Sequence[Arena],
         deadline: float,
         limits: Limits,
         io_timeout_s: float,
+        lost_s: float,
     ) -> Link:
-        sock = dial(address, token, deadline)
+        sock = dial(address, credentials, deadline, lost_s)
         try:
             link = cls(sock, address, hello, limits, io_timeout_s)
             passed = arenas if is_unix(address) else ()
@@ -250,24 +259,39 @@ class Link:
             if timeout_s > 0:
                 if not deadline:
                     deadline = time.monotonic() + timeout_s
-                if not self._poll_in.poll(timeout_s * 1000):
+                if not pending(self._sock) and not self._poll_in.poll(timeout_s * 1000):
                     return None
                 timeout_s = max(deadline - time.monotonic(), 0.0)
             try:
-                count = self._sock.recv_into(reader.space())
+                header = self._fill()
             except BlockingIOError:
-                return None
-            except OSError as error:
-                raise self._failed(error) from error
-            if not count:
-                raise self._failed(ConnectionResetError("the peer closed the connection"))
-            header = reader.filled(count)
+                if timeout_s <= 0:
+                    return None
+                # Under TLS what came may be no whole record.
         self.payload_bytes = reader.payload_bytes
         return header
 
+    def _fill(self) -> bytes | None:
+        """Read what the socket has; the next header, if it is whole then."""
+        try:
+            count = self._sock.recv_into(self._reader.space())
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise self._failed(error) from error
+        if not count:
+            raise self._closed_by_peer("the peer closed the connection")
+        return self._reader.filled(count)
+
     def buffered(self) -> bytes | None:
-        """As `receive`, but only of what is here already: the socket is not touched."""
+        """As `receive`, but only of what is here already: the socket is not touched.
+
+        Raises:
+            As `receive`.
+        """
         header = self._reader.next()
+        while header is None and pending(self._sock):  # Decrypted already.
+            header = self._fill()
         self.payload_bytes = self._reader.payload_bytes if header is not None else 0
         return header
 
@@ -309,7 +333,7 @@ class Link:
             except OSError as error:
                 raise self._failed(error) from error
             if not count:
-                raise self._failed(ConnectionResetError("the peer closed within a payload"))
+                raise self._closed_by_peer("the peer closed within a payload")
             if not direct:
                 reader.more(count)
                 count = reader.take(rest)
@@ -348,6 +372,10 @@ class Link:
         if not poll.poll(self._io_timeout_s * 1000):
             late = f"{what} for {self._io_timeout_s:.1f} s"
             raise self._failed(ConnectionAbortedError(late))
+
+    def _closed_by_peer(self, how: str) -> Exception:
+        lost = lost_hosts.ended(self._sock)
+        return self._failed(ConnectionResetError("the peer's host is lost" if lost else how))
 
     def _failed(self, error: OSError) -> Exception:
         """What to raise after the socket failed: it was closed here, or the peer is gone."""

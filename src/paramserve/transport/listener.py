@@ -12,13 +12,15 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from typing import Final
 
-from paramserve.config import Limits
+from paramserve.config import NO_CREDENTIALS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError
-from paramserve.transport import auth, handshake
+from paramserve.transport import auth, handshake, tcp, tls
+from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import (
     Connection,
     Handler,
@@ -26,9 +28,10 @@ from paramserve.transport.connection import (
     StreamConnection,
     refusal,
 )
+from paramserve.transport.dial import unix_name
 from paramserve.transport.framing import prelude
 
-__all__ = ["Connection", "Handler", "Listener", "listen_tcp", "listen_unix"]
+__all__ = ["Connection", "Handler", "Listener", "listen", "listen_tcp", "listen_unix"]
 
 logger = logging.getLogger("paramserve")
 
@@ -54,7 +57,8 @@ class Listener:
         handler: Handler,
         limits: Limits,
         *,
-        token: bytes = b"",
+        credentials: Credentials = NO_CREDENTIALS,
+        lost_s: float = tcp.LOST_S,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
@@ -63,7 +67,9 @@ class Listener:
         self._kind: Kind = kind
         self._handler = handler
         self._limits = limits
-        self._token = token
+        self._credentials = credentials
+        self._lost_s = lost_s
+        self._buffers = Buffers(limits.buffers_bytes_max)
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
@@ -84,6 +90,7 @@ class Listener:
             task.cancel()
         for conn in list(self._connections):
             conn.close()
+        self._buffers.close()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
@@ -130,7 +137,11 @@ class Listener:
         known = False
         try:
             async with asyncio.timeout(self._limits.handshake_timeout_s):
-                await self._authenticate(sock)
+                if self._kind == "unix":
+                    handshake.check_uid(sock)
+                else:
+                    sock = self._greet(sock)
+                    await self._authenticate(sock)
                 known = True
                 arenas_max = self._limits.arenas_max if self._kind == "unix" else 0
                 hello, arenas = await handshake.read_hello(
@@ -142,17 +153,35 @@ class Listener:
             self._refused(sock, str(error) or type(error).__name__)
             return
         conn = StreamConnection(
-            sock, self._kind, hello, arenas, self._handler, self._limits, self._forget
+            sock,
+            self._kind,
+            hello,
+            arenas,
+            self._handler,
+            self._limits,
+            self._buffers,
+            self._forget,
         )
         self._connections.add(conn)
         conn.open(handshake.welcome(hello, arenas))
 
+    def _greet(self, sock: socket.socket) -> socket.socket:
+        """Begin a TCP peer's handshake; the socket to go on with."""
+        settings = self._credentials.tls
+        tcp.prepare(sock, self._lost_s)
+        handshake.greet(sock, tls=settings is not None)
+        if settings is not None:
+            task = asyncio.current_task()
+            assert task is not None
+            sock = self._handshakes[task] = tls.over(sock, tls.server_context(settings))
+        tcp.lost_hosts.watch(sock, self._lost_s)
+        return sock
+
     async def _authenticate(self, sock: socket.socket) -> None:
-        if self._kind == "unix":
-            handshake.check_uid(sock)
-        else:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await handshake.check_token(sock, self._token)
+        if self._credentials.tls is not None:
+            assert isinstance(sock, tls.TlsSocket)
+            await handshake.secure(sock, self._credentials.tls)
+        await handshake.check_token(sock, self._credentials.token)
 
     def _forget(self, conn: StreamConnection) -> None:
         self._connections.discard(conn)
@@ -169,21 +198,64 @@ def _tell(sock: socket.socket, error: ParamServeError) -> None:
         sock.send(prelude(len(header), 0) + header)
 
 
+async def listen(
+    directory: str,
+    name: str,
+    tcp_bind: str,
+    credentials: Credentials,
+    handler: Handler,
+    limits: Limits,
+    *,
+    advertise: str = "",
+    lost_s: float = tcp.LOST_S,
+) -> list[Listener]:
+    """Listen at a Unix socket and, if there is a `tcp_bind` (`host:port`), at that as well.
+
+    Args:
+        directory: folder of the socket `<name>.sock`; empty: it has no place in the file system.
+        tcp_bind: an IPv6 address stands in brackets.
+        advertise, lost_s: as for `listen_tcp`.
+    Raises:
+        ParamServeError, ValueError: as `listen_unix` and `listen_tcp`. Nothing listens.
+    """
+    path = f"{directory}/{name}.sock" if directory else f"@paramserve-{secrets.token_hex(16)}"
+    place = tcp.split_place(tcp_bind) if tcp_bind else None
+    listeners = [await listen_unix(path, handler, limits)]
+    if place is not None:
+        host, port = place
+        try:
+            listener, _ = await listen_tcp(
+                host, port, credentials, handler, limits, advertise=advertise, lost_s=lost_s
+            )
+        except BaseException:
+            listeners[0].close()
+            raise
+        listeners.append(listener)
+    return listeners
+
+
 async def listen_unix(path: str, handler: Handler, limits: Limits) -> Listener:
-    """Listen at a Unix socket of mode 0600 for peers of this user. `close` unlinks it.
+    """Listen at a Unix socket for peers of this user.
+
+    The socket's file has mode 0600, and `close` unlinks it. A path that begins with @ is a name
+    outside the file system (Linux): it has no mode, and is gone with the socket.
 
     Raises:
-        ParamServeError: the path is taken, too long, or cannot be written. Nothing is left there.
+        ParamServeError: the path is taken, too long, or cannot be written; or begins with @ where
+            that is not known. Nothing is left there.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         raise NotAuthenticated(
             "Unix sockets cannot be used: this system does not tell who connects", fix="use TCP"
         )
+    bound = unix_name(path)
+    in_file_system = bound == path
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # On Linux the file gets the socket's mode: there is no moment when others could connect.
-        os.fchmod(sock.fileno(), 0o600)
-        sock.bind(path)
+        if in_file_system:
+            # On Linux the file gets the socket's mode: at no moment could others connect.
+            os.fchmod(sock.fileno(), 0o600)
+        sock.bind(bound)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -192,35 +264,55 @@ async def listen_unix(path: str, handler: Handler, limits: Limits) -> Listener:
         ) from error
 
     def unlink() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        if in_file_system:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     return Listener(sock, "unix", f"unix:{path}", handler, limits, on_close=unlink)
 
 
 async def listen_tcp(
-    host: str, port: int, token: bytes, handler: Handler, limits: Limits
+    host: str,
+    port: int,
+    credentials: Credentials,
+    handler: Handler,
+    limits: Limits,
+    *,
+    advertise: str = "",
+    lost_s: float = tcp.LOST_S,
 ) -> tuple[Listener, str]:
     """Listen at a TCP port (0: any free one) for peers that hold the token.
 
     Whether `host` may be other than loopback is the caller's to decide.
 
+    Args:
+        host: a name or address of this machine, IPv6 without brackets; 0.0.0.0 or ::, all of them.
+        credentials: with `tls`, peers must show a certificate as well.
+        advertise: host that others dial, if it is another one. Without it a wildcard stands for
+            the address of this machine's way out.
+        lost_s: a connection ends when the peer's host is silent for about this long.
     Returns:
-        The listener and the actual `host:port`.
+        The listener and the `host:port` at which others reach it.
     Raises:
         ValueError: the token is too short.
-        ParamServeError: the port is taken, or the host is not this machine's.
+        ParamServeError: the port is taken, the host is not this machine's, or a file of the TLS
+            settings cannot be used. Nothing listens.
     """
-    auth.check_token(token)
+    auth.check_token(credentials.token)
+    if credentials.tls is not None:
+        tls.server_context(credentials.tls)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         fix = "choose another host or port (0: any free port)"
-        raise _cannot_listen(f"tcp:{host}:{port}", error, fix) from error
-    bound = sock.getsockname()[1]
-    place = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-    return Listener(sock, "tcp", f"tcp:{place}", handler, limits, token=token), place
+        raise _cannot_listen(f"tcp:{tcp.join_place(host, port)}", error, fix) from error
+    told = advertise.strip("[]") if advertise else tcp.reached_at(host)
+    place = tcp.join_place(told, sock.getsockname()[1])
+    listener = Listener(
+        sock, "tcp", f"tcp:{place}", handler, limits, credentials=credentials, lost_s=lost_s
+    )
+    return listener, place
 
 
 def _cannot_listen(address: str, error: OSError, fix: str) -> ParamServeError:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from tests.unit.core.rig import ADD, block_spec
 
 from paramserve.core.block import ShardBlock, check_spec
-from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
+from paramserve.errors import DtypeMismatch, ParamServeError, RuleFailed, ShapeMismatch
 from paramserve.messages import BlockSpec
 from paramserve.rules import SGD, Add, PushInfo, Rule, Run
+from paramserve.rules.custom import CustomRule
 
 PUSH = PushInfo(0, 0, 0, 0, 1.0, 1.0)
 
@@ -190,3 +192,80 @@ def test_check_spec_wrong_cuts_are_refused(wrong: BlockSpec) -> None:
 def test_check_spec_wrong_dtype_is_refused(dtype: str, rule: Rule | None) -> None:
     with pytest.raises(DtypeMismatch):
         check_spec(block_spec((4,), cuts=(0, 4), dtype=dtype, rule=rule), shards=1)
+
+
+@dataclass(frozen=True)
+class Shy(CustomRule):
+    """Adds the gradient; fails at 13, after it has changed everything."""
+
+    whole_tensors: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    shapes: ClassVar[list[Any]] = []
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        self.shapes.append(value.shape)
+        value += gradient
+        state["sum"] += gradient
+        if (gradient == 13).any():
+            raise ValueError("thirteen")
+
+
+@dataclass(frozen=True)
+class ShyWhole(Shy):
+    whole_tensors: ClassVar[bool] = True
+
+
+def test_guarded_rule_that_fails_in_its_second_run_changes_nothing() -> None:
+    block = make((2,), (3,), rule=Shy())
+    block.apply(ones(block), (0,), None, PUSH)
+    gradient, out = np.array([1.0, 1.0, 1.0, 1.0, 13.0]), np.full(5, -1.0)
+    with pytest.raises(RuleFailed, match=r"'Shy' failed on.*ValueError: thirteen \(.*in update"):
+        block.apply(gradient, None, None, PUSH, out)
+    assert block.value.tolist() == block.state[0].tolist() == [1, 1, 0, 0, 0]
+    assert block.counts == [1, 0]
+    assert out.tolist() == [-1.0] * 5
+    block.apply(ones(block), None, None, PUSH, out)
+    assert out.tolist() == block.value.tolist() == [2, 2, 1, 1, 1]
+    assert block.counts == [2, 1]
+
+
+def test_guarded_rule_may_go_on_with_what_was_not_finite_before() -> None:
+    block = make((2,), rule=Shy())
+    block.value[0] = np.inf
+    block.apply(ones(block), None, None, PUSH)
+    assert block.value.tolist() == [np.inf, 1.0]
+
+
+def test_whole_tensors_are_one_run_each_in_their_shape() -> None:
+    Shy.shapes.clear()
+    block = make((2, 3), (), (0,), (4,), rule=ShyWhole())
+    block.apply(ones(block), None, None, PUSH)
+    assert Shy.shapes == [(2, 3), (), (4,)]
+
+
+def test_whole_tensors_that_are_cut_are_refused() -> None:
+    with pytest.raises(ShapeMismatch, match="whole tensors"):
+        make((2,), (3,), cuts=(0, 3, 5), rule=ShyWhole())
+    make((2,), (3,), cuts=(0, 2, 5), rule=ShyWhole())
+
+
+def test_draft_of_values_that_were_overwritten_is_not_kept() -> None:
+    block = make((2,), rule=Shy())
+    block.draft(ones(block), None, None, PUSH, key=1)
+    assert block.has_draft(1)
+    assert not block.has_draft(2)
+    block.assign(0, np.full(2, 10.0), None, None)
+    assert not block.has_draft(1)
+
+
+@pytest.mark.parametrize("state", [(), (np.zeros(3),), (np.zeros(2, "f4"),), ([0.0, 0.0],)])
+def test_rule_whose_state_does_not_fit_cannot_start(state: Any) -> None:
+    class Odd(Recorder):
+        def states(self, hyper: Any) -> tuple[str, ...]:
+            return ("m",)
+
+        def init_state(self, size: int, dtype: Any) -> Any:
+            return state
+
+    with pytest.raises(RuleFailed, match=r"cannot start.*init_state"):
+        make((2,), rule=Odd())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from paramserve.messages import (
     AskStatus,
     CoordinatorRequest,
     Defined,
+    Enlist,
+    Enlisted,
     Failed,
     Found,
     GroupReport,
@@ -37,7 +40,7 @@ from paramserve.messages import (
     WorkerBeat,
 )
 
-START_S, STALL_S = 10.0, 5.0
+START_S, STALL_S, RESTART_S = 10.0, 5.0, 20.0
 SERVER, DRIVER = 90, 99
 """Connections; a worker's is its rank."""
 
@@ -45,12 +48,22 @@ SERVER, DRIVER = 90, 99
 class Cluster:
     """A coordinator whose calls are made at `now`."""
 
-    def __init__(self, servers: int = 1, workers: int = 2, *, up: bool = True) -> None:
-        deadlines = Deadlines(start_s=START_S, stall_s=STALL_S)
+    def __init__(
+        self, servers: int = 1, workers: int = 2, *, up: bool = True, restarts: bool = False
+    ) -> None:
+        deadlines = Deadlines(start_s=START_S, stall_s=STALL_S, restart_s=RESTART_S)
         limits = Limits(log_records_max=2)
         policy = PolicySpec("Async")
         self.one = Coordination(
-            CoordinatorConfig(servers, workers, "", policy, limits=limits, deadlines=deadlines)
+            CoordinatorConfig(
+                servers,
+                workers,
+                "",
+                policy,
+                restarts=restarts,
+                limits=limits,
+                deadlines=deadlines,
+            )
         )
         self.now = 0.0
         if up:
@@ -111,6 +124,7 @@ def test_join_taken_rank_is_refused() -> None:
     cluster.join(0)
     reply = cluster.call(7, Join(5, 0, 1))
     assert isinstance(reply, Failed)
+    assert reply.kind == "RankTaken"
     assert "taken" in reply.failed
 
 
@@ -192,6 +206,117 @@ def test_heartbeat_of_an_older_incarnation_does_not_count() -> None:
     cluster.happen(Noticed(0, WorkerBeat(3)))
     cluster.happen(TimePassed())
     assert cluster.states()[0] == "dead"
+
+
+# --- workers that are started again --------------------------------------------------------------
+
+
+def lose(cluster: Cluster) -> Decided:
+    return cluster.happen(ConnectionLost(0))
+
+
+def fall_silent(cluster: Cluster) -> Decided:
+    cluster.now += STALL_S + 1.0
+    cluster.happen(Noticed(1, WorkerBeat(3)))
+    return cluster.happen(TimePassed())
+
+
+def be_reported(cluster: Cluster) -> Decided:
+    return cluster.happen(Called(DRIVER, MarkDead(1, "worker", 0, final=False)))
+
+
+@pytest.mark.parametrize("die", [lose, fall_silent, be_reported])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_death_of_a_worker_is_a_restart_where_there_are_some(
+    die: Callable[[Cluster], Decided], restarts: bool
+) -> None:
+    cluster = Cluster(restarts=restarts)
+    cluster.join(0)
+    cluster.join(1)
+    decided = die(cluster)
+    assert decided.members is not None
+    assert cluster.states() == ["restarting" if restarts else "dead", "live"]
+
+
+def test_restart_that_takes_too_long_is_a_death() -> None:
+    cluster = Cluster(restarts=True)
+    cluster.join(0)
+    lose(cluster)
+    cluster.now = RESTART_S - 1.0
+    assert cluster.happen(TimePassed()).members is None
+    cluster.now = RESTART_S
+    assert cluster.happen(TimePassed()).members is not None
+    assert cluster.states() == ["dead", "expected"]
+    assert cluster.join(0, connection=10).incarnation == 2
+
+
+def test_restart_that_the_driver_gives_up_is_a_death() -> None:
+    cluster = Cluster(restarts=True)
+    cluster.join(0)
+    lose(cluster)
+    assert be_reported(cluster).members is None, "it is waited for already"
+    assert cluster.happen(Called(DRIVER, MarkDead(1, "worker", 0))).members is not None
+    assert cluster.states() == ["dead", "expected"]
+
+
+def test_worker_that_dies_twice_is_waited_for_anew() -> None:
+    cluster = Cluster(restarts=True)
+    cluster.join(0)
+    lose(cluster)
+    cluster.now = RESTART_S - 1.0
+    assert cluster.join(0, connection=10).incarnation == 2
+    cluster.happen(ConnectionLost(10))
+    cluster.now += RESTART_S - 1.0
+    cluster.happen(TimePassed())
+    assert cluster.states()[0] == "restarting"
+    assert cluster.join(0, connection=11).incarnation == 3
+
+
+def test_restarting_definer_is_followed_by_the_next() -> None:
+    cluster = Cluster(restarts=True)
+    cluster.join(0)
+    cluster.join(1)
+    cluster.call(0, place("w"))
+    assert cluster.call(1, place("w")) is None
+    ((to, placed),) = lose(cluster).replies
+    assert (to, placed.attempt) == (1, 2)  # type: ignore[union-attr] # Placed
+
+
+# --- servers that were started by themselves ------------------------------------------------------
+
+
+def test_enlist_gives_a_free_shard_and_what_the_server_needs_to_know() -> None:
+    cluster = Cluster(servers=2, up=False)
+    cluster.call(SERVER, Register(1, 0, 1, ("unix:0",)))
+    enlisted = cluster.call(50, Enlist(4))
+    assert enlisted == Enlisted(4, 1, 2, 2, PolicySpec("Async"))
+    assert cluster.call(50, Enlist(5)).shard == 1, "the same server asks again"
+    refused = cluster.call(51, Enlist(6))
+    assert isinstance(refused, Failed)
+    assert "one more server came to a cluster of 2" in refused.failed
+
+
+def test_enlist_number_of_a_server_that_ended_before_it_registered_is_free_again() -> None:
+    cluster = Cluster(servers=1, up=False)
+    assert cluster.call(50, Enlist(4)).shard == 0
+    cluster.happen(ConnectionLost(50))
+    assert cluster.call(51, Enlist(4)).shard == 0
+    assert cluster.call(51, Register(5, 0, 1, ("unix:0",))) == Ok(5)
+    cluster.happen(ConnectionLost(51))
+    assert isinstance(cluster.call(52, Enlist(4)), Failed), "its values are lost with it"
+
+
+def test_register_as_a_shard_that_another_enlisted_is_refused() -> None:
+    cluster = Cluster(servers=1, up=False)
+    assert cluster.call(50, Enlist(4)).shard == 0
+    assert isinstance(cluster.call(51, Register(5, 0, 1, ())), Failed)
+    assert cluster.call(50, Register(5, 0, 1, ("unix:0",))) == Ok(5)
+
+
+def test_status_names_a_server_whose_connection_ended_at_once() -> None:
+    cluster = Cluster(servers=2)
+    cluster.happen(ConnectionLost(SERVER + 1))
+    assert cluster.call(DRIVER, AskStatus(1)).silent_servers == (1,)
 
 
 def test_place_second_client_waits_until_it_is_defined() -> None:

@@ -169,3 +169,39 @@ def test_find_by_names_needs_all_of_them() -> None:
     everything = directory.find(None)
     assert everything is not None
     assert [spec.block for spec in everything] == [0, 1]
+
+
+def test_refused_define_frees_its_names_for_anything_else() -> None:
+    directory = Directory(2)
+    large = (SPLIT_BYTES_MIN,)
+    directory.place(place(large), client=1)
+    directory.defined(0, -1)
+    assert directory.find(None) == ()
+    placed = directory.place(place((3,), rule=None), client=2)
+    assert placed is not None
+    spec, attempt = placed
+    assert (spec.block, attempt, spec.cuts) == (1, 1, (0, 3, 3)), "its bytes count no more"
+    directory.defined(0, 1)
+    directory.defined(1, 1)
+    directory.defined(1, -1)
+    assert directory.find(None) == (spec,), "what is defined stays defined"
+    directory.client_gone(1)
+    assert directory.place(place((3,), rule=None), client=3) == (spec, 0)
+
+
+def test_place_whole_tensors_are_not_cut() -> None:
+    placed = Directory(2).place(place((100,), (40_000,), (7,), whole_tensors=True), client=1)
+    assert placed is not None
+    assert set(placed[0].cuts) <= {0, 100, 40_100, 40_107}
+
+
+def test_place_waiting_rank_must_have_the_same_fixed_options() -> None:
+    """Numbers travel with each push; what a torch class is called does not."""
+    directory = Directory(1)
+    rule = PolicySpec("torch", {"kind": "Adagrad", "numbers.0": 0.1})
+    directory.place(place((3,), rule=rule), client=1)
+    faster = PolicySpec("torch", {"kind": "Adagrad", "numbers.0": 0.5})
+    assert directory.place(place((3,), rule=faster, define=False), client=2) is None
+    other = PolicySpec("torch", {"kind": "RMSprop", "numbers.0": 0.1})
+    with pytest.raises(DefineMismatch, match="RMSprop"):
+        directory.place(place((3,), rule=other, define=False), client=2)

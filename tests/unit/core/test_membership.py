@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, Membership
-from paramserve.errors import ParamServeError
+from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, Membership
+from paramserve.errors import ParamServeError, RankTaken
 from paramserve.messages import Join, Register, ServerBeat
 
 
@@ -45,10 +45,72 @@ def test_join_gives_ids_that_are_never_used_again() -> None:
 def test_join_as_a_rank_that_lives_or_does_not_exist_is_refused() -> None:
     one = membership()
     one.join(Join(1, 0, 0), 0.0)
-    with pytest.raises(ParamServeError, match="taken by a live worker"):
-        one.join(Join(1, 0, 0), 0.0)
-    with pytest.raises(ParamServeError, match="2 workers"):
+    one.heard_worker(0, 2.0)
+    taken = r"rank 0 is taken .*client 1, incarnation 1\), heard of 1\.5 s ago.*end its process"
+    with pytest.raises(RankTaken, match=taken):
+        one.join(Join(1, 0, 0), 3.5)
+    with pytest.raises(ParamServeError, match=r"more ranks than workers.*rank 2.*2 workers"):
         one.join(Join(1, 2, 0), 0.0)
+    assert one.join(Join(1, 1, 0), 0.0) == (2, 1), "a refusal uses up no id"
+
+
+@pytest.mark.parametrize("state", [EXPECTED, LEFT, DEAD, RESTARTING])
+def test_join_in_any_state_but_live_gives_a_new_incarnation(state: str) -> None:
+    one = membership()
+    if state != EXPECTED:
+        client, _ = one.join(Join(1, 0, 0), 0.0)
+        assert one.restarting(0, 0.0) if state == RESTARTING else one.ended(0, state, client)
+    assert one.join(Join(1, 0, 0), 0.0)[1] == (1 if state == EXPECTED else 2)
+    assert one.members[0].state == LIVE
+
+
+def test_restarting_rank_is_overdue_after_a_while_since_its_last_death() -> None:
+    one = membership()
+    one.join(Join(1, 0, 0), 0.0)
+    assert one.restarting(0, 1.0)
+    assert not one.restarting(0, 2.0), "it is waited for already"
+    assert one.overdue(3.9, 3.0) == []
+    assert one.overdue(4.0, 3.0) == [0]
+    one.join(Join(1, 0, 0), 3.0)
+    assert one.overdue(9.0, 3.0) == []
+    assert one.restarting(0, 9.0)
+    assert one.overdue(11.0, 3.0) == []
+    assert one.ended(0, DEAD)
+    assert one.overdue(99.0, 3.0) == []
+    assert not one.restarting(0, 99.0), "it has ended for good"
+
+
+def test_restarting_is_not_for_an_older_incarnation() -> None:
+    one = membership()
+    older, _ = one.join(Join(1, 0, 0), 0.0)
+    one.ended(0, DEAD)
+    one.join(Join(1, 0, 0), 0.0)
+    assert not one.restarting(0, 0.0, older)
+    assert one.members[0].state == LIVE
+
+
+def test_enlist_gives_out_each_free_number_once() -> None:
+    one = Membership(servers=3, workers=1)
+    one.register(Register(1, 0, 100, ("unix:a",)), 0.0)
+    assert (one.enlist(), one.enlist()) == (1, 2)
+    with pytest.raises(ParamServeError, match=r"one more server.*3"):
+        one.enlist()
+    one.resign(1)
+    assert one.enlist() == 1
+    one.register(Register(1, 1, 100, ("unix:b",)), 0.0, enlisted=1)
+    one.resign(1)
+    with pytest.raises(ParamServeError, match=r"one more server"):
+        one.enlist()
+
+
+def test_register_number_that_was_given_to_another_server_is_refused() -> None:
+    one = Membership(servers=2, workers=1)
+    assert one.enlist() == 0
+    with pytest.raises(ParamServeError, match=r"shard 0.*taken: \[0\]"):
+        one.register(Register(1, 0, 100, ("unix:a",)), 0.0)
+    one.register(Register(1, 0, 100, ("unix:a",)), 0.0, enlisted=0)
+    with pytest.raises(ParamServeError, match=r"shard 0.*taken: \[0\]"):
+        one.register(Register(1, 0, 100, ("unix:a",)), 0.0, enlisted=0)
 
 
 def test_number_grows_with_every_change_and_only_then() -> None:
@@ -86,3 +148,10 @@ def test_silent_servers_are_those_without_a_heartbeat() -> None:
     one.heard_server(ServerBeat(1, ()), 4.0)
     one.heard_server(ServerBeat(9, ()), 4.0)
     assert one.silent_servers(5.0, 3.0) == (0,)
+
+
+def test_silent_servers_has_one_whose_connection_ended_at_once() -> None:
+    one = membership()
+    one.server_lost(1)
+    one.server_lost(9)
+    assert one.silent_servers(0.0, 3.0) == (1,)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.core.rig import block_spec
 
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block, cut, size_of
+from paramserve.core.partition import SPLIT_BYTES_MIN, Block, borders, cut, size_of
 from paramserve.messages import ALIGN, Piece
 
 LOADS = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9)
@@ -54,3 +54,17 @@ def test_block_names_what_its_spec_says() -> None:
     assert block.starts == (0, 6, 7, 11)
     assert (block.size, block.nbytes) == (11, 44)
     assert [block.range(shard) for shard in (0, 1)] == [(0, 8), (8, 11)]
+
+
+@given(st.lists(st.integers(0, 1 << 17), min_size=1, max_size=30), LOADS)
+def test_cut_of_whole_tensors_is_at_their_borders(sizes: list[int], loads: list[int]) -> None:
+    pieces = [Piece(str(i), (size,)) for i, size in enumerate(sizes)]
+    cuts = cut(size_of(pieces), 4, loads, borders(pieces))
+    assert len(cuts) == len(loads) + 1
+    assert (cuts[0], cuts[-1]) == (0, sum(sizes))
+    assert all(low <= high for low, high in pairwise(cuts))
+    assert set(cuts) <= set(borders(pieces))
+    even = sum(sizes) / len(loads)
+    assert max(high - low for low, high in pairwise(cuts)) <= max(
+        SPLIT_BYTES_MIN / 4, even + max(sizes)
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from tests.unit.core.rig import Bounded, Rig, block_spec, done, refused
+from tests.unit.core.rig import RESEND_S, Bounded, Rig, block_spec, done, refused
 
 from paramserve.core.consistency import Async, Sync
-from paramserve.core.events import ClientGone, ClientHere, DeadlineReached
+from paramserve.core.events import ClientGone, ClientHere, DeadlineReached, FromShard
+from paramserve.core.group import resume
 from paramserve.core.shard import SESSION_KEEP_S
-from paramserve.messages import Define, Done, Refused
+from paramserve.messages import Commit, Define, Done, GroupReport, Refused
 
 FIRST, OTHER, SECOND = 1, 2, 3
 """Clients: rank 0, rank 1, and rank 0 again."""
@@ -23,7 +26,7 @@ def rig(policy: object = None) -> Rig:
     return one
 
 
-@pytest.mark.parametrize("state", ["dead", "left"])
+@pytest.mark.parametrize("state", ["dead", "left", "restarting"])
 def test_worker_that_has_ended_is_fenced(state: str) -> None:
     one = rig()
     one.tell(one.members((FIRST, 1, state), (OTHER, 1, "live")))
@@ -141,6 +144,221 @@ def test_rank_that_comes_back_starts_at_the_clock_of_the_slowest() -> None:
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
     one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
     assert one.shards[0].report()[0].clocks == ((0, 3), (1, 3))
+
+
+def test_rank_that_comes_back_is_not_behind_the_clock_that_it_had() -> None:
+    one = rig()
+    for clock in range(3):
+        one.step(FIRST, clock=clock)
+    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
+    one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
+    assert one.shards[0].report()[0].clocks == ((0, 3), (1, 0))
+
+
+def test_step_that_is_repeated_sets_no_clock_back() -> None:
+    one = rig()
+    for clock in range(3):
+        one.step(FIRST, {0: [1.0]}, clock=clock)
+    one.join(SECOND, 0, incarnation=2)
+    done(one.step(SECOND, {0: [1.0]}, clock=1))
+    assert one.shards[0].report()[0].clocks == ((0, 3), (1, 0))
+    assert one.value() == [4.0], "it is applied again"
+
+
+# --- a worker that is started again: its rank is in each clock of Sync once -----------------------
+
+SUM = Sync(reduce="sum")
+
+
+def pair() -> Rig:
+    """Rank 1 (`OTHER`) and rank 0 (`FIRST`, then `SECOND`) with one element on each of 2 shards."""
+    one = Rig(SUM, shards=2)
+    one.join(FIRST, 0)
+    one.join(OTHER, 1)
+    one.define(OTHER, block_spec((1,), (1,), cuts=(0, 1, 2)))
+    return one
+
+
+def restart(one: Rig, *, older: int = FIRST, newer: int = SECOND, incarnation: int = 2) -> int:
+    """The clock at which the new incarnation goes on."""
+    one.tell(one.members((older, incarnation - 1, "restarting"), (OTHER, 1, "live")))
+    one.join(newer, 0, incarnation=incarnation)
+    one.tell(one.members((newer, incarnation, "live"), (OTHER, 1, "live")))
+    return resume([shard.report() for shard in one.shards], 0, collects=True)["group 0"].clock
+
+
+def both(one: Rig, client: int, number: float, **options: Any) -> None:
+    for shard in range(len(one.shards)):
+        one.step(client, {0: [number]}, shard=shard, **options)
+
+
+def values(one: Rig) -> list[float]:
+    one.deliver()
+    return one.value() + one.value(0, 1)
+
+
+def resent(one: Rig) -> list[float]:
+    """The values after both shards have told the lead again."""
+    one.deliver()
+    one.now += RESEND_S
+    for shard in (0, 1):
+        one.happen(DeadlineReached(), shard)
+    return values(one)
+
+
+def test_restarting_rank_is_waited_for_until_it_is_dead() -> None:
+    one = rig(SUM)
+    one.tell(one.members((FIRST, 1, "restarting"), (OTHER, 1, "live")))
+    assert one.shards[0].live() == [0, 1]
+    assert one.step(OTHER, {0: [1.0]}).replies == []
+    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
+    assert isinstance(one.answers(OTHER)[-1], Done)
+
+
+def test_restart_with_the_step_on_one_shard_brings_it_again_to_all() -> None:
+    one = pair()
+    one.step(FIRST, {0: [1.0]}, shard=0)
+    assert restart(one) == 0
+    both(one, SECOND, 1.0)
+    told = one.answers(FIRST)[-1]
+    assert isinstance(told, Refused)
+    assert (told.kind, told.applied) == ("WorkerFenced", "no")
+    both(one, OTHER, 10.0)
+    assert values(one) == [11.0, 11.0]
+    assert [answer.skipped for answer in one.answers(SECOND)] == [False, False]
+
+
+def test_restart_with_the_step_on_all_shards_goes_on_behind_it() -> None:
+    one = pair()
+    both(one, FIRST, 1.0)
+    assert restart(one) == 1
+    both(one, SECOND, 2.0, clock=1)
+    assert one.answers(SECOND) == [], "its clock has not begun"
+    both(one, OTHER, 10.0)
+    assert values(one) == [11.0, 11.0]
+    both(one, OTHER, 20.0, clock=1)
+    assert values(one) == [33.0, 33.0]
+    assert [answer.skipped for answer in one.answers(SECOND)] == [False, False]
+
+
+def test_restart_where_one_shard_has_decided_already_goes_on_behind_it() -> None:
+    one = pair()
+    both(one, FIRST, 1.0)
+    both(one, OTHER, 10.0)
+    while [group.committed for shard in one.shards for group in shard.groups.values()] == [0, 0]:
+        shard, message = one.wire.pop(0)
+        one.happen(FromShard(message), shard)
+    assert restart(one) == 1
+    both(one, SECOND, 2.0, clock=1)
+    both(one, OTHER, 20.0, clock=1)
+    assert values(one) == [33.0, 33.0]
+
+
+def test_restart_after_one_shard_told_the_lead_is_decided_with_the_newer() -> None:
+    one = pair()
+    one.step(FIRST, {0: [1.0]}, shard=1)
+    both(one, OTHER, 10.0)
+    assert len(one.wire) == 1, "shard 1 has told the lead"
+    assert restart(one) == 0
+    both(one, SECOND, 2.0)
+    assert resent(one) == [12.0, 12.0]
+    assert one.answers(FIRST)[-1].kind == "WorkerFenced"
+
+
+def test_restart_the_lead_may_still_decide_with_the_older() -> None:
+    """Both shards have told it of the older one, and its decision comes late."""
+    one = pair()
+    both(one, FIRST, 1.0)
+    both(one, OTHER, 10.0)
+    one.wire = []
+    one.tell(one.members((FIRST, 1, "restarting"), (OTHER, 1, "live")))
+    one.join(SECOND, 0, incarnation=2)
+    one.step(SECOND, {0: [2.0]}, shard=1)
+    one.wire = []
+    for shard in (0, 1):
+        one.happen(FromShard(Commit(0, 0, (FIRST, OTHER), 1.0)), shard)
+    assert values(one) == [11.0, 11.0]
+    assert one.answers(SECOND, 1)[-1].skipped, "its rank is in the clock"
+
+
+def test_restart_with_two_incarnations_on_two_shards_is_settled_by_the_third() -> None:
+    one = pair()
+    one.step(FIRST, {0: [1.0]}, shard=0)
+    assert restart(one) == 0
+    one.step(SECOND, {0: [1.0]}, shard=1)
+    both(one, OTHER, 10.0)
+    assert resent(one) == [0.0, 0.0], "neither is on both"
+    third = 4
+    assert restart(one, older=SECOND, newer=third, incarnation=3) == 0
+    both(one, third, 1.0)
+    assert resent(one) == [11.0, 11.0]
+
+
+def test_restart_with_two_incarnations_on_two_shards_is_settled_by_its_end() -> None:
+    one = pair()
+    one.step(FIRST, {0: [1.0]}, shard=0)
+    restart(one)
+    one.step(SECOND, {0: [1.0]}, shard=1)
+    both(one, OTHER, 10.0)
+    one.tell(one.members((SECOND, 2, "dead"), (OTHER, 1, "live")))
+    assert resent(one) == [10.0, 10.0]
+
+
+def test_rejoin_at_a_clock_that_was_just_closed_without_the_rank_is_skipped() -> None:
+    one = pair()
+    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
+    both(one, OTHER, 10.0)
+    one.join(SECOND, 0, incarnation=2)
+    assert values(one) == [10.0, 10.0]
+    both(one, SECOND, 1.0)
+    assert [answer.skipped for answer in one.answers(SECOND)] == [True, True]
+    both(one, SECOND, 2.0, clock=1)
+    both(one, OTHER, 20.0, clock=1)
+    assert values(one) == [32.0, 32.0]
+
+
+def test_rejoin_at_any_other_clock_is_refused() -> None:
+    one = pair()
+    restart(one)
+    for clock in (2, 7):
+        assert "brought gradients" in str(refused(one.step(SECOND, {0: [1.0]}, clock=clock)))
+
+
+def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> GroupReport:
+    return GroupReport("model", 0, clocks, 0, (), held)
+
+
+@pytest.mark.parametrize(
+    ("shards", "clock", "repeated"),
+    [
+        ([[report((0, 4))], [report((0, 4))]], 4, 0),
+        ([[report((0, 6))], [report((0, 4))]], 4, 2),
+        ([[report((1, 6))], [report((1, 4))]], 0, 0),
+        ([[report((0, 1))], []], 0, 1),
+    ],
+)
+def test_resume_in_async_takes_the_smallest_clock(
+    shards: list[list[GroupReport]], clock: int, repeated: int
+) -> None:
+    assert resume(shards, 0, collects=False) == {"model": (clock, repeated)}
+
+
+@pytest.mark.parametrize(
+    ("shards", "clock"),
+    [
+        ([[report((0, 4))], [report((0, 4))]], 4),
+        ([[report((0, 5))], [report((0, 4), held=((0, 9),))]], 5),
+        ([[report((0, 4), held=((0, 9),))], [report((0, 4))]], 4),
+        ([[report((0, 4), held=((0, 9),))], [report((0, 4), held=((0, 9),))]], 5),
+        ([[report((0, 4), held=((0, 9),))], [report((0, 4), held=((0, 8),))]], 4),
+        ([[report((0, 4), held=((1, 9),))], [report((0, 4), held=((1, 9),))]], 4),
+        ([[report((0, 0), held=((0, 9),))], []], 0),
+    ],
+)
+def test_resume_in_sync_goes_on_behind_what_all_shards_have(
+    shards: list[list[GroupReport]], clock: int
+) -> None:
+    assert resume(shards, 0, collects=True) == {"model": (clock, 0)}
 
 
 def test_group_defined_after_a_death_waits_for_the_living() -> None:

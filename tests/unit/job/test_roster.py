@@ -7,16 +7,26 @@ import pytest
 
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.job.roster import CAUSE_S, COORDINATOR, Decision, Key, OnWorkerDeath, Roster
+from paramserve.job.roster import (
+    CAUSE_S,
+    COORDINATOR,
+    Decision,
+    Key,
+    OnWorkerDeath,
+    Restart,
+    Roster,
+)
 
 START_BY = 60.0
+FIRST = 1
+"""The incarnation of a worker that was never restarted."""
 SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)
 
 
 def running(on_worker_death: OnWorkerDeath = "stop", servers: int = 1, workers: int = 2) -> Roster:
     roster = Roster(servers, workers, on_worker_death, START_BY)
     for key in roster.entries:
-        roster.on_report(key, "ready", b"", now=1.0)
+        roster.on_report(key, "ready", msgspec.msgpack.encode(FIRST), now=1.0)
     return roster
 
 
@@ -180,7 +190,7 @@ def test_silent_server_is_gone() -> None:
 
 def test_silent_worker_failed_text_says_what_makes_a_process_silent() -> None:
     roster = running()
-    roster.on_silence(WORKER, 20.0)
+    roster.on_silence(WORKER, 20.0, FIRST)
     roster.on_end(WORKER, -9, 20.1)  # that was the supervisor
     error = roster.decide(20.1).error
     assert isinstance(error, WorkerFailed)
@@ -193,8 +203,54 @@ def test_silent_worker_failed_text_says_what_makes_a_process_silent() -> None:
 def test_returned_worker_may_be_silent() -> None:
     roster = running()
     roster.on_report(WORKER, "returned", b"", 2.0)
-    roster.on_silence(WORKER, 3.0)
+    roster.on_silence(WORKER, 3.0, FIRST)
     assert roster.decide(3.0) == Decision()
+
+
+def test_restart_dead_worker_is_started_again_and_fails_past_its_times() -> None:
+    roster = running(Restart(times=2))
+    for times in range(2):
+        roster.on_end(WORKER, -9, 2.0 + times)
+        decision = roster.decide(2.0 + times)
+        assert [(e.key, e.restarts, e.status) for e in decision.restart] == [(WORKER, times, -9)]
+        assert decision.error is None
+        assert roster.worker_states() == {0: "starting", 1: "running"}
+    roster.on_end(WORKER, -9, 5.0)
+    error = roster.decide(5.0).error
+    assert isinstance(error, WorkerFailed)
+    assert "had been restarted 2 times" in str(error)
+
+
+def test_restart_each_rank_has_its_own_times() -> None:
+    roster = running(Restart(times=1))
+    roster.on_end(WORKER, -9, 2.0)
+    roster.on_end(OTHER, 3, 2.0)
+    assert [entry.key for entry in roster.decide(2.0).restart] == [WORKER, OTHER]
+
+
+def test_restart_server_is_not_restarted() -> None:
+    roster = running(Restart(times=1))
+    roster.on_end(SERVER, -9, 2.0)
+    assert isinstance(roster.decide(2.0).error, ServerGone)
+
+
+def test_silence_of_an_incarnation_that_was_replaced_means_nothing() -> None:
+    roster = running(Restart(times=1))
+    roster.on_end(WORKER, -9, 2.0)
+    roster.decide(2.0)
+    roster.on_silence(WORKER, 2.1, FIRST)
+    assert roster.decide(2.1) == Decision()
+    roster.on_report(WORKER, "ready", msgspec.msgpack.encode(FIRST + 1), 3.0)
+    roster.on_silence(WORKER, 3.1, FIRST)
+    assert roster.decide(3.1) == Decision()
+    roster.on_silence(WORKER, 3.2, FIRST + 1)
+    assert isinstance(roster.decide(3.2).error, WorkerFailed)
+
+
+@pytest.mark.parametrize(("times", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_restart_times_that_are_wrong_are_named(times: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="times of Restart must be"):
+        Restart(times)  # type: ignore[arg-type]
 
 
 def test_dismissed_workers_end_without_meaning() -> None:

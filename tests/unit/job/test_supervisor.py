@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserve.config import PolicySpec
+from paramserve.config import Credentials, PolicySpec
 from paramserve.engine.base import Ended, Event, Process, Role
 from paramserve.errors import ParamServeError, ServerGone
 from paramserve.job.plan import Plan
@@ -19,7 +19,8 @@ PLAN = Plan(
     servers=1,
     workers=2,
     consistency=PolicySpec("Async"),
-    worker_payload=lambda rank, address: f"{rank} at {address}".encode(),
+    worker_payload=lambda rank, addresses: f"{rank} at {addresses}".encode(),
+    worker_code=b"the function",
     threads_per_worker=3,
 )
 
@@ -53,7 +54,12 @@ class Puppet:
 class Puppets:
     """An engine and its fleet: runs nothing; fails where it is told to."""
 
-    def __init__(self, fails_at: str = "", close_fails: bool = False) -> None:
+    tls = None
+
+    def __init__(
+        self, fails_at: str = "", close_fails: bool = False, shares_host: bool = True
+    ) -> None:
+        self.shares_host = shares_host
         self.fails_at = fails_at
         self.close_fails = close_fails
         self.roles: list[Role] = []
@@ -61,7 +67,8 @@ class Puppets:
         self.told: set[str] = set()
         self.closed = threading.Event()
 
-    def open(self) -> Puppets:
+    def open(self, roles: Sequence[str] = ()) -> Puppets:
+        self.opened_for = list(roles)
         return self
 
     def launch(self, role: Role) -> Process:
@@ -101,9 +108,11 @@ def test_roles_say_what_to_start_and_keep_the_token_to_themselves() -> None:
         ("worker 1", "paramserve.worker:main"),
     ]
     assert [role.environment["OMP_NUM_THREADS"] for role in engine.roles] == ["1", "1", "3", "3"]
-    assert engine.roles[3].payload == f"1 at {supervisor.address}".encode()
+    assert engine.roles[3].payload == f"1 at {supervisor.addresses}".encode()
     assert len({role.secret for role in engine.roles}) == 1
-    assert len(engine.roles[0].secret) == 32
+    assert len(Credentials.decode(engine.roles[0].secret).token) == 32
+    assert [role.code for role in engine.roles] == [b"", b"", b"the function", b"the function"]
+    assert engine.opened_for == ["coordinator", "server 0", "worker 0", "worker 1"]
     for role in engine.roles:
         assert role.secret not in role.payload
         assert role.secret.hex() not in repr(role) + str(role.environment)
@@ -195,4 +204,4 @@ def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     supervisor = Supervisor(PLAN, Puppets())
     supervisor.abandon()
-    assert len(supervisor.address.removeprefix("unix:")) <= 107
+    assert len(supervisor.addresses[0].removeprefix("unix:")) <= 107

@@ -21,9 +21,12 @@ import numpy as np
 from paramserve.client import BlockPush
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
+from paramserve.rules import PushInfo, Run
 from paramserve.rules.sgd import SGD
+from paramserve.rules.torch_rule import TorchRule
 
 WAIT_S = 20.0
+PUSH = PushInfo(-1, 0, 0, 0, 1.0, 1.0)
 
 
 @dataclass(eq=False)
@@ -53,6 +56,16 @@ class FakeBlock:
         return self.part(self.values, piece).reshape(self.pieces[piece].shape)
 
     def apply(self, gradient: np.ndarray, active: Sequence[int], hyper: Sequence[float]) -> None:
+        if isinstance(self.rule, TorchRule):
+            ends = self.starts[1:]
+            runs = [
+                Run(self.starts[i], ends[i], self.counts[i], self.pieces[i].shape) for i in active
+            ]
+            state = tuple(self.state)
+            self.rule.apply(self.values, gradient, state, tuple(hyper), runs, PUSH)
+            for piece in active:
+                self.counts[piece] += 1
+            return
         update = sgd_update if isinstance(self.rule, SGD) else adam_update
         for piece in active:
             update(
@@ -120,6 +133,7 @@ class FakeCluster:
             workers=self.workers,
             seed=seed,
             client=FakeClient(self, rank),
+            incarnation=1,
             aliases={},
             finishers=[],
         )

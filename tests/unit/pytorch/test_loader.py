@@ -32,8 +32,8 @@ class Endless(IterableDataset[int]):
         return iter(int, 1)
 
 
-def worker(rank: int = 0, workers: int = 1, seed: int = 3) -> Any:
-    return SimpleNamespace(rank=rank, workers=workers, seed=seed)
+def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0) -> Any:
+    return SimpleNamespace(rank=rank, workers=workers, seed=seed, steps_before=steps_before)
 
 
 def numbers(size: int) -> TensorDataset:
@@ -124,6 +124,78 @@ def test_loader_worker_processes_give_the_same_batches() -> None:
     assert indices(load(worker(), numbers(8), batch_size=4, num_workers=1)) == expected
 
 
+# --- a worker that was started again --------------------------------------------------------------
+
+
+class Counted(Squares):
+    """Knows which samples were loaded."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.loaded: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("make", [numbers, Squares])
+@pytest.mark.parametrize("clock", [0, 1, 7, 8, 9, 16, 23, 24, 30])
+def test_restart_yields_what_would_have_come_from_there_on(make, clock: int) -> None:
+    options: dict[str, Any] = {"batch_size": 5, "epochs": 3}
+    whole = indices(load(worker(1, 2), make(80), **options))
+    again = worker(1, 2, steps_before=clock)
+    assert len(whole) == 24
+    assert indices(load(again, make(80), **options)) == whole[clock:]
+    assert again.steps_before == max(0, clock - 24)
+
+
+def test_restart_loads_nothing_that_it_leaves_out() -> None:
+    dataset = Counted(40)
+    batches = indices(load(worker(steps_before=6), dataset, batch_size=5))
+    assert dataset.loaded == [i for one in batches for i in one]
+    assert len(batches) == 2
+
+
+@pytest.mark.parametrize("clock", [3, 8, 11, 16])
+def test_restart_goes_on_in_the_right_pass_of_a_loader_that_is_iterated_again(clock: int) -> None:
+    def passes(loader: Any) -> list[list[int]]:
+        return indices(loader) + indices(loader) + indices(loader)
+
+    whole = passes(load(worker(), numbers(40), batch_size=5))
+    again = worker(steps_before=clock)
+    assert passes(load(again, numbers(40), batch_size=5)) == whole[clock:]
+
+
+def test_restart_goes_on_in_the_right_one_of_two_loaders() -> None:
+    def both(me: Any) -> list[list[int]]:
+        first = load(me, numbers(40), batch_size=5, steps=11)
+        second = load(me, numbers(60), batch_size=5, epochs=2)
+        return indices(first) + indices(second)
+
+    assert both(worker(steps_before=14)) == both(worker())[14:]
+
+
+def test_restart_evaluation_leaves_out_nothing() -> None:
+    again = worker(steps_before=6)
+    every = indices(load(worker(), numbers(40), batch_size=5))
+    before = indices(load(again, numbers(40), batch_size=5, resume=False))
+    training = indices(load(again, numbers(40), batch_size=5))
+    after = indices(load(again, numbers(40), batch_size=5))
+    assert (before, training, after) == (every, every[6:], every)
+
+
+@pytest.mark.parametrize(("clock", "first"), [(1, 3), (2, 6), (3, 11), (4, 14)])
+def test_restart_with_several_batches_to_a_step(clock: int, first: int) -> None:
+    """8 batches in a pass are 2 steps of 3, and 2 that belong to no step."""
+
+    def passes(me: Any) -> list[list[int]]:
+        loader = load(me, numbers(40), batch_size=5, batches_per_step=3)
+        return indices(loader) + indices(loader)
+
+    assert passes(worker(steps_before=clock)) == passes(worker())[first:]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -133,6 +205,7 @@ def test_loader_worker_processes_give_the_same_batches() -> None:
         ({"batch_size": 2, "epochs": 0}, ValueError, "epochs"),
         ({"batch_size": 2, "steps": 0}, ValueError, "steps"),
         ({"batch_size": 2, "steps": "3"}, TypeError, "steps"),
+        ({"batch_size": 2, "batches_per_step": 0}, ValueError, "batches_per_step"),
         ({"batch_size": 6}, ValueError, "need 12"),
         ({"batch_size": 2, "drop_last": False}, TypeError, "drop_last"),
         ({"batch_size": 2, "sampler": [1]}, TypeError, r"worker\.sampler"),

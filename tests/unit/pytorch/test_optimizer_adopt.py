@@ -233,11 +233,9 @@ def test_adopt_subclass_without_its_own_step_is_taken() -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda p: torch.optim.RMSprop(p), "supported: torch.optim.SGD"),
-        (lambda p: torch.optim.LBFGS(p), "supported: torch.optim.SGD"),
-        (lambda p: torch.optim.SparseAdam(list(p)), "supported: torch.optim.SGD"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS: it calls the closure several times"),
+        (lambda p: torch.optim.SparseAdam(list(p)), "SparseAdam: it takes sparse.*use Adam"),
         (lambda p: OwnStep(p, lr=0.1), "do not override step"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable"),
         (lambda p: "sgd", "takes a torch optimizer"),
     ],
@@ -351,3 +349,36 @@ def test_alias_map_covers_parameters_and_buffers_of_shared_modules() -> None:
         f"b.{name}": f"a.{name}"
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+        lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.Adafactor(p, lr=0.05),
+    ],
+)
+def test_adopt_class_without_a_kernel_trains_as_torch_does(build) -> None:
+    model, expected = small_model(), small_model()
+    optimizer, plain = build(model.parameters()), build(expected.parameters())
+    adopt(FakeCluster().worker(), model, optimizer)
+    for each, trained in ((optimizer, model), (plain, expected)):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
+        for step in range(4):
+            each.zero_grad()
+            loss_of(trained, step).backward()
+            each.step()
+            schedule.step()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_amsgrad_switched_on_later_is_a_type_error() -> None:
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    adopt(FakeCluster().worker(), model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(TypeError, match=r"amsgrad is True now.*before worker\.optimizer"):
+        optimizer.step()

@@ -17,6 +17,12 @@ KINDS = [
     (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.2}),
     (torch.optim.Adam, {"weight_decay": 0.1}),
     (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.NAdam, {"weight_decay": 0.1}),
+    (torch.optim.ASGD, {"t0": 1.0}),
+    (torch.optim.Adafactor, {}),
 ]
 
 

@@ -17,7 +17,8 @@ SERVER, CLIENT = b"s" * 32, b"c" * 32
 
 
 def test_both_sides_with_the_token_accept_each_other() -> None:
-    assert auth.read_challenge(auth.challenge(SERVER)) == SERVER
+    for tls in (False, True):
+        assert auth.read_greeting(auth.greeting(tls=tls)) is tls
     proof = auth.check_answer(TOKEN, SERVER, auth.answer(TOKEN, SERVER, CLIENT))
     auth.check_proof(TOKEN, SERVER, CLIENT, proof)
 
@@ -30,7 +31,7 @@ def test_proofs_are_hmac_sha256_of_side_and_nonces() -> None:
 
 
 def test_messages_have_the_sizes_that_are_read() -> None:
-    assert len(auth.challenge(SERVER)) == auth.CHALLENGE_BYTES
+    assert len(auth.greeting(tls=True)) == auth.GREETING_BYTES
     assert len(auth.answer(TOKEN, SERVER, CLIENT)) == auth.ANSWER_BYTES
     assert len(auth.REFUSAL) == auth.PROOF_BYTES
 
@@ -66,13 +67,13 @@ def test_random_answers_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"HTTP" + bytes(auth.CHALLENGE_BYTES - 4), "greets with b'HTTP'"),
-        (b"PSRA\x63\0" + bytes(auth.CHALLENGE_BYTES - 6), "version 99, this side speaks 1"),
+        (b"HTTP" + bytes(auth.GREETING_BYTES - 4), "greets with b'HTTP'"),
+        (b"PSRA\x63\0" + bytes(auth.GREETING_BYTES - 6), "version 99, this side speaks 1"),
     ],
 )
 def test_challenge_of_a_stranger_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        auth.read_challenge(data)
+        auth.read_greeting(data)
 
 
 def test_short_token_is_a_value_error_that_does_not_show_it() -> None:

@@ -1,0 +1,200 @@
+"""Commands around a cluster that runs by itself: serve, status, token, certs, agent."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from paramserve.agent import agent_command
+from paramserve.config import TLS, Deadlines, Limits
+from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.errors import ParamServeError
+
+if TYPE_CHECKING:
+    from paramserve.messages import Status
+
+TOKEN_BYTES = 32
+STATUS_S = 5.0
+"""A cluster that does not answer `paramserve status` for this long is not there."""
+POLICIES: dict[str, Callable[[], Consistency]] = {
+    "sync": lambda: Sync(reduce="mean"),
+    "sync:mean": lambda: Sync(reduce="mean"),
+    "sync:sum": lambda: Sync(reduce="sum"),
+    "async": Async,
+}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_tls(command: F) -> F:
+    """Adds the three options that make `tls_of`."""
+    for name, text in (
+        ("authority", "Who must have signed the other side's certificate; PEM."),
+        ("key", "This side's private key; PEM."),
+        ("certificate", "This side's certificate; PEM. With it, all connections use TLS."),
+    ):
+        command = click.option(
+            f"--tls-{name}", type=click.Path(exists=True, dir_okay=False), help=text
+        )(command)
+    return command
+
+
+def tls_of(options: dict[str, Any]) -> TLS | None:
+    """Takes the three options out of `options`.
+
+    Raises:
+        click.UsageError: some are given and some are not.
+    """
+    names = ("tls_certificate", "tls_key", "tls_authority")
+    files = [options.pop(name) for name in names]
+    if not any(files):
+        return None
+    if not all(files):
+        raise click.UsageError("TLS needs --tls-certificate, --tls-key and --tls-authority")
+    return TLS(files[0], files[1], files[2])
+
+
+@click.command()
+@click.option("--bind", required=True, metavar="HOST:PORT", help="Where to listen; port 0: any.")
+@click.option("--token-file", required=True, type=click.Path(), help="See `paramserve token`.")
+@click.option("--join", metavar="HOST:PORT", help="The first server; without it this is the first.")
+@click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--workers", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--consistency", type=click.Choice(list(POLICIES)), default="async", show_default=True
+)
+@click.option("--rules", multiple=True, metavar="MODULE:CLASS", help="A rule of your own.")
+@click.option("--advertise", default="", metavar="HOST", help="How others reach --bind 0.0.0.0.")
+@click.option(
+    "--restart",
+    "restart_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Sync waits this long for a worker that died to come again.",
+)
+@click.option("--until-done", is_flag=True, help="End when all workers have come and left.")
+@with_tls
+def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
+    """Run a server, the first one or one that joins it, until it is stopped.
+
+    The first one is told --servers, --workers and --consistency for the whole cluster.
+    """
+    from paramserve.serving import serve as run
+
+    tls = tls_of(options)
+    run(
+        rules=[load_class(each) for each in rules],
+        consistency=POLICIES[consistency](),
+        tls=tls,
+        ready=lambda address: click.echo(f"paramserve: serving at {address}"),
+        **options,
+    )
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token-file", type=click.Path(), help="The cluster's token.")
+@click.option("--watch", "every_s", type=click.FloatRange(min=0.1), metavar="SECONDS")
+@with_tls
+def status(address: str, token_file: str | None, every_s: float | None, **options: Any) -> None:
+    """Show a running cluster: its servers, workers, clocks, versions and staleness."""
+    from rich.console import Console
+
+    from paramserve.job.overview import Overview
+    from paramserve.joining import credentials_of, full_address
+    from paramserve.observe.cluster import as_table
+
+    overview = Overview(
+        (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()
+    )
+    console = Console()
+    try:
+        while True:
+            console.print(as_table(address, _ask(overview, address)))
+            if every_s is None:
+                return
+            time.sleep(every_s)
+    finally:
+        overview.close()
+
+
+def _ask(overview: Any, address: str) -> Status:
+    overview.ask_now(time.monotonic(), STATUS_S)
+    found: Status | None = overview.status
+    if overview.error is not None:
+        raise overview.error
+    if found is None:
+        raise ParamServeError(
+            f"the coordinator at {address} did not answer in {STATUS_S} s",
+            fix="look whether it runs, and whether a firewall is in between",
+        )
+    return found
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+def token(file: str) -> None:
+    """Make a new token for a cluster: FILE, which only you can read."""
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise click.UsageError(f"{file} is there already; a token is not overwritten") from None
+    with os.fdopen(fd, "w") as out:
+        out.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+    click.echo(f"paramserve: a new token is in {file}; give the same file to every process")
+
+
+@click.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--host", "hosts", multiple=True, help="A name or address of a server; repeatable.")
+def certs(directory: str, hosts: tuple[str, ...]) -> None:
+    """Make a set of certificates for tests in DIRECTORY: ca.pem, cert.pem, key.pem.
+
+    Without --host they are for this machine.
+    """
+    from paramserve.certificates import make_certificates
+
+    chosen = (Path(directory), hosts) if hosts else (Path(directory),)
+    made = make_certificates(*chosen)
+    click.echo(
+        f"paramserve: use --tls-certificate {made.certificate} --tls-key {made.key} "
+        f"--tls-authority {made.authority}"
+    )
+
+
+def load_class(target: str) -> type[Any]:
+    """The class that MODULE:CLASS names; modules of the present folder can be imported.
+
+    Raises:
+        click.BadParameter: there is no such module or class.
+    """
+    found: type[Any] = load_object(target, "MODULE:CLASS")
+    return found
+
+
+def load_object(target: str, form: str) -> Any:
+    """What MODULE:NAME names; modules of the present folder can be imported.
+
+    Raises:
+        click.BadParameter: there is no such module or name.
+    """
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        raise click.BadParameter(f"{target!r} is not {form}")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise click.BadParameter(f"{target}: {error}") from error
+
+
+COMMANDS: Sequence[click.Command] = (serve, status, token, certs, agent_command)

@@ -1,0 +1,109 @@
+"""Running rules that are not ours: on copies, and whatever they raise is a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.errors import RuleFailed
+from paramserve.rules.base import Hyper, PushInfo, Rule, Run
+from paramserve.rules.compiled import compiled
+from paramserve.rules.custom import check_unchanged
+from paramserve.rules.registry import is_built_in
+
+Array = npt.NDArray[Any]
+
+OURS = __file__.rpartition("/core/")[0]
+"""The package's folder: frames in it say nothing about a user's rule."""
+
+
+@contextlib.contextmanager
+def guarded(failed: str, rule: Rule, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn what a user's rule raises into `RuleFailed`; one of ours raises as it is.
+
+    Args:
+        failed: which rule failed at what.
+        passes: what it raises to refuse an argument, which is no failure.
+    """
+    if is_built_in(rule):
+        yield
+        return
+    try:
+        yield
+    except passes:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise RuleFailed(
+            f"{failed}: {text}{_where(error)}",
+            fix="correct the rule, and start the servers with the corrected one",
+        ) from None
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's that an exception went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    if not theirs:
+        return ""
+    # Below the user's line there may be numpy's: what they wrote is in the file that we called.
+    last = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+    return f" ({last.filename}:{last.lineno} in {last.name}: {last.line})"
+
+
+class Draft:
+    """Copies of a block's value and state, where a rule computes an update.
+
+    The rule is given views, which cannot be resized. What it keeps of them is never the block.
+    """
+
+    def __init__(self, value: Array, state: tuple[Array, ...]) -> None:
+        self.key: tuple[object, tuple[int, ...] | None] | None = None
+        """What the update belongs to and its pieces; None: there is nothing to be kept."""
+        self._value, self._state = value, state
+        self._new = tuple(np.empty_like(array) for array in (value, *state))
+        self._runs: Sequence[Run] = ()
+
+    def compute(
+        self, rule: Rule, gradient: Array, hyper: Hyper, runs: Sequence[Run], push: PushInfo
+    ) -> None:
+        """Compute the update of these runs.
+
+        Raises:
+            ValueError, TypeError: the rule returned something, resized an array, or made NaN or
+                Inf of finite numbers. What the rule itself raises passes through.
+        """
+        self.key = None
+        for old, new in zip((self._value, *self._state), self._new, strict=True):
+            for run in runs:
+                new[run.start : run.stop] = old[run.start : run.stop]
+        given = [new[:] for new in self._new]
+        apply: Any = rule.apply  # what users write need not be typed
+        returned = apply(given[0], gradient[:], tuple(given[1:]), hyper, runs, push, None)
+        if returned is not None:
+            raise TypeError(f"apply returned {type(returned).__name__}, not None")
+        names = ("value", *rule.states(rule.hyper()))
+        for name, view, new in zip(names, given, self._new, strict=True):
+            check_unchanged(rule.name, name, view, new.shape, new.dtype)
+            self._check_finite(name, new, gradient, runs)
+        self._runs = runs
+
+    def _check_finite(self, name: str, new: Array, gradient: Array, runs: Sequence[Run]) -> None:
+        finite = compiled().finite
+        if all(finite(new[run.start : run.stop]) for run in runs):
+            return
+        before = (self._value, *self._state, gradient)
+        if all(finite(array[run.start : run.stop]) for array in before for run in runs):
+            raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")
+
+    def keep(self) -> None:
+        """Copy the update to the block, once."""
+        self.key = None
+        for old, new in zip((self._value, *self._state), self._new, strict=True):
+            for run in self._runs:
+                old[run.start : run.stop] = new[run.start : run.stop]

@@ -1,0 +1,255 @@
+"""Ways into a running cluster: by a handle, by name, by address, from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import msgspec
+from msgspec import Struct
+
+from paramserve.client import Client
+from paramserve.config import TLS, Credentials, Deadlines, Limits
+from paramserve.engine.base import Engine
+from paramserve.engine.local import Local
+from paramserve.errors import ConnectTimeout, CoordinatorGone, UnknownName
+from paramserve.transport.token_file import credentials_of as credentials_of
+from paramserve.worker import Worker
+
+HANDLE_CONNECT_S = 5.0
+"""A handle is made of a cluster that is up: whoever does not answer it for this long is gone."""
+ADDRESS = "PARAMSERVE_ADDRESS"
+TOKEN_FILE = "PARAMSERVE_TOKEN_FILE"
+TLS_FILES = ("PARAMSERVE_TLS_CERTIFICATE", "PARAMSERVE_TLS_KEY", "PARAMSERVE_TLS_AUTHORITY")
+
+
+class _Packed(Struct, frozen=True, array_like=True):
+    """A handle as bytes."""
+
+    addresses: tuple[str, ...]
+    credentials: Credentials
+    seed: int
+    limits: Limits
+    deadlines: Deadlines
+
+
+class Handle:
+    """How to reach a cluster from any process: its addresses and what opens them.
+
+    It can be pickled, sent to Ray tasks and actors and stored. It holds the cluster's secret: who
+    has it may read and write all values. It shows it nowhere.
+
+    Attributes:
+        addresses: the coordinator's.
+    """
+
+    def __init__(self, packed: _Packed, connect: Callable[[int], Client] | None = None) -> None:
+        self.addresses = packed.addresses
+        self._packed = packed
+        self._connect = connect if connect is not None else self._dial
+
+    @classmethod
+    def of(
+        cls,
+        addresses: tuple[str, ...],
+        credentials: Credentials,
+        *,
+        seed: int,
+        limits: Limits,
+        deadlines: Deadlines,
+        connect: Callable[[int], Client] | None = None,
+    ) -> Handle:
+        """A handle of a cluster.
+
+        Args:
+            seed: of workers that join by it; equal for all.
+            connect: how clients of a rank are made in this process.
+        """
+        return cls(_Packed(addresses, credentials, seed, limits, deadlines), connect)
+
+    def __repr__(self) -> str:
+        return f"Handle({self.addresses[0] if self.addresses else 'of nothing'!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle.decode, (self.encode(),)
+
+    def encode(self) -> bytes:
+        """Everything, the secret too, as bytes."""
+        return msgspec.msgpack.encode(self._packed)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Handle:
+        """What `encode` gave."""
+        return cls(msgspec.msgpack.decode(data, type=_Packed))
+
+    @overload
+    def connect(self, rank: None = None, *, workers: None = None) -> Client: ...
+    @overload
+    def connect(self, rank: int, *, workers: int | None = None) -> Worker: ...
+
+    def connect(self, rank: int | None = None, *, workers: int | None = None) -> Client | Worker:
+        """Join the cluster, from any process that can reach it.
+
+        Args:
+            rank: of a worker: the cluster waits for it as for its own; None: a client that reads,
+                assigns and, in Async, pushes, and holds up nobody.
+            workers: how many workers there should be; checked against the cluster.
+        Returns:
+            A `Worker` for a rank, otherwise a `Client`. Both are context managers that leave the
+            cluster at the end.
+        Raises:
+            CoordinatorGone: nobody answers: the cluster has ended, or cannot be reached from here.
+            RankTaken: a living worker has this rank.
+            ValueError: `workers` is not the cluster's number.
+            ParamServeError: the cluster is being ended, or has no such rank.
+        """
+        if rank is None:
+            return self._connect(-1)
+        return as_worker(self._connect(rank), self._packed.seed, workers)
+
+    def _dial(self, rank: int) -> Client:
+        try:
+            return Client.connect(
+                self.addresses,
+                self._packed.credentials,
+                rank=rank,
+                timeout_s=HANDLE_CONNECT_S,
+                limits=self._packed.limits,
+                deadlines=self._packed.deadlines,
+            )
+        except ConnectTimeout as error:
+            raise CoordinatorGone(
+                f"the cluster of this handle does not answer: {error.failed}",
+                fix="if it has ended, get a handle of one that runs; a handle lives as long as its "
+                "cluster",
+            ) from error
+
+
+def as_worker(client: Client, seed: int, workers: int | None) -> Worker:
+    """A worker around a client that has a rank.
+
+    Raises:
+        ValueError: the cluster has another number of workers. The client has left again.
+    """
+    if workers is not None and workers != client.workers:
+        client.close(leave=False)  # not done: one that fits may take the rank
+        raise ValueError(
+            f"the cluster was started for {client.workers} workers, but rank {client.rank} was "
+            f"started as one of {workers}: start both with the same number"
+        )
+    return Worker(client, seed)
+
+
+def attach(name: str, *, engine: Engine | None = None) -> Handle:
+    """Find a cluster that another process has started as `ps.Cluster(name=...)`.
+
+    Args:
+        engine: the one that it was started with: with `ps.Local()` (if None) on this machine by
+            this user, with `ps.OnRay()` anywhere on the same Ray cluster.
+    Raises:
+        UnknownName: no living cluster has this name there.
+    """
+    where = engine if engine is not None else Local()
+    data = where.find(name)
+    if data is None:
+        raise UnknownName(
+            f"no cluster named {name!r} was found by {where!r}",
+            fix="start it with ps.Cluster(name=..., engine=...), give the same engine here, and "
+            "keep the process that started it",
+        )
+    return Handle.decode(data)
+
+
+def connect(
+    address: str,
+    *,
+    rank: int | None = None,
+    workers: int | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls: TLS | None = None,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
+) -> Worker:
+    """Join a cluster of `paramserve serve` as a worker: from torchrun, Slurm, Kubernetes, anywhere.
+
+    Example:
+        with ps.connect("ps0.example:5555", rank=3, workers=8, token_file="token") as worker:
+            train(worker)
+
+    Args:
+        address: of the first server: `host:port`, or `unix:<path>`.
+        rank: 0 to `workers` - 1, each once.
+        workers: how many there are; checked against the cluster. None: not checked.
+        token_file: the cluster's token; see `paramserve token`. Needed for `host:port`.
+        tls: certificates; None: no TLS.
+        seed: for the loader's order; the same number on all ranks.
+        timeout_s: until the cluster answers and is complete; `deadlines.start_s` if None.
+    Raises:
+        ConnectTimeout: nobody answered there, or the cluster was not complete in time.
+        NotAuthenticated: the token or a certificate does not match.
+        RankTaken: a living worker has this rank. It is free again when that has left or died.
+        ValueError: a wrong argument, or the cluster has another number of workers.
+    """
+    if rank is None:
+        raise ValueError("a worker needs its rank: ps.connect(address, rank=...)")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"rank must be an int of at least 0, not {rank!r}")
+    if workers is not None and rank >= workers:
+        raise ValueError(f"rank {rank} of {workers} workers: ranks are 0 to {workers - 1}")
+    client = Client.connect(
+        full_address(address),
+        credentials_of(token_file, tls),
+        rank=rank,
+        timeout_s=timeout_s,
+        limits=limits,
+        deadlines=deadlines,
+    )
+    return as_worker(client, seed, workers)
+
+
+def from_environment(environment: Mapping[str, str] | None = None, *, seed: int = 0) -> Worker:
+    """Join as the worker that the environment describes.
+
+    It reads RANK and WORLD_SIZE (as torchrun sets them), PARAMSERVE_ADDRESS,
+    PARAMSERVE_TOKEN_FILE and, for TLS, PARAMSERVE_TLS_CERTIFICATE, PARAMSERVE_TLS_KEY and
+    PARAMSERVE_TLS_AUTHORITY.
+
+    Args:
+        environment: instead of this process's.
+    Raises:
+        ValueError: a variable is missing or no number; and as `connect`.
+    """
+    found = environment if environment is not None else os.environ
+    files = [found.get(name, "") for name in TLS_FILES]
+    if any(files) and not all(files):
+        raise ValueError(f"TLS needs all of {', '.join(TLS_FILES)}")
+    return connect(
+        _variable(found, ADDRESS),
+        rank=_number(found, "RANK"),
+        workers=_number(found, "WORLD_SIZE"),
+        token_file=found.get(TOKEN_FILE) or None,
+        tls=TLS(files[0], files[1], files[2]) if all(files) else None,
+        seed=seed,
+    )
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise ValueError(f"the environment has no {name}: set it, or use ps.connect(...)")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = _variable(environment, name)
+    if not value.isdecimal():
+        raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    return int(value)
+
+
+def full_address(address: str) -> str:
+    """`host:port` as `tcp:host:port`; an address with its scheme as it is."""
+    return address if address.startswith(("unix:", "tcp:")) else f"tcp:{address}"

@@ -1,0 +1,206 @@
+"""The base of rules that users write: one method, everything else follows from the fields."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paramserve.rules.allowed import FINITE, FLAG, Allowed, check_hyper
+from paramserve.rules.base import Array, Hyper, PushInfo, Run
+
+INSTANCES_KEPT = 256
+"""Copies of a rule with the hyper-parameters of a push: a schedule brings one for each step."""
+
+
+class HyperNames:
+    """Names of the fields that travel with each push: those of type float and bool, in order."""
+
+    def __get__(self, instance: object, owner: type[Any]) -> tuple[str, ...]:
+        return tuple(field.name for field in hyper_fields(owner))
+
+
+class State(dict[str, Array]):
+    """State arrays by name. Writing to a name writes into its array, so that `state["m"] += x` and
+    `state["m"] = x` both do what they say."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        array = self[name]
+        if value is not array:
+            array[...] = value
+
+
+class CustomRule:
+    """Your own update rule: a frozen dataclass with one method, `update`.
+
+    Fields of type float and bool are hyper-parameters: they travel with each push. Fields of type
+    str and tuples of numbers, bools or texts are fixed when a parameter is defined.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Clipped(ps.CustomRule):
+        ...     lr: float = 0.1
+        ...     def update(self, value, gradient, state, push):
+        ...         value -= self.lr * np.clip(gradient, -1, 1)
+        >>> ps.run(train, workers=2, rules=[Clipped])
+        >>> worker.client.define("w", np.zeros(10), rule=Clipped(lr=0.5))
+
+    Attributes:
+        name: how servers know the rule; the class's name unless it says otherwise.
+        state_names: of the arrays that the servers keep beside each value; they start at zero.
+        whole_tensors: `update` sees each tensor whole and in its own shape, and no tensor is cut
+            over two servers. Without, it sees runs [n] of elements, of one or several tensors or
+            of a part of one: right for all that works on each element alone.
+    """
+
+    name: ClassVar[str] = "CustomRule"
+    state_names: ClassVar[tuple[str, ...]] = ()
+    whole_tensors: ClassVar[bool] = False
+    hyper_names: ClassVar[tuple[str, ...]] = HyperNames()  # type: ignore[assignment]  # computed
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    def update(
+        self, value: Array, gradient: Array, state: MutableMapping[str, Array], push: PushInfo
+    ) -> None:
+        """Change `value` and the arrays in `state` in place. To be overridden.
+
+        What it raises refuses the push whole (`RuleFailed`), as do NaN or Inf made of finite
+        numbers, and a resized array. It must keep no reference to the arrays.
+
+        Args:
+            value: [n], or the tensor's shape with `whole_tensors`.
+            gradient: as value, read-only.
+            state: by name, arrays like value; `state["m"] = ...` writes into the array.
+            push: worker (rank), clock, version, staleness and weight. In Sync the gradient is the
+                reduced one of all workers, and worker is -1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update()")
+
+    def init(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        """The first values [size] of a state array. To be overridden where they are not zeros."""
+        return np.zeros(size, dtype)
+
+    # --- what the servers call; see `rules.base.Rule` ------------------------------------------
+
+    def hyper(self) -> Hyper:
+        """The float and bool fields, in order."""
+        return tuple(float(getattr(self, name)) for name in self.hyper_names)
+
+    def check(self, hyper: Hyper) -> None:
+        """Refuse what is not finite, and what the class's own `__post_init__` refuses."""
+        allowed: dict[str, Allowed] = {
+            field.name: FLAG if _is_bool(field) else FINITE for field in hyper_fields(type(self))
+        }
+        check_hyper(self.name, allowed, hyper)
+        with_hyper(self, hyper)
+
+    def states(self, hyper: Hyper) -> tuple[str, ...]:
+        """All of `state_names`, whatever the hyper-parameters."""
+        return tuple(self.state_names)
+
+    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        """One array for each state name."""
+        arrays = []
+        for name in self.state_names:
+            array = np.array(self.init(name, size, dtype), dtype)
+            if array.shape != (size,):
+                raise ValueError(
+                    f"init({name!r}, {size}) of {self.name} gave shape {list(array.shape)}, "
+                    f"it has to be [{size}]"
+                )
+            arrays.append(array)
+        return tuple(arrays)
+
+    def prepare(self, dtype: np.dtype[Any]) -> None:
+        """Nothing is compiled."""
+
+    def apply(
+        self,
+        value: Array,
+        gradient: Array,
+        state: tuple[Array, ...],
+        hyper: Hyper,
+        runs: Sequence[Run],
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        """Call `update` for each run.
+
+        Raises:
+            ValueError: a state array is missing, or `update` resized an array.
+            TypeError: `update` returned something. Only in both cases, and where `update` itself
+                raises, part of the runs may be updated: the shard calls this on copies.
+        """
+        if len(state) != len(self.state_names):
+            raise ValueError(
+                f"{self.name} needs the state {', '.join(self.state_names)}, "
+                f"{len(state)} arrays are there"
+            )
+        rule = with_hyper(self, hyper)
+        given = push._replace(scale=1.0)
+        for run in runs:
+            at = slice(run.start, run.stop)
+            size = run.stop - run.start
+            shape = run.shape if self.whole_tensors and run.shape is not None else (size,)
+            assert prod(shape) == size, "the shard cuts between tensors"
+            mine = value[at].reshape(shape)
+            theirs = gradient[at].reshape(shape)
+            if push.scale != 1.0:
+                theirs = np.asarray(theirs * value.dtype.type(push.scale))  # of () a scalar
+            theirs.flags.writeable = False
+            kept = {n: a[at].reshape(shape) for n, a in zip(self.state_names, state, strict=True)}
+            update: Any = rule.update  # what users write need not be typed
+            returned = update(mine, theirs, State(kept), given)
+            if returned is not None:
+                raise TypeError(
+                    f"update() of {self.name} returned {type(returned).__name__}: it has to change "
+                    "value in place (value -= ..., value[...] = ...) and return None"
+                )
+            for name, array in (("value", mine), *kept.items()):
+                check_unchanged(self.name, name, array, shape, value.dtype)
+            if out is not None:
+                out[at] = value[at]
+
+
+def check_unchanged(
+    rule: str, name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> None:
+    """Require that an array which a rule was given still has its shape and dtype.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"{rule} turned {name} of {dtype}{list(shape)} into {array.dtype}{list(array.shape)}: "
+            "an update keeps shape and dtype"
+        )
+
+
+def _is_bool(field: Field[Any]) -> bool:
+    return field.type in (bool, "bool")
+
+
+def hyper_fields(kind: type[Any]) -> list[Field[Any]]:
+    """The fields of type float and bool; none of a class that is no dataclass (yet)."""
+    if not is_dataclass(kind):
+        return []
+    return [field for field in fields(kind) if field.type in (float, bool, "float", "bool")]
+
+
+@lru_cache(maxsize=INSTANCES_KEPT)
+def with_hyper(rule: CustomRule, hyper: Hyper) -> CustomRule:
+    """The rule with the hyper-parameters of one push."""
+    named = zip(hyper_fields(type(rule)), hyper, strict=True)
+    values: dict[str, Any] = {f.name: bool(v) if _is_bool(f) else v for f, v in named}
+    changed: Any = replace(rule, **values)  # type: ignore[type-var]  # checked at registration
+    assert isinstance(changed, CustomRule)
+    return changed

@@ -1,0 +1,346 @@
+"""A server that somebody starts by itself: `paramserve serve`, or `serve()` in a program.
+
+The first one of a cluster is its coordinator as well, on the same port. The others join it and get
+a shard each. They run until they are stopped, the coordinator is gone or, if that is wanted, until
+all workers have come and gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paramserve.config import (
+    TLS,
+    CoordinatorConfig,
+    Credentials,
+    Deadlines,
+    Limits,
+    PolicySpec,
+    ServerConfig,
+)
+from paramserve.control import ControlLink
+from paramserve.coordinator import ROLES, CoordinatorRole
+from paramserve.core.consistency import Async, Consistency
+from paramserve.core.consistency import spec as policy_spec
+from paramserve.core.membership import DEAD, LEFT
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.joining import credentials_of, full_address
+from paramserve.messages import Enlist, Enlisted, Hello
+from paramserve.rules.registry import check_registered
+from paramserve.server import ServerRole, register
+from paramserve.transport.connection import Connection, Handler
+from paramserve.transport.framing import ByteArray
+from paramserve.transport.listener import Listener, listen
+
+logger = logging.getLogger("paramserve")
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+ATTEMPT_S = 2.0
+"""For one attempt to reach the coordinator; the process ends no later than this when it is told."""
+DONE_POLL_S = 0.2
+"""How often is looked whether all workers have left."""
+LAST_ANSWER_S = 0.5
+"""After the last worker has left: for answers that are on their way."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server is started; see `serve`."""
+
+    bind: str
+    credentials: Credentials
+    join: str | None
+    servers: int
+    workers: int
+    consistency: PolicySpec
+    rules: Sequence[type[Any]]
+    advertise: str
+    restart_s: float | None
+    until_done: bool
+    limits: Limits
+    deadlines: Deadlines
+
+
+class _Both:
+    """A `transport.Handler` that serves a coordinator and a shard on one port.
+
+    Who a peer wants is told by its role: those of the two are all different.
+    """
+
+    def __init__(self, coordinator: CoordinatorRole) -> None:
+        self._coordinator = coordinator
+        self.server: ServerRole | None = None
+        self._handlers: dict[Connection, Handler] = {}
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        handler: Handler | None = self._coordinator if hello.role in ROLES else self.server
+        if handler is None:
+            raise ParamServeError("the server is still starting", fix="try again")
+        handler.opened(conn, hello)
+        self._handlers[conn] = handler
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        self._handlers[conn].frame(conn, header, payload)
+
+    def closed(self, conn: Connection) -> None:
+        self._handlers.pop(conn).closed(conn)
+
+
+class _Running:
+    """What has been opened, to be closed in the reverse order."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.stack = contextlib.ExitStack()
+        self.coordinator: CoordinatorRole | None = None
+        self.role: ServerRole | None = None
+        self.control: ControlLink | None = None
+        self.addresses: tuple[str, ...] = ()
+        """Where this server is reached."""
+
+    async def start(self) -> None:
+        """Listen, become a member, be ready."""
+        settings = self.settings
+        listeners: list[Listener] = []
+        both: _Both | None = None
+        if settings.join is None:
+            self.coordinator = CoordinatorRole(_coordinator_config(settings))
+            both = _Both(self.coordinator)
+            listeners = await self._listen("c", both)
+            coordinator = tuple(each.address for each in listeners)
+        else:
+            coordinator = (full_address(settings.join),)
+        control = self.control = await self._reach(coordinator)
+        self.stack.callback(control.close)
+        enlisted = await asyncio.to_thread(
+            control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
+        )
+        config = _server_config(settings, coordinator, enlisted)
+        rules = check_registered(settings.rules)
+        self.role = ServerRole(config, settings.credentials, control, rules=rules)
+        self.stack.callback(self.role.close)
+        if both is not None:
+            both.server = self.role
+        else:
+            listeners = await self._listen(f"s{enlisted.shard}", self.role)
+        self.addresses = tuple(each.address for each in listeners)
+        await register(self.role, control, self.addresses)
+
+    async def _reach(self, coordinator: tuple[str, ...]) -> ControlLink:
+        """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
+        settings = self.settings
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + settings.deadlines.start_s
+        while True:
+            try:
+                return await asyncio.to_thread(
+                    ControlLink.connect,
+                    coordinator,
+                    Hello("register"),
+                    credentials=settings.credentials,
+                    limits=settings.limits,
+                    timeout_s=min(ATTEMPT_S, max(deadline - loop.time(), 0.0)),
+                    lost_s=settings.deadlines.lost_s,
+                )
+            except ConnectTimeout as error:
+                if loop.time() >= deadline:
+                    raise ConnectTimeout(
+                        f"no server answered at {settings.join} for "
+                        f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
+                        fix="start the cluster's first server, and look at its address",
+                    ) from error
+
+    async def _listen(self, name: str, handler: Handler) -> list[Listener]:
+        settings = self.settings
+        listeners = await listen(
+            "",
+            name,
+            settings.bind,
+            settings.credentials,
+            handler,
+            settings.limits,
+            advertise=settings.advertise,
+            lost_s=settings.deadlines.lost_s,
+        )
+        for listener in listeners:
+            self.stack.callback(listener.close)
+        return listeners
+
+    async def until_done(self) -> None:
+        """Wait for the end; the caller cancels this to end it by its own wish.
+
+        Raises:
+            ParamServeError: the coordinator of the cluster is gone.
+        """
+        assert self.role is not None
+        gone = asyncio.create_task(self.role.ended.wait())
+        done = asyncio.create_task(self._all_left())
+        try:
+            await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            done.cancel()
+        if self.coordinator is None and not (self.settings.until_done and self._saw_all_leave()):
+            raise ParamServeError(
+                f"the coordinator at {self.settings.join} is gone, and the cluster with it",
+                applied="unknown",
+                fix="start the cluster again, its first server first",
+            )
+
+    def _saw_all_leave(self) -> bool:
+        """Whether the coordinator, before it went, told that all workers had come and left."""
+        assert self.role is not None
+        assert self.control is not None
+        self.role.take_notices(list(self.control.notices))  # what came together with its end
+        members = self.role.shard.members.values()
+        return bool(members) and all(member.state in (LEFT, DEAD) for member in members)
+
+    async def _all_left(self) -> None:
+        coordinator = self.coordinator
+        if coordinator is None or not self.settings.until_done:
+            await asyncio.Event().wait()  # for ever
+            return
+        while not coordinator.all_left:
+            await asyncio.sleep(DONE_POLL_S)
+        await asyncio.sleep(LAST_ANSWER_S)
+
+
+def _coordinator_config(settings: Settings) -> CoordinatorConfig:
+    return CoordinatorConfig(
+        settings.servers,
+        settings.workers,
+        "",
+        settings.consistency,
+        restarts=settings.restart_s is not None,
+        limits=settings.limits,
+        deadlines=settings.deadlines,
+    )
+
+
+def _server_config(
+    settings: Settings, coordinator: tuple[str, ...], enlisted: Enlisted
+) -> ServerConfig:
+    return ServerConfig(
+        enlisted.shard,
+        enlisted.servers,
+        enlisted.workers,
+        coordinator,
+        "",
+        enlisted.consistency,
+        limits=settings.limits,
+        deadlines=settings.deadlines,
+    )
+
+
+def serve(
+    bind: str,
+    *,
+    token_file: str | os.PathLike[str],
+    join: str | None = None,
+    servers: int = 1,
+    workers: int = 0,
+    consistency: Consistency | None = None,
+    rules: Sequence[type[Any]] = (),
+    tls: TLS | None = None,
+    advertise: str = "",
+    restart_s: float | None = None,
+    until_done: bool = False,
+    ready: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+    deadlines: Deadlines | None = None,
+) -> None:
+    """Serve in this process until it is told to stop (SIGTERM, Ctrl-C), or the cluster is gone.
+
+    The first server of a cluster is started without `join` and says how many servers and workers
+    there will be. Workers come with `ps.connect`.
+
+    Args:
+        bind: `host:port` to listen on; port 0: any free one. Beyond loopback, use TLS or a network
+            that you trust: the token keeps strangers out, but hides nothing.
+        token_file: the cluster's token; see `paramserve token`.
+        join: `host:port` of the first server; None: this is it.
+        servers, workers: of the whole cluster. Only the first server is told.
+        consistency: when gradients are applied; `ps.Async()` if None. Only the first is told.
+        rules: classes of your own rules that this server may run.
+        tls: certificates; None: no TLS.
+        advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
+        restart_s: how long Sync waits for a worker that died to come again; None: not at all.
+        until_done: return when all workers have come and left.
+        ready: is called with the `host:port` of this server when it serves.
+    Raises:
+        ValueError, TypeError: a wrong argument. Nothing was started.
+        ParamServeError: the port is taken, the cluster is complete already, or it is gone.
+        NotAuthenticated: the token or a certificate does not match.
+        ConnectTimeout: nobody answers at `join`.
+    """
+    waits = deadlines if deadlines is not None else Deadlines()
+    if restart_s is not None:
+        waits = _with_restart(waits, restart_s)
+    policy = consistency if consistency is not None else Async()
+    if servers < 1 or workers < 0:
+        raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
+    if until_done and join is None and not workers:
+        raise ValueError("until_done needs the number of workers: without any it would never end")
+    settings = Settings(
+        bind,
+        credentials_of(token_file, tls),
+        join,
+        servers,
+        workers,
+        policy_spec(policy),
+        tuple(rules),
+        advertise,
+        restart_s,
+        until_done,
+        limits if limits is not None else Limits(),
+        waits,
+    )
+    host = bind.rpartition(":")[0]
+    if host not in LOOPBACK and tls is None:
+        logger.warning(
+            "listening beyond this machine at %s without TLS: values can be read on the way", bind
+        )
+    asyncio.run(_serve(settings, ready))
+
+
+def _with_restart(deadlines: Deadlines, restart_s: float) -> Deadlines:
+    from msgspec.structs import replace
+
+    if not restart_s > 0:
+        raise ValueError(f"restart_s must be above 0, not {restart_s}")
+    return replace(deadlines, restart_s=restart_s)
+
+
+async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread():
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+    running = _Running(settings)
+    try:
+        await running.start()
+        if ready is not None:
+            ready(running.addresses[-1].removeprefix("tcp:"))
+        await running.until_done()
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    finally:
+        running.stack.close()

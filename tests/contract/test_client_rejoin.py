@@ -1,0 +1,254 @@
+"""A worker that dies in mid-step and is started again, over sockets with 1 and 2 shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from msgspec import structs
+from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
+
+from paramserve.client import BlockPush, Client, Ticket
+from paramserve.client.exchange import Exchange
+from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.errors import ParamServeError, PushTimeout, RankTaken, WorkerFenced
+from paramserve.messages import ShardRequest
+from paramserve.rules import Add
+
+LARGE = 20_000
+STEPS = 5
+MakeCluster = Callable[..., RoleCluster]
+
+
+class Pair:
+    """A cluster whose rank 1 may die and come again."""
+
+    def __init__(self, cluster: RoleCluster) -> None:
+        self.cluster = cluster
+        self.first, self.mortal = cluster.client(0), cluster.client(1)
+        for client in (self.first, self.mortal):
+            client.define("w", np.zeros(LARGE), rule=Add())
+
+    def dies(self) -> None:
+        """As if its process had ended: the coordinator loses it without a word. What it has left to
+        say to the shards is a ghost's."""
+        self.mortal._control.close()
+        wait_until(lambda: self.states(1) == {"restarting"})
+
+    def comes_again(self) -> Client:
+        return self.cluster.client(1)
+
+    def states(self, rank: int) -> set[str]:
+        """A rank's as the shards know it."""
+        return {server.role.shard.members[rank].state for server in self.cluster.servers}
+
+    def values(self) -> np.ndarray:
+        with self.cluster.client() as reader:
+            return reader.pull("w")
+
+    def held(self, rank: int) -> int:
+        """Shards with this rank's gradients of the present clock."""
+        groups = [server.role.shard.groups[0] for server in self.cluster.servers]
+        return sum(rank in group.collect.held for group in groups)
+
+    def clocks(self, rank: int) -> list[int]:
+        return [server.role.shard.groups[0].clocks[rank] for server in self.cluster.servers]
+
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def make_pair(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> MakePair:
+    def make(policy: Consistency, *, restart_s: float = 30.0) -> Pair:
+        return Pair(
+            make_cluster(
+                request.param,
+                servers=shards,
+                workers=2,
+                policy=policy,
+                restarts=True,
+                deadlines=structs.replace(DEADLINES, restart_s=restart_s),
+            )
+        )
+
+    return make
+
+
+def gradient(rank: int, clock: int) -> float:
+    """Of every (rank, clock) another digit of the sum."""
+    return float(10 ** (2 * clock + rank))
+
+
+def step(client: Client) -> Ticket:
+    """The next step of a rank."""
+    (block,) = client.blocks()
+    slot = client.gradient_slot(block)
+    slot[:] = gradient(client.rank, client.clock())
+    return client.step("default", [BlockPush(block, slot)], pull=[block])
+
+
+def every(clocks: int) -> float:
+    """The sum with both ranks' gradients of each clock, once."""
+    return sum(gradient(rank, clock) for rank in (0, 1) for clock in range(clocks))
+
+
+def reach(client: Client, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this client sends from now on reaches only so many of its shards."""
+    exchange, transmit = client._exchange, Exchange._transmit
+
+    def lossy(shard: object, message: ShardRequest) -> None:
+        if shard.number < shards:  # type: ignore[attr-defined] # the exchange's own
+            transmit(exchange, shard, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exchange, "_transmit", lossy)
+
+
+@pytest.mark.parametrize("reached", [0, 1, 2])
+def test_sync_every_clock_has_each_rank_once(
+    make_pair: MakePair, shards: int, reached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker dies when its second step has reached none, one or all of the shards."""
+    reached = min(reached, shards)
+    pair = make_pair(Sync(reduce="sum"))
+    tickets = [step(pair.first), step(pair.mortal)]
+    for ticket in tickets:
+        ticket.result()
+    reach(pair.mortal, reached, monkeypatch)
+    step(pair.mortal)
+    wait_until(lambda: pair.held(1) == reached)
+    pair.dies()
+    new = pair.comes_again()
+    assert new.incarnation == 2
+    assert new.clock() == (2 if reached == shards else 1)
+    seen: list[tuple[int, float]] = []
+    for client in (new, pair.first, new, pair.first, new, pair.first, new, pair.first):
+        if client.clock() < STEPS:
+            tickets.append(step(client))
+    for ticket in tickets[2:]:
+        outcome = ticket.result()
+        (values,) = outcome.values.values()
+        seen.append((outcome.version, float(values[0])))
+        assert not outcome.skipped
+        ticket.release()
+    assert all(value == every(version) for version, value in seen)
+    assert (pair.values() == every(STEPS)).all()
+    assert [client.clock() for client in (pair.first, new)] == [STEPS] * 2
+
+
+def test_sync_new_worker_reads_only_after_the_clock_that_has_its_predecessor(
+    make_pair: MakePair, shards: int
+) -> None:
+    pair = make_pair(Sync(reduce="sum"))
+    step(pair.mortal)
+    wait_until(lambda: pair.held(1) == shards)
+    pair.dies()
+    new = pair.comes_again()
+    assert new.clock() == 1
+    with pytest.raises(ParamServeError, match="timed out"):
+        new.pull("w", timeout_s=0.05)
+    step(pair.first)
+    assert (new.pull("w") == every(1)).all()
+
+
+def test_sync_a_second_death_before_the_first_step_is_waited_for_too(
+    make_pair: MakePair, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Sync(reduce="sum"))
+    for last in (False, False, True):
+        reach(pair.mortal, 2 if last else 1, monkeypatch)
+        if pair.mortal.clock() == 0:
+            step(pair.mortal)
+        wait_until(lambda: pair.held(1) >= 1)
+        if not last:
+            pair.dies()
+            pair.mortal = pair.comes_again()
+    assert pair.mortal.incarnation == 3
+    step(pair.first).result()
+    assert (pair.values() == every(1)).all()
+
+
+def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
+    make_pair: MakePair, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Async())
+    for client in (pair.mortal, pair.mortal):
+        step(client).result()
+    reach(pair.mortal, 1, monkeypatch)
+    step(pair.mortal)
+    wait_until(lambda: pair.clocks(1)[0] == 3)
+    pair.dies()
+    for _ in range(STEPS):
+        step(pair.first).result()
+    new = pair.comes_again()
+    lacking = shards == 2
+    assert (new.clock(), new.repeated) == ((2, 1) if lacking else (3, 0))
+    while new.clock() < STEPS:
+        step(new).result()
+        assert min(pair.clocks(1)) == new.clock(), "no clock goes back"
+    values = pair.values()
+    assert values[-1] == every(STEPS)
+    assert values[0] == every(STEPS) + (gradient(1, 2) if lacking else 0)
+
+
+@pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+def test_ghost_is_refused_before_and_after_the_new_worker_comes(
+    make_pair: MakePair, policy: Consistency
+) -> None:
+    pair = make_pair(policy)
+    ghost = pair.mortal
+    pair.dies()
+    with pytest.raises(WorkerFenced, match=r"worker 1 \(incarnation 1\) is restarting.*no"):
+        step_of_a_ghost(ghost).result()
+    new = pair.comes_again()
+    with pytest.raises(WorkerFenced, match=r"which knows incarnation 2.*Applied: no"):
+        step_of_a_ghost(ghost).result()
+    tickets = [step(pair.first), step(new)]
+    for ticket in tickets:
+        ticket.result()
+    assert (pair.values() == every(1)).all()
+
+
+def step_of_a_ghost(client: Client) -> Ticket:
+    """By what it knows already: it cannot ask the coordinator any more."""
+    (block,) = client._exchange.blocks.values()
+    slot = client.gradient_slot(block)
+    slot[:] = 1e30
+    return client.step("default", [BlockPush(block, slot)])
+
+
+def test_rank_of_a_living_worker_is_taken(make_pair: MakePair) -> None:
+    pair = make_pair(Async())
+    text = rf"rank 1 is taken by a live worker \(client {pair.mortal.id}, incarnation 1\), heard"
+    with pytest.raises(RankTaken, match=text):
+        pair.comes_again()
+    with pytest.raises(ParamServeError, match=r"more ranks than workers.*2 workers"):
+        pair.cluster.client(2)
+    step(pair.mortal).result()
+
+
+def test_sync_goes_on_without_a_worker_that_does_not_come_in_time(make_pair: MakePair) -> None:
+    pair = make_pair(Sync(reduce="sum"), restart_s=0.3)
+    ticket = step(pair.first)
+    pair.dies()
+    assert ticket.result().version == 1
+    assert pair.states(1) == {"dead"}
+    step(pair.first).result()
+    new = pair.comes_again()
+    assert (new.incarnation, new.clock()) == (2, 2)
+    for each in [step(pair.first), step(new)]:
+        each.result()
+    assert (pair.values() == sum(gradient(0, c) for c in range(3)) + gradient(1, 2)).all()
+
+
+def test_sync_waits_for_a_worker_that_is_being_restarted_until_the_driver_gives_it_up(
+    make_pair: MakePair,
+) -> None:
+    pair = make_pair(Sync(reduce="sum"))
+    ticket = step(pair.first)
+    pair.dies()
+    with pytest.raises(PushTimeout, match=r"worker 1 \(at clock 0\)"):
+        ticket.result(0.1)
+    pair.cluster.mark_dead(1)
+    assert ticket.result().version == 1

@@ -1,0 +1,306 @@
+"""Where peers meet: names outside the file system, IPv6, wildcards; and what TCP sockets are told.
+
+Also the memory that payloads are received in, which a handler may keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.contract.echo_host import (
+    TOKEN,
+    WAIT_S,
+    Echo,
+    Host,
+    MakeHost,
+    hosts_in,
+    ping,
+    receive,
+    wait_until,
+)
+
+from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.messages import Hello
+from paramserve.transport import dial, tcp
+from paramserve.transport.buffers import Buffers
+from paramserve.transport.connection import Connection
+from paramserve.transport.framing import ByteArray, prelude
+from paramserve.transport.link import Link
+from paramserve.transport.listener import Listener, listen, listen_tcp, listen_unix
+
+KNOWN = Credentials(TOKEN)
+TCP_KINDS = ("tcp", "tls")
+
+
+@pytest.fixture
+def make_host(tmp_path: Path) -> Iterator[MakeHost]:
+    with hosts_in(tmp_path) as make:
+        yield make
+
+
+async def served(listeners: list[Listener], expected: list[str] | None = None) -> None:
+    """Each listener's address leads to it."""
+    for listener in listeners:
+        link = await asyncio.to_thread(
+            Link.connect,
+            [listener.address],
+            Hello("client"),
+            credentials=KNOWN,
+            timeout_s=WAIT_S,
+        )
+        await asyncio.to_thread(ping, link)
+        link.close()
+        listener.close()
+    if expected is not None:
+        places = [listener.address.rpartition(":")[0] for listener in listeners]
+        assert places == expected
+
+
+# --- Unix sockets outside the file system --------------------------------------------------------
+
+
+def test_abstract_socket_is_found_by_its_name_and_is_in_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"@paramserve-test-{time.monotonic_ns()}"
+
+    async def run() -> None:
+        listener = await listen_unix(name, Echo(), Limits())
+        assert listener.address == f"unix:{name}"
+        with pytest.raises(ParamServeError, match=f"{name}: another process listens there"):
+            await listen_unix(name, Echo(), Limits())
+        await served([listener])
+        again = await listen_unix(name, Echo(), Limits())  # Gone with its socket.
+        again.close()
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_abstract_socket_nobody_listens_at_is_a_connect_timeout() -> None:
+    with pytest.raises(ConnectTimeout, match=r"unix:@nobody.*refused"):
+        Link.connect(["unix:@nobody-is-here"], Hello("client"), timeout_s=0.05)
+
+
+def test_abstract_socket_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"@paramserve-test-{time.monotonic_ns()}"
+
+    async def run() -> None:
+        listener = await listen_unix(name, Echo(), Limits())
+        with socket.socket(socket.AF_UNIX) as sock:
+            monkeypatch.setattr("os.geteuid", lambda: 12345)
+            sock.connect("\0" + name[1:])
+            while not listener.refused:
+                await asyncio.sleep(0.001)
+            assert sock.recv(1) == b""
+        listener.close()
+
+    asyncio.run(run())
+
+
+def test_abstract_socket_elsewhere_than_on_linux_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dial, "HAS_ABSTRACT", False)
+    with pytest.raises(ParamServeError, match="only Linux has sockets outside the file system"):
+        Link.connect(["unix:@name"], Hello("client"), timeout_s=WAIT_S)
+    with pytest.raises(ParamServeError, match="only Linux has sockets outside the file system"):
+        asyncio.run(listen_unix("@name", Echo(), Limits()))
+
+
+# --- listen: both kinds of socket, and what others are told --------------------------------------
+
+
+def test_listen_without_directory_or_bind_has_one_abstract_socket() -> None:
+    async def run() -> None:
+        listeners = await listen("", "s0", "", NO_CREDENTIALS, Echo(), Limits())
+        assert [each.address.startswith("unix:@paramserve-") for each in listeners] == [True]
+        await served(listeners)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "told"),
+    [
+        ("127.0.0.1:0", "", "tcp:127.0.0.1"),
+        ("[::1]:0", "", "tcp:[::1]"),
+        ("127.0.0.1:0", "localhost", "tcp:localhost"),
+        ("0.0.0.0:0", "127.0.0.2", "tcp:127.0.0.2"),
+        ("[::]:0", "::1", "tcp:[::1]"),
+        ("[::]:0", "[::1]", "tcp:[::1]"),
+        ("0.0.0.0:0", "", f"tcp:{tcp.reached_at('0.0.0.0')}"),
+        ("[::]:0", "", f"tcp:[{tcp.reached_at('::')}]"),
+    ],
+)
+def test_listen_tells_an_address_that_leads_to_it(
+    tmp_path: Path, bind: str, advertise: str, told: str
+) -> None:
+    async def run() -> None:
+        folder = str(tmp_path)
+        listeners = await listen(folder, "c", bind, KNOWN, Echo(), Limits(), advertise=advertise)
+        assert listeners[0].address == f"unix:{tmp_path}/c.sock"
+        await served(listeners, ["unix", told])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1:0", "127.0.0.1:http", "127.0.0.1:70000"])
+def test_listen_bind_that_is_no_place_leaves_nothing(tmp_path: Path, bind: str) -> None:
+    with pytest.raises(ValueError, match=r"expected host:port, or \[host\]:port"):
+        asyncio.run(listen(str(tmp_path), "c", bind, KNOWN, Echo(), Limits()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_listen_that_fails_over_tcp_leaves_no_unix_socket(tmp_path: Path) -> None:
+    with pytest.raises(ParamServeError, match=r"could not listen at tcp:192\.0\.2\.1:0"):
+        asyncio.run(listen(str(tmp_path), "c", "192.0.2.1:0", KNOWN, Echo(), Limits()))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what TCP sockets are told -------------------------------------------------------------------
+
+
+def told(sock: socket.socket) -> tuple[int, ...]:
+    keep = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_NODELAY)
+    return (
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        *(sock.getsockopt(socket.IPPROTO_TCP, option) for option in keep),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost_s", "expected"),
+    [
+        (Deadlines().lost_s, (1, 1, 1, 2, 1)),
+        (10.0, (1, 1, 1, 9, 1)),
+        (0.2, (1, 1, 1, 1, 1)),
+        (300.0, (1, 5, 5, 59, 1)),
+    ],
+)
+@pytest.mark.parametrize("tls", [False, True])
+def test_both_ends_notice_a_lost_host(
+    make_host: MakeHost, tls: bool, lost_s: float, expected: tuple[int, ...]
+) -> None:
+    host = make_host("tls" if tls else "tcp")
+
+    async def more() -> Listener:
+        listener, _ = await listen_tcp(
+            "127.0.0.1", 0, host.credentials, host.handler, Limits(), lost_s=lost_s
+        )
+        return listener
+
+    listener = host.on_loop(more)
+    assert isinstance(listener, Listener)
+    link = Link.connect(
+        [listener.address],
+        Hello("client"),
+        credentials=host.credentials,
+        timeout_s=WAIT_S,
+        lost_s=lost_s,
+    )
+    (conn,) = listener._connections
+    for sock in (link._sock, conn._sock):
+        assert told(sock) == expected
+        assert tcp.lost_hosts._sockets[sock] == lost_s
+        assert isinstance(sock, ssl.SSLSocket) is tls
+        # It would end connections to peers that live and do not read: see `tcp`.
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    link.close()
+
+    async def close() -> None:
+        listener.close()
+
+    host.on_loop(close)
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_connection_that_is_cut_off_as_lost_ends_on_both_sides(
+    make_host: MakeHost, kind: str
+) -> None:
+    host = make_host(kind)
+    link, other = host.connect(Hello("client", client=1)), host.connect(Hello("client", client=2))
+    (conn,) = [each for each in host.listener._connections if each.hello.client == 1]
+    conn._sock.shutdown(socket.SHUT_RDWR)  # As `LostHosts.look` does, in another thread.
+    with pytest.raises(ConnectionError):
+        link.receive(WAIT_S)
+    host.handler.wait(lambda: host.handler.closed_by == [1])
+    ping(other)
+    link.close()
+    other.close()
+
+
+# --- memory for payloads -------------------------------------------------------------------------
+
+
+class Keeps(Echo):
+    """Keeps a part of each payload, as Sync keeps gradients until it commits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[ByteArray] = []
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        if payload is not None and header.startswith(b"keep"):
+            self.kept.append(payload[1000:2000].view(np.float32))
+        conn.send(header)
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_payload_that_a_handler_keeps_is_never_overwritten(make_host: MakeHost, kind: str) -> None:
+    host = make_host(kind)
+    host.handler = host.listener._handler = Keeps()  # type: ignore[assignment]
+    link = host.connect()
+    link.send(b"drop", [np.zeros(1_000_000, np.uint8)])
+    assert receive(link) == b"drop"
+    wait_until(lambda: pool_of(host).idle_bytes > 1_000_000)
+    for number in range(12):
+        header = b"keep" if number % 3 == 0 else b"drop"
+        link.send(header, [np.full(1_000_000, number + 1, np.uint8)])
+        assert receive(link) == header
+    written = [set(part.view(np.uint8)) for part in host.handler.kept]
+    assert written == [{number + 1} for number in range(0, 12, 3)]
+    wait_until(lambda: pool_of(host).idle_bytes > 1_000_000)
+    assert pool_of(host).idle_bytes < 2_000_000  # One for all that were dropped.
+    host.handler.kept.clear()
+    assert pool_of(host).idle_bytes > 5_000_000
+    link.close()
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_payload_that_never_ends_gives_its_memory_back(make_host: MakeHost, kind: str) -> None:
+    host = make_host(kind)
+    sock = host.known()
+    sock.sendall(b"".join((prelude(6, 1_000_000), b"header", bytes(500_000))))
+    wait_until(lambda: any(conn._payload is not None for conn in host.listener._connections))
+    sock.close()
+    host.handler.wait(lambda: host.handler.closed_by == [1])
+    wait_until(lambda: pool_of(host).idle_bytes > 0)
+
+
+def test_memory_kept_for_payloads_has_a_bound(make_host: MakeHost) -> None:
+    host = make_host("tcp", Limits(buffers_bytes_max=1 << 20))
+    link = host.connect()
+    for size in (2_000_000, 600_000, 900_000):
+        link.send(b"x", [np.zeros(size, np.uint8)])
+        receive(link)
+        link.skip_payload()
+        wait_until(lambda: not any(conn._queue for conn in host.listener._connections))
+    assert pool_of(host).idle_bytes <= 1 << 20
+    link.close()
+    host.close()
+    assert pool_of(host).idle_bytes == 0
+
+
+def pool_of(host: Host) -> Buffers:
+    assert isinstance(host.listener, Listener)
+    return host.listener._buffers

@@ -1,0 +1,103 @@
+"""Examples started as processes, by the command in their docstring, with small settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.ray.nodes import quiet
+
+import custom_rule
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT_S = 240
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict[str, str]:
+    """An environment without Ray's variables but those that keep it quiet, and one thread each."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    found = {**kept, **quiet(tmp_path), "OMP_NUM_THREADS": "1"}
+    del found["RAY_TMPDIR"]  # the path of Ray's sockets would be too long below this test's folder
+    return found
+
+
+def run(command: Sequence[str], environment: dict[str, str]) -> str:
+    ended = subprocess.run(
+        command,
+        cwd=EXAMPLES.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_custom_rule_example_logs_weighs_and_clips(capfd: pytest.CaptureFixture[str]) -> None:
+    custom_rule.main(["--steps", "40", "--servers", "2"])
+    output = capfd.readouterr().out
+    lines = re.findall(r"worker (\d), clock (\d), staleness \d+: gradient \[(.*)\]", output)
+    assert sorted((rank, clock) for rank, clock, _ in lines) == [
+        (rank, clock) for rank in "01" for clock in "012"
+    ]
+    reached = {
+        name: float(first)
+        for name, first in re.findall(r"(\w+\([^)]*\)):\s+\[\s*(\S+?)[ \]]", output)
+    }
+    # Rank 0 wants 1, rank 1 wants -1; equal weights meet in between, as far as they take turns.
+    assert abs(reached["Weights(1, 1)"]) < 0.5
+    assert 0.3 < reached["Weights(3, 1)"] <= 1.0
+    # Forty steps of at most 0.1 * 0.1 / sqrt(3) each, from 0, pulled both ways.
+    assert abs(reached["Clips(norm=0.1)"]) <= 40 * 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_example_trains_with_rank_0_serving(alone: dict[str, str]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    free = ["--master-port", "0", "examples/torchrun_mnist.py", "--port", str(free_port())]
+    output = run([*torchrun, *free, "--steps", "40", "--data", "digits"], alone)
+    reached = dict(re.findall(r"worker (\d): (\d+\.\d+)% of the test images", output))
+    assert set(reached) == {"0", "1"}
+    assert all(float(share) > 20.0 for share in reached.values())  # ten classes: chance is 10%
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_placement_example_puts_workers_where_their_resource_is(alone: dict[str, str]) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    output = run([sys.executable, "examples/placement.py", "--steps", "3"], alone)
+    trainers = set(re.findall(r"^node (\w+): \{.*'trainer'", output, re.MULTILINE))
+    assert len(trainers) == 2
+    assert set(re.findall(r"^worker \d ran on node (\w+)$", output, re.MULTILINE)) <= trainers
+    rooms = re.findall(r"^room for \{'CPU': 1.0\} on node (\w+)$", output, re.MULTILINE)
+    assert len(set(rooms)) == len(rooms) == 2  # each server on a node of its own
+    assert re.search(r"at the end: \[6\. 6\.", output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mnist_example_runs_on_ray(alone: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    small = ["--sync-steps", "20", "--async-updates", "40", "--data", "digits"]
+    places = ["--engine", "ray", "--out", str(tmp_path / "runs")]
+    output = run([sys.executable, "examples/mnist.py", *small, *places], alone)
+    assert re.search(r"sync .* 20 .* 40 ", output)
+    assert re.search(r"async .* 40 .* 40 ", output)
+    assert len(list((tmp_path / "runs").glob("*/accuracy.png"))) == 1
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

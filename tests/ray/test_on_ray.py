@@ -1,0 +1,187 @@
+"""Whole runs on a Ray cluster of three nodes: as on `Local`, and found from other processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.ray import victims
+
+import paramserve as ps
+from paramserve.errors import ClientClosed, CoordinatorGone, NameTaken, ServerGone, WorkerFailed
+from paramserve.job.roster import Key
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+ATTACHED_S = 60.0
+SECOND_DRIVER = """
+import sys
+import numpy as np
+import paramserve as ps
+
+handle = ps.attach("shared", engine=ps.OnRay(sys.argv[1]))
+with handle.connect() as client:
+    client.push("w", np.ones(4)).result()
+    print(*client.pull("w"))
+"""
+
+
+def until_at_work(job: ps.Job) -> None:
+    """Wait until a worker has pushed something."""
+    client = job.handle().connect()
+    client.define("w", np.zeros(2), rule=ps.Add())
+    while not np.any(client.pull("w")):
+        pass
+
+
+def killed(job: ps.Job, victim: Key) -> None:
+    """SIGKILL a process of a run once the training is under way."""
+    until_at_work(job)
+    processes = {key: process for process, key in job._supervisor._processes.items()}
+    os.kill(processes[victim].pid, signal.SIGKILL)
+
+
+def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
+    found = [
+        ps.run(victims.least_squares, workers=2, servers=2, engine=engine, seed=7)
+        for engine in (ps.Local(), ps.OnRay())
+    ]
+    assert found[0].returns == found[1].returns
+    one, other = (result.state_dict("default")["w"] for result in found)
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_async_run_on_several_nodes_learns() -> None:
+    engine = ps.OnRay(servers="spread", workers="apart", worker=ps.Needs(num_cpus=0.5))
+    result = ps.run(
+        victims.least_squares,
+        args=(60,),
+        workers=2,
+        servers=2,
+        consistency=ps.Async(),
+        engine=engine,
+    )
+    assert max(result.returns.values()) < 10  # it begins at 77.5, the mean of 0 to 15 squared
+
+
+def test_workers_get_the_threads_and_the_nodes_that_were_asked_for() -> None:
+    engine = ps.OnRay(worker=ps.Needs(resources={"gadget": 1}, label_selector={"zone": "b"}))
+    result = ps.run(victims.where, workers=2, engine=engine, threads_per_worker=3)
+    nodes = {labels["ray.io/node-id"] for labels in zone("b")}
+    assert {node for node, _ in result.returns.values()} == nodes
+    assert {threads for _, threads in result.returns.values()} == {"3"}
+
+
+def zone(name: str) -> Iterator[dict[str, str]]:
+    import ray
+
+    for node in ray.nodes():
+        if node["Alive"] and node["Labels"].get("zone") == name:
+            yield node["Labels"]
+
+
+def test_worker_that_died_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="worker 1 was killed by SIGKILL"):
+        ps.run(victims.dies_once, args=(str(tmp_path),), workers=2, engine=ps.OnRay())
+
+
+def test_run_goes_on_without_a_dead_worker(tmp_path: Path) -> None:
+    result = ps.run(
+        victims.dies_once,
+        args=(str(tmp_path),),
+        workers=2,
+        engine=ps.OnRay(),
+        on_worker_death="continue",
+    )
+    assert result.returns == {0: (0, 6)}
+    assert "SIGKILL" in str(result.failures[1])
+
+
+@pytest.mark.parametrize("consistency", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"])
+def test_restarted_worker_goes_on_where_it_died(
+    tmp_path: Path, consistency: ps.Sync | ps.Async
+) -> None:
+    result = ps.run(
+        victims.dies_once,
+        args=(str(tmp_path),),
+        workers=2,
+        engine=ps.OnRay(),
+        consistency=consistency,
+        on_worker_death=ps.Restart(2),
+    )
+    assert result.returns == {0: (0, 6), 1: (3, 6)}
+    assert [(each.rank, each.clock) for each in result.restarts] == [(1, 3)]
+    assert np.asarray(result.state_dict("default")["w"]).tolist() == [12.0, 12.0]
+
+
+def test_lost_server_ends_the_run() -> None:
+    job = ps.start(victims.endless, workers=1, servers=2, engine=ps.OnRay())
+    killed(job, Key("server", 1))
+    with pytest.raises(ServerGone, match="server 1"):
+        job.wait()
+
+
+def test_stopped_run_keeps_its_values() -> None:
+    job = ps.start(victims.endless, workers=1, engine=ps.OnRay())
+    until_at_work(job)
+    job.stop()
+    result = job.wait()
+    assert result.stopped
+    assert np.all(np.asarray(result.state_dict("default")["w"]) > 0)
+
+
+def test_handle_connects_in_tasks_and_actors_and_says_when_it_is_over() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
+    def push(handle: ps.Handle) -> None:
+        with handle.connect() as client:
+            client.push("w", np.ones(4)).result()
+
+    @ray.remote(num_cpus=0)
+    class Pusher:
+        def __init__(self, handle: ps.Handle) -> None:
+            self.client = handle.connect()
+
+        def push(self) -> None:
+            self.client.push("w", np.ones(4)).result()
+
+    with ps.Cluster(servers=2, engine=ps.OnRay(servers="spread")) as cluster:
+        client, handle = cluster.client(), cluster.handle()
+        client.define("w", np.zeros(4), rule=ps.Add())
+        ray.get([push.remote(handle) for _ in range(3)])
+        pusher = Pusher.remote(handle)
+        ray.get([pusher.push.remote() for _ in range(2)])
+        assert client.pull("w").tolist() == [5.0] * 4
+    with pytest.raises(ClientClosed, match="stopped"):
+        handle.connect()
+    with pytest.raises(CoordinatorGone):
+        pickle.loads(pickle.dumps(handle)).connect()
+
+
+def test_named_cluster_is_found_by_another_driver_and_only_once(ray_cluster: object) -> None:
+    address: str = ray_cluster.address  # type: ignore[attr-defined] # Cluster
+    engine = ps.OnRay()
+    with ps.Cluster(name="shared", engine=engine) as cluster:
+        client = cluster.client()
+        client.define("w", np.zeros(4), rule=ps.Add())
+        told = subprocess.run(
+            [sys.executable, "-c", SECOND_DRIVER, address],
+            capture_output=True,
+            text=True,
+            timeout=ATTACHED_S,
+        )
+        assert told.stdout == "1.0 1.0 1.0 1.0\n", told.stderr
+        assert told.stderr == ""  # neither Ray nor we have anything to say
+        with pytest.raises(NameTaken, match="shared"):
+            ps.Cluster(name="shared", engine=engine)
+    assert engine.find("shared") is None
+    with ps.Cluster(name="shared", engine=engine):
+        assert engine.find("shared") is not None

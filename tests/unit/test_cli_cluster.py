@@ -1,0 +1,82 @@
+"""The commands around a cluster that runs by itself, as far as no process is needed."""
+
+from __future__ import annotations
+
+import io
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from paramserve.cli import cli
+from paramserve.messages import GroupReport, Member, ServerBeat, Status
+from paramserve.observe.cluster import as_table, in_bytes
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_token_is_for_this_user_only_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    assert call("token", str(path)).exit_code == 0
+    first = path.read_text()
+    assert len(first.strip()) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = call("token", str(path))
+    assert again.exit_code == 2
+    assert "not overwritten" in again.output
+    assert path.read_text() == first
+    assert first.strip() not in again.output
+
+
+def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
+    pytest.importorskip("trustme", reason="needs trustme: pip install 'paramserve[tls]'")
+    done = call("certs", str(tmp_path / "tls"), "--host", "localhost")
+    assert done.exit_code == 0
+    for option in ("--tls-certificate", "--tls-key", "--tls-authority"):
+        assert option in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--bind", "127.0.0.1:0"), "--token-file"),
+        (("--token-file", "t"), "--bind"),
+        (("--bind", "x:1", "--token-file", "t", "--servers", "0"), "--servers"),
+        (("--bind", "x:1", "--token-file", "t", "--consistency", "eventual"), "--consistency"),
+        (("--bind", "x:1", "--token-file", "t", "--rules", "no_such:Rule"), "no_such"),
+        (("--bind", "x:1", "--token-file", "t", "--rules", "json"), "MODULE:CLASS"),
+        (("--bind", "x:1", "--token-file", "t", "--tls-key", __file__), "--tls-certificate"),
+        (("--bind", "x:1", "--token-file", "t", "--restart", "0"), "--restart"),
+    ],
+)
+def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> None:
+    told = call("serve", *arguments)
+    assert told.exit_code == 2
+    assert text in told.output
+
+
+def test_status_table_shows_servers_workers_and_groups() -> None:
+    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, ((0, 6, 3, 2), (1, 5, 0, 0)))
+    behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, ((0, 6, 3, 2), (1, 5, 0, 0)))
+    members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
+    beats = (ServerBeat(0, (report,), 3, 1_500_000), ServerBeat(1, (behind,), 3, 500))
+    status = Status(1, members, beats, (1,), (), 0)
+    out = io.StringIO()
+    Console(file=out, width=120).print(as_table("host:1", status))
+    lines = out.getvalue().splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert "2 servers, 2 workers" in lines[0]
+    assert ["0", "serving", "3", "1.5 MB"] in rows
+    assert ["1", "silent", "3", "500 B"] in rows
+    assert ["0", "live", "2", "model 5", "6", "0.50 (largest 2)"] in rows
+    assert ["1", "restarting", "1", "model 5", "5", "0.00 (largest 0)"] in rows
+    assert ["model", "11", "5", "1"] in rows
+
+
+def test_bytes_are_shown_by_thousands() -> None:
+    found = [in_bytes(count) for count in (0, 999, 1000, 2_500_000, 10**15)]
+    assert found == ["0 B", "999 B", "1.0 KB", "2.5 MB", "1000.0 TB"]
