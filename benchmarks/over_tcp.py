@@ -26,9 +26,9 @@ from benchmarks.workloads import Call, Tcp, fresh, medians, timed
 from paramserve.certificates import make_certificates
 from paramserve.config import Deadlines, Limits
 from paramserve.control import ControlLink
-from paramserve.joining import credentials_of
 from paramserve.messages import Hello, Join, Joined
 from paramserve.transport.link import Link
+from paramserve.transport.token_file import credentials_of
 
 HOST = "127.0.0.1"
 START_S = 30.0

@@ -109,8 +109,9 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
     from rich.console import Console
 
     from paramserve.job.overview import Overview
-    from paramserve.joining import credentials_of, full_address
+    from paramserve.joining import full_address
     from paramserve.observe.cluster import as_table
+    from paramserve.transport.token_file import credentials_of
 
     overview = Overview(
         (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()

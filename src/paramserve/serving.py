@@ -32,13 +32,14 @@ from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.core.membership import DEAD, LEFT
 from paramserve.errors import ConnectTimeout, ParamServeError
-from paramserve.joining import credentials_of, full_address
+from paramserve.joining import full_address
 from paramserve.messages import Enlist, Enlisted, Hello
 from paramserve.rules.registry import check_registered
 from paramserve.server import ServerRole, register
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
+from paramserve.transport.token_file import credentials_of
 
 logger = logging.getLogger("paramserve")
 

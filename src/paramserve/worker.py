@@ -232,6 +232,17 @@ def _number(name: str, value: Any) -> float:
     return float(plain)
 
 
+def _encode(returned: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(returned)
+    except (TypeError, OverflowError) as error:
+        raise TypeError(
+            f"what the training function returned ({type(returned).__name__}) cannot be sent to "
+            f"the driver: {error}. To a driver with ps.External go None, numbers, texts, bytes, "
+            "lists and dicts of these: nothing is unpickled there"
+        ) from error
+
+
 def _pickle(returned: Any) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps(returned)
@@ -261,6 +272,7 @@ def main(boot: Bootstrap) -> None:
     if client.incarnation > 1:
         resumed = Resumed(client.incarnation, worker.clock, client.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
-    returned = _pickle(function(worker, *args, **kwargs))
+    pack = _encode if boot.plain else _pickle
+    returned = pack(function(worker, *args, **kwargs))
     worker.finish()
     boot.report("returned", returned)

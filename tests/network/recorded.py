@@ -17,7 +17,14 @@ class Servers:
     """Two servers, each on a host of its own; the first is the coordinator."""
 
     def __init__(
-        self, network: Network, token: str, *, workers: int, sync: bool = False, **options: Any
+        self,
+        network: Network,
+        token: str,
+        *,
+        workers: int,
+        sync: bool = False,
+        deadlines: dict[str, float] | None = None,
+        **options: Any,
     ) -> None:
         self.network = network
         self.token = token
@@ -26,7 +33,7 @@ class Servers:
         network.host("s0")
         network.host("s1")
         self.address = f"10.77.0.1:{PORT}"
-        settings = {"token": token, "sync": sync}
+        settings = {"token": token, "sync": sync, "deadlines": deadlines}
         self.first = network.run(
             "s0",
             "server",

@@ -14,6 +14,7 @@ import signal
 import struct
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from paramserve.client import BlockPush, Client
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken
 from paramserve.job.overview import Overview
-from paramserve.joining import credentials_of
 from paramserve.rules.add import Add
 from paramserve.testing import Counting, Pushed
+from paramserve.transport.token_file import credentials_of
 
 _TUNSETIFF = 0x400454CA
 _TAP = 0x0002 | 0x1000
@@ -44,7 +45,7 @@ class Doubled(ps.CustomRule):
 
 def load() -> None:
     """Have the keeper load what all need, once."""
-    assert ps.serve
+    import_module("paramserve.serving")
     Counting(1).prepare()
 
 
@@ -55,7 +56,7 @@ def server(
     *,
     sync: bool = False,
     deadlines: dict[str, float] | None = None,
-    tls: list[str] | None = None,
+    tls: tuple[str, str, str] | None = None,
     rules: bool = False,
     **options: Any,
 ) -> None:

@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from tests.network.hosts import Network, Process, without_qdisc
+from tests.network.hosts import Network, Process, without_qdisc, without_resets
 from tests.network.recorded import CLOCKS, Servers, everything
 
 from paramserve.testing import check
@@ -118,15 +118,40 @@ def test_cut_server_ends_every_worker_with_its_error(
 
 
 @POLICIES
+def test_connections_that_break_again_and_again_all_is_applied_once(
+    network: Network, token: str, sync: bool
+) -> None:
+    why = without_resets()
+    if why:
+        pytest.skip(f"NOT TESTED: broken connections: {why}")
+    servers = Servers(network, token, workers=2, sync=sync)
+    far = {"loss": 0.0, "delay_s": 0.01}  # so that something is on its way at any time
+    network.host("a", wire=far)
+    network.host("b", wire=far)
+    workers = [servers.work("a", 0, pause_s=0.0), servers.work("b", 1, pause_s=0.0)]
+    for clock in range(2, CLOCKS - 4, 4):
+        for worker, host in zip(workers, "ab", strict=True):
+            reached(worker, clock)
+            network.reset(host, "10.77.0.2")  # the second server: the first one coordinates
+    for worker in workers:
+        worker.finish()
+        made = [text for text in worker.all("log") if text.startswith("using tcp:10.77.0.2")]
+        assert len(made) > 2, "nothing was broken"
+    history = servers.history(workers)
+    check(history)
+    everything(history)
+
+
+@POLICIES
 def test_lost_and_late_packets_all_is_applied_once(
     network: Network, token: str, sync: bool
 ) -> None:
-    servers = Servers(network, token, workers=2, sync=sync)
+    patient = {"reconnect_s": 20.0, "lost_s": 10.0}  # TCP doubles its pauses: 3 s are 4 attempts
+    servers = Servers(network, token, workers=2, sync=sync, deadlines=patient)
     # Of the packets there and back, one in ten is lost: each shard's part of a step is 100 of them.
     bad = {"loss": 0.05, "delay_s": 0.01}
     network.host("a", wire={**bad, "seed": 1})
     network.host("b", wire={**bad, "seed": 2})
-    patient = {"reconnect_s": 20.0}
     workers = [
         servers.work(name, rank, pause_s=0.0, clocks=LOSSY_CLOCKS, deadlines=patient)
         for rank, name in enumerate(("a", "b"))

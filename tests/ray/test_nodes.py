@@ -6,13 +6,23 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from tests.contract.test_engine_contract import HERE, report_of, role, status_of, until_ended
+from tests.contract.test_engine_contract import (
+    HERE,
+    WAIT_S,
+    bodies,
+    report_of,
+    role,
+    status_of,
+    until_ended,
+)
+from tests.ray.nodes import NODES
 
 from paramserve.engine.base import Fleet, Process, Role
 from paramserve.engine.on_ray import KILLED, Needs, OnRay, RayProcess
@@ -30,6 +40,17 @@ ANYWHERE = Needs(num_cpus=0.5)
 @pytest.fixture(autouse=True)
 def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_free(ray_cluster: object) -> None:
+    """Wait until Ray counts as free what the test before has given back."""
+    import ray
+
+    deadline = time.monotonic() + WAIT_S
+    while ray.available_resources().get("CPU") != sum(node["num_cpus"] for node in NODES):
+        assert time.monotonic() < deadline, "something is still reserved"
+        time.sleep(0.05)
 
 
 def zones() -> dict[str, str]:
@@ -117,12 +138,12 @@ def test_runtime_env_of_a_kind_is_set_and_wins() -> None:
 
 
 def test_runtime_env_that_cannot_be_made_is_told_with_the_reason() -> None:
-    needs = Needs(runtime_env={"py_executable": "/no/such/python"})
+    needs = Needs(runtime_env={"working_dir": "file:///no/such/folder.zip"})
     with contextlib.closing(OnRay(worker=needs).open(["worker 0"])) as fleet:
         launch(fleet, "worker 0")
-        told = report_of(fleet, "failed")
-        assert b"could not be started" in told
-        assert status_of(until_ended(fleet)) == KILLED
+        seen = until_ended(fleet)
+    assert b"could not be started" in bodies(seen)["failed"]
+    assert status_of(seen) == KILLED
 
 
 @pytest.mark.parametrize(
@@ -263,10 +284,11 @@ def test_restart_without_another_node_is_given_up(ray_cluster: Cluster, extra: A
         ray_cluster.remove_node(extra, allow_graceful=False)
         until_ended(fleet)
         launch(fleet, "worker 0")
-        told = report_of(fleet, "failed")
-        assert b"CannotPlace" in told
-        assert b"It has 3 nodes" in told
-        assert status_of(until_ended(fleet)) == KILLED
+        seen = until_ended(fleet)
+    told = bodies(seen)["failed"]
+    assert b"CannotPlace" in told
+    assert b"It has 3 nodes" in told
+    assert status_of(seen) == KILLED
 
 
 def test_process_contract_is_met_by_on_ray() -> None:

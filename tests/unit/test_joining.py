@@ -14,7 +14,8 @@ import paramserve as ps
 from paramserve import joining
 from paramserve.config import NO_CREDENTIALS, Credentials
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError, UnknownName
-from paramserve.joining import Handle, as_worker, attach, connect, credentials_of, from_environment
+from paramserve.joining import Handle, as_worker, attach, connect, from_environment
+from paramserve.transport.token_file import credentials_of
 
 SECRET = b"0123456789abcdef-the-secret"
 ADDRESSES = ("unix:@somewhere", "tcp:10.0.0.1:5555")
@@ -93,7 +94,7 @@ def test_handle_pickled_dials_what_it_was_made_of(dialled: Dialled) -> None:
 def test_handle_shows_its_secret_nowhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered")))
+    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered", fix="x")))
     found = handle()
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("paramserve").warning("%s %r %s", found, found, [found])
@@ -109,7 +110,7 @@ def test_handle_shows_its_secret_nowhere(
 def test_handle_nobody_answers_says_that_the_cluster_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered at x")))
+    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered at x", fix="y")))
     with pytest.raises(CoordinatorGone, match=r"nobody answered at x.*lives as long as its"):
         handle().connect()
 

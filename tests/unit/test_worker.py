@@ -150,7 +150,12 @@ def test_optimizer_rank_0_tells_the_driver_of_tied_names(
 
 
 def run_main(
-    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls, function: Any, *args: Any, **kwargs: Any
+    monkeypatch: pytest.MonkeyPatch,
+    client: RecordsCalls,
+    function: Any,
+    *args: Any,
+    plain_reports: bool = False,
+    **kwargs: Any,
 ) -> list[tuple[str, bytes]]:
     """Run the entry in this process; returns what it reports."""
     reports: list[tuple[str, bytes]] = []
@@ -178,6 +183,7 @@ def run_main(
                 on_orphaned=lambda callback: None,
                 on_stop=lambda callback: None,
                 load=lambda: (function, args, kwargs),
+                plain=plain_reports,
             )
         )
     finally:
@@ -239,3 +245,13 @@ def test_main_return_value_that_cannot_be_pickled_is_an_error(
     with pytest.raises(TypeError, match="what the training function returned"):
         run_main(monkeypatch, client, train)
     assert "close" not in client.calls
+
+
+def test_main_plain_report_takes_plain_data_only(
+    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
+) -> None:
+    plain = {"accuracy": [0.5, 1.0], "rank": 1}
+    reports = run_main(monkeypatch, client, lambda worker: plain, plain_reports=True)
+    assert msgspec.msgpack.decode(dict(reports)["returned"]) == plain
+    with pytest.raises(TypeError, match="nothing is unpickled there"):
+        run_main(monkeypatch, client, lambda worker: object(), plain_reports=True)

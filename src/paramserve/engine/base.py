@@ -108,10 +108,13 @@ class Fleet(Protocol):
 
     Attributes:
         shares_host: whether the processes run on this machine, and see the files of this one.
+        plain: whether reports come over a socket of ours, so that nothing in them may be
+            unpickled: what a function returns then has to be plain data.
         tls: certificates for the connections between its processes; None: no TLS.
     """
 
     shares_host: bool
+    plain: bool
     tls: TLS | None
 
     def launch(self, role: Role) -> Process:

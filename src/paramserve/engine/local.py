@@ -168,6 +168,7 @@ class LocalFleet:
     """Children of this process. See `base.Fleet`."""
 
     shares_host = True
+    plain = False
     tls: TLS | None = None
 
     def __init__(self, python: str) -> None:

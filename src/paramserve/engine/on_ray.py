@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ import msgspec
 from paramserve.config import TLS
 from paramserve.engine.base import Ended, Event, Failure, Reported, Role
 from paramserve.engine.child import Package
+from paramserve.engine.connecting import CONNECTION, check_address, named_cluster
 from paramserve.engine.hosting import Heard, Host
 from paramserve.engine.names import check_name
 from paramserve.engine.placing import (
@@ -57,7 +56,6 @@ RETRY_S = 0.1
 """Between calls to a process that Ray cannot reach and does not count as dead."""
 CLOSE_S = 10.0
 """A killed process is gone at once, unless its node hangs."""
-DIAL_S = 3.0
 NAME_S = 5.0
 """Ray needs moments to notice that the one who had a name is dead."""
 CONTROL_THREADS = 3
@@ -123,7 +121,7 @@ class OnRay:
         if not self.place_s > 0:
             raise ValueError(f"place_s must be more than 0, not {self.place_s}")
         if self.address is not None:
-            _check_address(self.address)
+            check_address(self.address)
         arrange(["server 0", "worker 0"], self._needs, self.servers, self.workers)
 
     @property
@@ -140,7 +138,7 @@ class OnRay:
         """
         ray = import_ray()
         tls = self._tls_of()
-        leave = _CONNECTION.enter(ray, self.address, self._init(roles))
+        leave = CONNECTION.enter(ray, self.address, self._init(roles))
         try:
             groups = arrange(roles, self._needs, self.servers, self.workers)
             placed = _place(groups, self.place_s)
@@ -152,7 +150,7 @@ class OnRay:
     def _init(self, roles: Sequence[str]) -> Mapping[str, Any]:
         """Arguments for `ray.init`. A Ray that is started for these roles alone counts as many
         CPUs as they need: on a small machine they share its cores, as under `Local`."""
-        if _named(self.address) is not None:
+        if named_cluster(self.address) is not None:
             return self.init
         needed = sum(self._needs.get(kind_of(role), NOTHING).num_cpus for role in roles)
         return {"num_cpus": max(os.cpu_count() or 1, math.ceil(needed)), **self.init}
@@ -161,7 +159,7 @@ class OnRay:
         """Publish for every process of the Ray cluster; see `base.Engine`."""
         ray = import_ray()
         check_name(name)
-        leave = _CONNECTION.enter(ray, self.address, self.init)
+        leave = CONNECTION.enter(ray, self.address, self.init)
         try:
             actor = self._take_name(ray, name, data)
         except BaseException:
@@ -173,7 +171,7 @@ class OnRay:
         """What a living process has published in this Ray cluster."""
         ray = import_ray()
         check_name(name)
-        leave = _CONNECTION.enter(ray, self.address, self.init)
+        leave = CONNECTION.enter(ray, self.address, self.init)
         try:
             return self._look_up(ray, name)
         finally:
@@ -465,6 +463,7 @@ class RayFleet:
     """Actors of one run. See `base.Fleet`."""
 
     shares_host = False
+    plain = False
 
     def __init__(
         self,
@@ -674,115 +673,6 @@ def import_ray() -> ModuleType:
             fix="pip install --upgrade 'paramserve[ray]', here and on every node",
         )
     return ray
-
-
-class _Connection:
-    """This process's connection to Ray: who needs it, and whether it is ours to end."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._ours = False
-
-    def enter(
-        self, ray: ModuleType, address: str | None, init: Mapping[str, Any]
-    ) -> Callable[[], None]:
-        """Connect, unless this process is connected.
-
-        Returns:
-            What says that the connection is needed no more; repeating is safe.
-        Raises:
-            ParamServeError: no connection to this address.
-        """
-        with self._lock:
-            if ray.is_initialized():
-                _check_same(ray, address)
-                self._ours = self._ours and self._users > 0
-            else:
-                _connect(ray, address, init)
-                self._ours = True
-            self._users += 1
-        left = threading.Event()
-
-        def leave() -> None:
-            with self._lock:
-                if left.is_set():
-                    return
-                left.set()
-                self._users -= 1
-                if self._users == 0 and self._ours:
-                    self._ours = False
-                    ray.shutdown()
-
-        return leave
-
-
-_CONNECTION = _Connection()
-
-
-def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any]) -> None:
-    named = _named(address)
-    wanted = named if named is not None else "local"
-    options: dict[str, Any] = {"logging_level": logging.WARNING}
-    if wanted == "local":
-        options["include_dashboard"] = False
-    try:
-        _check_address(wanted)
-        _dial(wanted)
-        ray.init(address=wanted, **{**options, **init})
-    except Exception as error:
-        raise ParamServeError(
-            f"Ray could not be {'started' if wanted == 'local' else f'reached at {wanted!r}'}: "
-            f"{error}",
-            fix="give the address that `ray start --head` showed, with the same versions of Ray "
-            "and Python here and there, or address=None for a new Ray on this machine",
-        ) from error
-
-
-def _named(address: str | None) -> str | None:
-    """The running cluster that is meant; None: a new one on this machine."""
-    found = address if address is not None else os.environ.get("RAY_ADDRESS")
-    return found if found and found != "local" else None
-
-
-def _check_same(ray: ModuleType, address: str | None) -> None:
-    """Raise unless the connection that there is goes to the cluster that is meant."""
-    if address is None or ":" not in address:
-        return
-    connected = ray.get_runtime_context().gcs_address
-    if _resolved(address) != _resolved(connected):
-        raise ParamServeError(
-            f"this process is connected to Ray at {connected}, not at {address}",
-            fix="leave address out to use that one, or call ray.shutdown() first",
-        )
-
-
-def _resolved(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(host), port
-    return host, port
-
-
-def _check_address(address: str) -> None:
-    if not isinstance(address, str):
-        raise TypeError(f"address must be a str or None, not {address!r}")
-    if address.startswith("ray://"):
-        raise ValueError(
-            f"{address!r} is the address of a Ray Client, from which the processes of a cluster "
-            "cannot be reached; to fix: start the driver on a node of the cluster, with "
-            "`ray job submit`, and use address='auto'"
-        )
-    _, colon, port = address.rpartition(":")
-    if address not in ("auto", "local") and not (colon and port.isdecimal()):
-        raise ValueError(f"address must be 'auto' or 'host:port', not {address!r}")
-
-
-def _dial(address: str) -> None:
-    """Raise at once where nobody listens; Ray itself tries for long and then ends the process."""
-    host, _, port = address.rpartition(":")
-    if host:
-        socket.create_connection((host, int(port)), timeout=DIAL_S).close()
 
 
 def _withdraw(actor: Any, leave: Callable[[], None]) -> None:

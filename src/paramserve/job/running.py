@@ -237,7 +237,9 @@ class Job:
         supervisor = self._supervisor
         return Result(
             returns={
-                entry.key.number: _unpickle(entry.key, entry.returned)
+                entry.key.number: msgspec.msgpack.decode(entry.returned)
+                if supervisor.plain
+                else _unpickle(entry.key, entry.returned)
                 for entry in supervisor.roster.workers()
                 if entry.returned is not None
             },
@@ -265,7 +267,7 @@ class Job:
 
 
 def _unpickle(key: Key, returned: bytes) -> Any:
-    """What a function returned. It came over a pipe from this process's own child, no socket."""
+    """What a function returned. It came by the engine's own way, over no socket of ours."""
     try:
         return cloudpickle.loads(returned)
     except Exception as error:

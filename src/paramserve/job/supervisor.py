@@ -48,6 +48,7 @@ class Supervisor:
         overview: what the coordinator has told.
         roster: what is known of each process.
         failures: of workers that the run went on without, by rank.
+        plain: whether nothing that processes report may be unpickled.
         restarts: of each restart, how the worker had ended.
         reports: what processes told besides, as (who, kind, body), in order.
         addresses: the coordinator's; empty: not known yet.
@@ -78,6 +79,7 @@ class Supervisor:
         self.ended_at: float | None = None
         start_by = self.started_at + plan.deadlines.start_s
         self.restarts: list[Entry] = []
+        self.plain = False
         self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, start_by)
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
@@ -94,6 +96,7 @@ class Supervisor:
         self._clients_lock = threading.Lock()
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys])
+        self.plain = self._fleet.plain
         self._processes: dict[Process, Key] = {}
         self._directory = ""
         self.addresses: tuple[str, ...] = ()

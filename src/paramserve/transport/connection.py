@@ -181,6 +181,11 @@ class StreamConnection:
     def close(self) -> None:
         self._end("closed by this side")
 
+    def abandon(self) -> None:
+        """Close the descriptor in a forked child; the parent's connection goes on."""
+        self._closed = True
+        self._sock.close()
+
     def _enqueue(self, views: list[memoryview]) -> None:
         """Put a frame behind what waits; try to write if nothing does."""
         if self._closed:

@@ -19,7 +19,7 @@ from typing import Final
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError
-from paramserve.transport import auth, handshake, tcp, tls
+from paramserve.transport import auth, forks, handshake, tcp, tls
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import (
     Connection,
@@ -77,6 +77,7 @@ class Listener:
         self._closed = False
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
+        forks.watch(self)
 
     def close(self) -> None:
         """Stop listening, end all handshakes and connections; repeating is safe."""
@@ -91,6 +92,16 @@ class Listener:
         for conn in list(self._connections):
             conn.close()
         self._buffers.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child: there the parent's peers must not find anybody
+        when the parent is gone."""
+        self._closed = True
+        self._sock.close()
+        for sock in self._handshakes.values():
+            sock.close()
+        for conn in self._connections:
+            conn.abandon()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):

@@ -119,6 +119,7 @@ class KeepsRoles:
         self.roles: list[Role] = []
 
     shares_host = True
+    plain = False
     tls = None
 
     def open(self, roles: Sequence[str] = ()) -> Fleet:

@@ -54,6 +54,7 @@ class Puppet:
 class Puppets:
     """An engine and its fleet: runs nothing; fails where it is told to."""
 
+    plain = False
     tls = None
 
     def __init__(
