@@ -63,6 +63,10 @@ class Deadlines(Struct, frozen=True):
     """A worker that is being restarted is waited for this long under Sync."""
 
 
+CLUSTER_BYTES = 16
+"""Of the random number that tells a cluster from every other one."""
+
+
 class TLS(Struct, frozen=True):
     """Certificates for every TCP connection of a cluster; each side checks the other's.
 
@@ -124,6 +128,8 @@ class CoordinatorConfig(Struct, frozen=True):
     """Host by which others reach `tcp_bind`, where that is another one, as with 0.0.0.0."""
     restarts: bool = False
     """Whether a worker that died will be started again: Sync waits `restart_s` for it."""
+    cluster: bytes = b""
+    """What tells this cluster from others at the same addresses; `CLUSTER_BYTES` long."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
 
@@ -142,6 +148,8 @@ class ServerConfig(Struct, frozen=True):
     tcp_bind: str = ""
     """`host:port` to listen on besides the Unix socket; empty: no TCP."""
     advertise: str = ""
+    """As the coordinator's."""
+    cluster: bytes = b""
     """As the coordinator's."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -51,6 +52,8 @@ class CoordinatorRole:
         self._servers: set[int] = set()
         """Connections of servers: they are told of every change of the membership."""
         self._next = 1
+        self.on_server_lost: Callable[[], None] = lambda: None
+        """Called when the connection of a server has ended."""
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
@@ -80,7 +83,9 @@ class CoordinatorRole:
     def closed(self, conn: Connection) -> None:
         number = self._numbers.pop(conn)
         del self._connections[number]
-        self._servers.discard(number)
+        if number in self._servers:
+            self._servers.discard(number)
+            self.on_server_lost()
         self._step(ConnectionLost(number))
 
     @property

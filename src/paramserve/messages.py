@@ -300,6 +300,8 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
     servers: int
     workers: int
     consistency: PolicySpec
+    cluster: bytes = b""
+    """As `Hello.cluster`."""
 
 
 class Join(Struct, frozen=True, array_like=True, tag="join"):
@@ -319,6 +321,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     servers: tuple[tuple[str, ...], ...]
     """Addresses of each shard's server, in shard order."""
     consistency: PolicySpec
+    cluster: bytes = b""
+    """As `Hello.cluster`."""
 
 
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
@@ -468,7 +472,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     one port may serve both. `window`: requests that the
     client leaves unanswered at most. `again`: it has been connected before. `arenas` lists
     (number, bytes) of the arenas whose descriptors came along; `nonce` lies at the start of the
-    last one.
+    last one. `cluster`, to a shard: which cluster the peer belongs to. Addresses and tokens may be
+    used again, and numbers of clients and shards are.
     """
 
     role: str
@@ -479,6 +484,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     again: bool = False
     arenas: tuple[tuple[int, int], ...] = ()
     nonce: bytes = b""
+    cluster: bytes = b""
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):

@@ -35,7 +35,13 @@ from paramserve.core.events import (
 from paramserve.core.partition import DTYPES
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
-from paramserve.errors import CoordinatorGone, Overloaded, ParamServeError, ProtocolError
+from paramserve.errors import (
+    CoordinatorGone,
+    Overloaded,
+    ParamServeError,
+    ProtocolError,
+    ServerGone,
+)
 from paramserve.loading import load_kernels, loaded, prepare_rule, prepared
 from paramserve.messages import (
     AskReport,
@@ -140,6 +146,13 @@ class ServerRole:
     # --- what the transport tells --------------------------------------------------------------
 
     def opened(self, conn: Connection, hello: Hello) -> None:
+        if hello.cluster != self.config.cluster:
+            raise ServerGone(
+                f"a {hello.role} of another cluster came to shard {self.config.shard}: the server "
+                "that it knew at this address has ended",
+                applied="unknown",
+                fix="start that cluster again; give each cluster a token of its own",
+            )
         if hello.role == "attach":
             self._attach(conn, hello)
         elif hello.role == "server" and 0 <= hello.client < self.config.servers:
@@ -318,7 +331,7 @@ class ServerRole:
             peer.connecting = self._loop.create_task(self._connect(shard, peer))
 
     async def _connect(self, shard: int, peer: _Peer) -> None:
-        hello = Hello("server", client=self.config.shard)
+        hello = Hello("server", client=self.config.shard, cluster=self.config.cluster)
         try:
             link = await asyncio.to_thread(
                 Link.connect,

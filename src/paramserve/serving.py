@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserve.config import (
+    CLUSTER_BYTES,
     TLS,
     CoordinatorConfig,
     Credentials,
@@ -106,6 +108,7 @@ class _Running:
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
         """Where this server is reached."""
+        self.ending = False
 
     async def start(self) -> None:
         """Listen, become a member, be ready."""
@@ -114,6 +117,7 @@ class _Running:
         both: _Both | None = None
         if settings.join is None:
             self.coordinator = CoordinatorRole(_coordinator_config(settings))
+            self.coordinator.on_server_lost = self._server_lost
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -158,6 +162,15 @@ class _Running:
                         f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
                         fix="start the cluster's first server, and look at its address",
                     ) from error
+
+    def _server_lost(self) -> None:
+        if not self.ending:
+            logger.warning("a server is lost, and its values with it: start the cluster again")
+
+    def close(self) -> None:
+        """Close all that was opened."""
+        self.ending = True
+        self.stack.close()
 
     async def _listen(self, name: str, handler: Handler) -> list[Listener]:
         settings = self.settings
@@ -221,6 +234,7 @@ def _coordinator_config(settings: Settings) -> CoordinatorConfig:
         "",
         settings.consistency,
         restarts=settings.restart_s is not None,
+        cluster=secrets.token_bytes(CLUSTER_BYTES),
         limits=settings.limits,
         deadlines=settings.deadlines,
     )
@@ -236,6 +250,7 @@ def _server_config(
         coordinator,
         "",
         enlisted.consistency,
+        cluster=enlisted.cluster,
         limits=settings.limits,
         deadlines=settings.deadlines,
     )
@@ -344,4 +359,4 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         if not stopped:
             raise
     finally:
-        running.stack.close()
+        running.close()

@@ -58,7 +58,8 @@ class Worker:
 
     Attributes:
         client: the key-value face: define, push, pull, tick.
-        seed: of the run, equal on all ranks; the global generators are seeded from it and `rank`.
+        seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
+            `rank`; a process that somebody else started does so itself.
         aliases: for each adopted optimizer's name, further names of tied tensors.
         finishers: called in order when the training function has returned.
     """

@@ -397,17 +397,7 @@ def test_handle_of_an_ended_cluster_opens_no_other_one(servers: Servers, tmp_pat
         handle.connect()
 
 
-@pytest.mark.parametrize(
-    "same_token",
-    [
-        pytest.param(False, id="another_token"),
-        pytest.param(
-            True,
-            id="same_token",
-            marks=pytest.mark.xfail(reason="a hello does not say which cluster it is for"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("same_token", [False, True], ids=["another_token", "same_token"])
 def test_worker_that_comes_back_to_another_cluster_changes_nothing_there(
     servers: Servers, tmp_path: Path, same_token: bool
 ) -> None:
@@ -437,3 +427,19 @@ def test_worker_that_comes_back_to_another_cluster_changes_nothing_there(
 def test_nobody_at_an_address_is_told_in_time(servers: Servers) -> None:
     with pytest.raises(ConnectTimeout, match="nobody answered"):
         ps.connect(f"127.0.0.1:{free_port()}", rank=0, token_file=servers.token, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"servers": 0}, "servers must be at least 1"),
+        ({"workers": -1}, "and workers 0, not 1 and -1"),
+        ({"until_done": True}, "without any it would never end"),
+        ({"restart_s": 0.0}, "restart_s must be above 0"),
+    ],
+)
+def test_serve_wrong_number_is_refused_at_once(
+    servers: Servers, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        ps.serve("127.0.0.1:0", token_file=servers.token, **options)

@@ -72,6 +72,13 @@ def without_qdisc(kind: str, *options: str) -> str:
     return f"this kernel has no qdisc {kind}: {done.stderr.strip()}" if done.returncode else ""
 
 
+def without_wires() -> str:
+    """Why no wire can be laid; empty: it can."""
+    if Path("/dev/net/tun").exists():
+        return ""
+    return "this kernel or container has no /dev/net/tun"
+
+
 def without_resets() -> str:
     """Why connections cannot be broken from outside; empty: they can."""
     if shutil.which("ss") is None:

@@ -217,7 +217,7 @@ class BlockClient:
     def timeout_s(self, value: float) -> None:
         if not value > 0:
             raise ValueError(f"timeout_s must be > 0, got {value}")
-        self._steps.timeout_s = value
+        self._steps.timeout_s = self._exchange.io_timeout_s = value
 
     def clock(self, group: str = "default") -> int:
         """Steps that this client has ended on a group, with those of older incarnations of its

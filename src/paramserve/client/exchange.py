@@ -149,10 +149,15 @@ class Exchange:
         self.blocks: dict[int, Block] = {}
         """By id: what the parts of a request are measured by."""
         self.shards = [_Shard(k, each, WINDOW) for k, each in enumerate(joined.servers)]
-        self._hello = Hello("client", joined.client, joined.incarnation, rank, WINDOW)
+        self._hello = Hello(
+            "client", joined.client, joined.incarnation, rank, WINDOW, cluster=joined.cluster
+        )
         self._credentials = credentials
         self._limits = limits
         self._deadlines = deadlines
+        self.io_timeout_s = deadlines.request_s
+        """A payload of which a server takes nothing for this long is sent again, on a new
+        connection; so that no call waits much longer for it than its own deadline."""
         self._dial = connect
         self._pool = SlotPool(self._slot)
         self._arenas: dict[int, Arena] = {}
@@ -383,6 +388,7 @@ class Exchange:
             link.send(encode(message))
             return
         inline, parts = self._inline(shard.number, message)
+        link.io_timeout_s = self.io_timeout_s
         link.send(encode(inline), parts)
 
     def _inline(self, shard: int, message: ShardRequest) -> tuple[ShardRequest, list[Bytes]]:

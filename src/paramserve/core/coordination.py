@@ -189,7 +189,12 @@ class Coordination:
             party.enlisted = self.membership.enlist()
         config = self.config
         return Enlisted(
-            message.call, party.enlisted, config.servers, config.workers, config.consistency
+            message.call,
+            party.enlisted,
+            config.servers,
+            config.workers,
+            config.consistency,
+            config.cluster,
         )
 
     def _join(self, party: Party, message: Join) -> Joined | None:
@@ -205,6 +210,7 @@ class Coordination:
             0,
             self.membership.addresses(),
             self.config.consistency,
+            self.config.cluster,
         )
 
     def _require_live(self, party: Party) -> None:

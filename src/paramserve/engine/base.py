@@ -72,6 +72,11 @@ class Process(Protocol):
         """None while it runs; its exit code; minus the signal's number if a signal ended it."""
         ...
 
+    @property
+    def why(self) -> str:
+        """Why it has ended, where the engine knows more than the status; else empty."""
+        ...
+
     def interrupt(self) -> None:
         """Ask it to end in order. Does nothing if it has ended."""
         ...

@@ -253,6 +253,8 @@ class External:
 class ExternalProcess:
     """A role, with or (not yet) without an agent that runs it. See `base.Process`."""
 
+    why = ""
+
     def __init__(self, fleet: ExternalFleet, role: Role) -> None:
         self.name = role.name
         self.role = role

@@ -72,6 +72,8 @@ class Local:
 class LocalProcess:
     """A child process. See `base.Process`."""
 
+    why = ""
+
     def __init__(self, name: str, popen: subprocess.Popen[bytes], reports_fd: int) -> None:
         self.name = name
         self._popen = popen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paramserve.config import (
+    CLUSTER_BYTES,
     CoordinatorConfig,
     Credentials,
     Deadlines,
@@ -40,6 +42,7 @@ class Plan:
         worker_reference, server_reference: the same by name, where it can be imported by it.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
+        cluster: what tells it from every other one.
     """
 
     servers: int
@@ -54,6 +57,7 @@ class Plan:
     on_worker_death: OnWorkerDeath = "stop"
     threads_per_worker: int = 1
     timeout_s: float | None = None
+    cluster: bytes = field(default_factory=lambda: secrets.token_bytes(CLUSTER_BYTES))
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -97,6 +101,7 @@ class Plan:
             directory,
             consistency=self.consistency,
             restarts=isinstance(self.on_worker_death, Restart),
+            cluster=self.cluster,
             limits=self.limits,
             deadlines=self.deadlines,
         )
@@ -110,6 +115,7 @@ class Plan:
             coordinator=addresses,
             directory=directory,
             consistency=self.consistency,
+            cluster=self.cluster,
             limits=self.limits,
             deadlines=self.deadlines,
         )

@@ -76,6 +76,8 @@ class Entry:
     returned: bytes | None = None
     failure: Failure | None = None
     status: int | None = None
+    why: str = ""
+    """Why it has ended, where the engine knows more than the status."""
     fell_at: float | None = None
     """When its failure or unexpected end was seen."""
     silent: bool = False
@@ -172,10 +174,10 @@ class Roster:
             entry.failure = msgspec.msgpack.decode(body, type=Failure)
             entry.fell_at = entry.fell_at if entry.fell_at is not None else now
 
-    def on_end(self, key: Key, status: int, now: float) -> None:
+    def on_end(self, key: Key, status: int, now: float, why: str = "") -> None:
         """A process ended. A worker that has returned may end as it likes."""
         entry = self.entries[key]
-        entry.status = status
+        entry.status, entry.why = status, why
         if entry.returned is None and entry.fell_at is None:
             entry.fell_at = now
 
@@ -263,6 +265,8 @@ def how_it_ended(entry: Entry) -> str:
         return "gave no sign of life for too long (it was stopped, or hangs)"
     if entry.status is None:
         return "does not answer"
+    if entry.why:
+        return f"ended: {entry.why}"
     if entry.status < 0:
         return f"was killed by {signal.Signals(-entry.status).name}"
     return f"exited with code {entry.status}"

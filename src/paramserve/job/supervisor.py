@@ -230,7 +230,7 @@ class Supervisor:
             if key is None:  # another process has taken its place
                 continue
             if isinstance(event, Ended):
-                self.roster.on_end(key, event.status, now)
+                self.roster.on_end(key, event.status, now, event.process.why)
             else:
                 self.roster.on_report(key, event.kind, event.body, now)
                 if key == COORDINATOR and event.kind == "ready" and not self.addresses:

@@ -45,6 +45,9 @@ logger = logging.getLogger("paramserve")
 _ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Refused)
 _LIMITS: Final = Limits()
 _IO_TIMEOUT_S: Final = Deadlines().request_s
+TOLD_MAX: Final = 1024
+_told: set[tuple[str, str]] = set()
+"""Which address was used instead of which, as far as it was told."""
 _RETRY_S: Final = 0.02
 """Between attempts to reach a peer that is not there yet."""
 
@@ -67,7 +70,8 @@ class Link:
         self._sock = sock
         self._hello = hello
         self._limits = limits
-        self._io_timeout_s = io_timeout_s
+        self.io_timeout_s = io_timeout_s
+        """A started send or payload that moves no byte for this long has failed; may be changed."""
         self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
         self._pid = os.getpid()
         self._closed = False
@@ -124,7 +128,7 @@ class Link:
                     failures.append((address, error))
                     continue
                 for passed, why in failures:
-                    logger.warning("using %s, because %s failed: %s", address, passed, why)
+                    _tell_once(address, passed, why)
                 return link
             for _, failure in failures:
                 if isinstance(failure, ParamServeError):
@@ -369,8 +373,8 @@ class Link:
         self._sock.close()
 
     def _wait(self, poll: select.poll, what: str) -> None:
-        if not poll.poll(self._io_timeout_s * 1000):
-            late = f"{what} for {self._io_timeout_s:.1f} s"
+        if not poll.poll(self.io_timeout_s * 1000):
+            late = f"{what} for {self.io_timeout_s:.1f} s"
             raise self._failed(ConnectionAbortedError(late))
 
     def _closed_by_peer(self, how: str) -> Exception:
@@ -385,6 +389,15 @@ class Link:
         if isinstance(error, ConnectionError):
             return error
         return ConnectionAbortedError(f"the connection to {self.address} failed: {error}")
+
+
+def _tell_once(address: str, passed: str, why: Exception) -> None:
+    """Say why an address was passed over; again only at debug, as when a connection is made anew."""
+    level = logging.DEBUG if (address, passed) in _told else logging.WARNING
+    if len(_told) >= TOLD_MAX:
+        _told.clear()
+    _told.add((address, passed))
+    logger.log(level, "using %s, because %s failed: %s", address, passed, why)
 
 
 def _applied(word: str) -> Applied:

@@ -170,6 +170,7 @@ class Silent:
 
     pid = 0
     exit_status = 0
+    why = ""
 
     def interrupt(self) -> None: ...
     def kill(self) -> None: ...

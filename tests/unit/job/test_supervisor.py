@@ -29,6 +29,7 @@ class Puppet:
     """A process that ends when it is told to."""
 
     pid = 0
+    why = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
