@@ -63,7 +63,9 @@ def _child(order: dict[str, Any]) -> None:
     tell = Teller(order["file"])
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    logging.getLogger("paramserve").addHandler(_TellsLogs(tell))
+    logger = logging.getLogger("paramserve")
+    logger.setLevel(logging.DEBUG)  # connections that are made anew are told at debug
+    logger.addHandler(_TellsLogs(tell))
     try:
         if order["namespace"]:
             enter(order["namespace"])
