@@ -14,6 +14,7 @@ from benchmarks import (
     bench_ray_engine,
     bench_start,
     bench_tcp,
+    bench_tutorials,
     harness,
 )
 
@@ -26,6 +27,7 @@ BENCHMARKS = (
     bench_start,
     bench_tcp,
     bench_ray_engine,
+    bench_tutorials,
 )
 
 

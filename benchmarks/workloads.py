@@ -182,23 +182,25 @@ def medians(
     count: int,
     work_s: float = 0.0,
     before: Mapping[str, Call] | None = None,
+    block: int = BLOCK,
 ) -> dict[str, float]:
     """Median seconds of each call, timed in turn so that all see the same machine.
 
     Args:
-        calls: what to time, by name; each is called `count` times, in blocks of `BLOCK`, after
-            one block that is not counted.
+        calls: what to time, by name; each is called `count` times, in blocks, after one block that
+            is not counted.
         work_s: computing in the caller before each call, not counted.
         before: what to do before that for some of the calls, not counted.
+        block: calls of one kind in a row; 1: they alternate.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     preparing = before if before is not None else {}
-    for begin in range(-BLOCK, count, BLOCK):
+    for begin in range(-block, count, block):
         for name, call in calls.items():
             prepare = preparing.get(name, _nothing)
-            block = [timed(call, work_s, prepare) for _ in range(min(BLOCK, count - max(begin, 0)))]
+            times = [timed(call, work_s, prepare) for _ in range(min(block, count - max(begin, 0)))]
             if begin >= 0:
-                samples[name] += block
+                samples[name] += times
     return {name: median(times) for name, times in samples.items()}
 
 

@@ -265,11 +265,11 @@ def how_it_ended(entry: Entry) -> str:
         return "gave no sign of life for too long (it was stopped, or hangs)"
     if entry.status is None:
         return "does not answer"
-    if entry.why:
-        return f"ended: {entry.why}"
+    told = f"exited with code {entry.status}"
     if entry.status < 0:
-        return f"was killed by {signal.Signals(-entry.status).name}"
-    return f"exited with code {entry.status}"
+        told = f"was killed by {signal.Signals(-entry.status).name}"
+    first, *_ = entry.why.splitlines() or [""]
+    return f"{told} ({first})" if first else told
 
 
 def _with_traceback(entry: Entry) -> str:
