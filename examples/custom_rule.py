@@ -63,9 +63,11 @@ class Clips(ps.CustomRule):
 RULES = (Logs, Weights, Clips)
 
 
-def train(worker: ps.Worker, rule: ps.CustomRule, steps: int, pause_s: float) -> None:
-    """Pull the values towards this worker's own goal: rank 0 wants 1, rank 1 wants -1."""
-    client, goal = worker.client, 1.0 if worker.rank == 0 else -1.0
+def train(
+    worker: ps.Worker, rule: ps.CustomRule, goals: Sequence[float], steps: int, pause_s: float
+) -> None:
+    """Pull the values towards this worker's own goal."""
+    client, goal = worker.client, goals[worker.rank]
     client.define("w", np.zeros(3), rule=rule)
     value = client.pull("w")
     for _ in range(steps):
@@ -73,11 +75,18 @@ def train(worker: ps.Worker, rule: ps.CustomRule, steps: int, pause_s: float) ->
         value = client.push_pull({"w": value - goal}, tick=True)["w"]
 
 
-def run(rule: ps.CustomRule, steps: int, pause_s: float, servers: int, engine: str) -> Any:
-    """The values that two workers reach with a rule: near 0 if both count the same."""
+def run(
+    rule: ps.CustomRule,
+    steps: int,
+    pause_s: float,
+    servers: int,
+    engine: str,
+    goals: Sequence[float] = (1.0, -1.0),
+) -> Any:
+    """The values that two workers with these goals reach by a rule."""
     result = ps.run(
         train,
-        args=(rule, steps, pause_s),
+        args=(rule, goals, steps, pause_s),
         workers=2,
         servers=servers,
         consistency=ps.Async(),
@@ -97,9 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     common = options.pause_s, options.servers, options.engine
     print("Logs, three steps of each worker:")
     run(Logs(), 3, *common)
+    print("Two workers with the goals 1 and -1; with Clips both want 1:")
     print("Weights(1, 1):  ", run(Weights(), options.steps, *common))
     print("Weights(3, 1):  ", run(Weights(weights=(3.0, 1.0)), options.steps, *common))
-    print("Clips(norm=0.1):", run(Clips(norm=0.1), options.steps, *common))
+    print("Clips(norm=0.1):", run(Clips(norm=0.1), options.steps, *common, goals=(1.0, 1.0)))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from paramserve.cli_options import split_reference, tls_of, with_tls
 from paramserve.config import TLS, Credentials
 
 if TYPE_CHECKING:
     from paramserve.engine.base import Role
-    from paramserve.engine.external import Assign
+    from paramserve.engine.external import Assign, Order
     from paramserve.engine.local import LocalProcess
     from paramserve.transport.link import Link
 
@@ -71,7 +72,8 @@ def run_agent(
         wait_s: how long to try to reach the driver, which need not run yet.
         entries: what may be run.
     Returns:
-        The role's exit code; 128 plus the signal's number if a signal ended it, as shells count.
+        The role's exit code; 128 plus the signal's number if a signal ended it, as shells count; 0
+        if the run ended without a role for this agent.
     Raises:
         ValueError: an address, a function or a rule that is none. Nothing was sent.
         ConnectTimeout: nobody answered in `wait_s`.
@@ -84,7 +86,7 @@ def run_agent(
     from paramserve.transport.token_file import credentials_of
 
     for name in (*([train] if train else ()), *rules):
-        _check_reference(name)
+        split_reference(name)
     credentials = credentials_of(token_file, tls)
     link = Link.connect([f"tcp:{address}"], Hello(AGENT), credentials=credentials, timeout_s=wait_s)
     link.send(encode(Offer(os.getpid(), socket.gethostname(), train, tuple(rules))))
@@ -118,13 +120,16 @@ class _Agent:
     def run(self) -> int:
         """Wait for a role and run it."""
         from paramserve.engine.child import EXIT_DRIVER_GONE, EXIT_FAILED, describe
-        from paramserve.engine.external import Finished, Report
+        from paramserve.engine.external import Finished, Order, Report
         from paramserve.engine.local import Local
 
         try:
             assign, payload = self._wait_for_role()
         except ConnectionError:
             return EXIT_DRIVER_GONE
+        if isinstance(assign, Order):
+            self._link.close()
+            return 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._interrupt())
         with contextlib.closing(Local().open()) as fleet:
@@ -159,17 +164,20 @@ class _Agent:
                     self._send(Finished(event.status))
                     return int(event.status)
 
-    def _wait_for_role(self) -> tuple[Assign, bytes]:
+    def _wait_for_role(self) -> tuple[Assign | Order, bytes]:
+        """The role; or an order, which ends the agent: the run is over without it."""
         import numpy as np
 
-        from paramserve.engine.external import Assign
+        from paramserve.engine.external import Assign, Order
         from paramserve.messages import decoder
 
         while True:
             header = self._link.receive(TICK_S)
             if header is not None:
                 break
-        assign: Assign = decoder(Assign).decode(header)
+        assign: Assign | Order = decoder(Assign | Order).decode(header)
+        if isinstance(assign, Order):
+            return assign, b""
         payload = np.empty(assign.payload_bytes, np.uint8)
         self._link.read_payload([payload] if assign.payload_bytes else [])
         return assign, payload.tobytes()
@@ -280,20 +288,11 @@ def _own_host(link: Link) -> str:
         return host
 
 
-def _check_reference(reference: str) -> None:
-    module, colon, name = reference.partition(":")
-    if not (module and colon and name.isidentifier()):
-        raise ValueError(f"{reference!r} is not MODULE:NAME, as in training:train")
-
-
 @click.command("agent")
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--token-file", required=True, type=click.Path(), help="See `paramserve token`.")
 @click.option("--train", default="", metavar="MODULE:FUNCTION", help="What workers run.")
 @click.option("--rules", multiple=True, metavar="MODULE:CLASS", help="A rule of your own.")
-@click.option("--tls-certificate", type=click.Path(), help="This side's certificate; PEM.")
-@click.option("--tls-key", type=click.Path(), help="This side's private key; PEM.")
-@click.option("--tls-authority", type=click.Path(), help="Who must have signed the driver's; PEM.")
 @click.option(
     "--wait",
     "wait_s",
@@ -303,15 +302,14 @@ def _check_reference(reference: str) -> None:
     metavar="SECONDS",
     help="How long to try to reach the driver.",
 )
+@with_tls
 def agent_command(
     address: str,
     token_file: str,
     train: str,
     rules: tuple[str, ...],
-    tls_certificate: str | None,
-    tls_key: str | None,
-    tls_authority: str | None,
     wait_s: float,
+    **options: Any,
 ) -> None:
     """Be one process of a run with engine=ps.External(...), then exit.
 
@@ -319,9 +317,6 @@ def agent_command(
     for in the present folder first. Start one agent for each process, and let what starts them
     start them again for the next run.
     """
-    files = (tls_certificate, tls_key, tls_authority)
-    if any(files) and not all(files):
-        raise click.UsageError("TLS needs --tls-certificate, --tls-key and --tls-authority")
-    tls = TLS(tls_certificate, tls_key, tls_authority) if all(files) else None  # type: ignore[arg-type] # all of them are there
+    tls = tls_of(options)
     sys.path.insert(0, os.getcwd())
     raise click.exceptions.Exit(run_agent(address, token_file, train, rules, tls, wait_s=wait_s))

@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from paramserve.agent import agent_command
-from paramserve.config import TLS, Deadlines, Limits
+from paramserve.cli_options import split_reference, tls_of, with_tls
+from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Async, Consistency, Sync
 from paramserve.errors import ParamServeError
 
@@ -30,37 +31,6 @@ POLICIES: dict[str, Callable[[], Consistency]] = {
     "sync:sum": lambda: Sync(reduce="sum"),
     "async": Async,
 }
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def with_tls(command: F) -> F:
-    """Adds the three options that make `tls_of`."""
-    for name, text in (
-        ("authority", "Who must have signed the other side's certificate; PEM."),
-        ("key", "This side's private key; PEM."),
-        ("certificate", "This side's certificate; PEM. With it, all connections use TLS."),
-    ):
-        command = click.option(
-            f"--tls-{name}", type=click.Path(exists=True, dir_okay=False), help=text
-        )(command)
-    return command
-
-
-def tls_of(options: dict[str, Any]) -> TLS | None:
-    """Takes the three options out of `options`.
-
-    Raises:
-        click.UsageError: some are given and some are not.
-    """
-    names = ("tls_certificate", "tls_key", "tls_authority")
-    files = [options.pop(name) for name in names]
-    if not any(files):
-        return None
-    if not all(files):
-        raise click.UsageError("TLS needs --tls-certificate, --tls-key and --tls-authority")
-    return TLS(files[0], files[1], files[2])
-
 
 @click.command()
 @click.option("--bind", required=True, metavar="HOST:PORT", help="Where to listen; port 0: any.")
@@ -187,9 +157,10 @@ def load_object(target: str, form: str) -> Any:
     Raises:
         click.BadParameter: there is no such module or name.
     """
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
-        raise click.BadParameter(f"{target!r} is not {form}")
+    try:
+        module, name = split_reference(target, form)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -18,11 +18,11 @@ from paramserve.job.running import (
     SEED_BITS,
     check_count,
     check_engine,
-    check_settings,
     handle_of,
 )
 from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
+from paramserve.settings import check_settings
 
 
 class Cluster:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from paramserve.config import (
     CLUSTER_BYTES,
     TLS,
@@ -33,11 +35,12 @@ from paramserve.coordinator import ROLES, CoordinatorRole
 from paramserve.core.consistency import Async, Consistency
 from paramserve.core.consistency import spec as policy_spec
 from paramserve.core.membership import DEAD, LEFT
-from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.joining import full_address
 from paramserve.messages import Enlist, Enlisted, Hello
 from paramserve.rules.registry import check_registered
 from paramserve.server import ServerRole, register
+from paramserve.settings import check_settings
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
@@ -108,7 +111,8 @@ class _Running:
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
         """Where this server is reached."""
-        self.ending = False
+        self.lost = asyncio.Event()
+        """Set when another server of the cluster, whose coordinator this is, is gone."""
 
     async def start(self) -> None:
         """Listen, become a member, be ready."""
@@ -117,7 +121,7 @@ class _Running:
         both: _Both | None = None
         if settings.join is None:
             self.coordinator = CoordinatorRole(_coordinator_config(settings))
-            self.coordinator.on_server_lost = self._server_lost
+            self.coordinator.on_server_lost = self.lost.set
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -163,15 +167,6 @@ class _Running:
                         fix="start the cluster's first server, and look at its address",
                     ) from error
 
-    def _server_lost(self) -> None:
-        if not self.ending:
-            logger.warning("a server is lost, and its values with it: start the cluster again")
-
-    def close(self) -> None:
-        """Close all that was opened."""
-        self.ending = True
-        self.stack.close()
-
     async def _listen(self, name: str, handler: Handler) -> list[Listener]:
         settings = self.settings
         listeners = await listen(
@@ -192,17 +187,24 @@ class _Running:
         """Wait for the end; the caller cancels this to end it by its own wish.
 
         Raises:
-            ParamServeError: the coordinator of the cluster is gone.
+            ServerGone: another server of the cluster is gone before all workers have left.
+            ParamServeError: the coordinator of the cluster is.
         """
         assert self.role is not None
-        gone = asyncio.create_task(self.role.ended.wait())
-        done = asyncio.create_task(self._all_left())
+        waiting = (self.role.ended.wait(), self.lost.wait(), self._all_left())
+        tasks = [asyncio.create_task(each) for each in waiting]
         try:
-            await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
-            done.cancel()
-        if self.coordinator is None and not (self.settings.until_done and self._saw_all_leave()):
+            for task in tasks:
+                task.cancel()
+        if self.lost.is_set() and self.coordinator is not None and not self.coordinator.all_left:
+            raise ServerGone(
+                "a server of this cluster has ended or is lost, and its values with it",
+                applied="unknown",
+                fix="look why it ended, and start the whole cluster again",
+            )
+        if self.coordinator is None and not self._saw_all_leave():
             raise ParamServeError(
                 f"the coordinator at {self.settings.join} is gone, and the cluster with it",
                 applied="unknown",
@@ -289,7 +291,7 @@ def serve(
         tls: certificates; None: no TLS.
         advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
         restart_s: how long Sync waits for a worker that died to come again; None: not at all.
-        until_done: return when all workers have come and left.
+        until_done: return when all workers have come and left. The others then end by themselves.
         ready: is called with the `host:port` of this server when it serves.
     Raises:
         ValueError, TypeError: a wrong argument. Nothing was started.
@@ -299,7 +301,11 @@ def serve(
     """
     waits = deadlines if deadlines is not None else Deadlines()
     if restart_s is not None:
-        waits = _with_restart(waits, restart_s)
+        waits = replace(waits, restart_s=restart_s)
+    waits, bounds = (
+        check_settings("deadlines", waits, Deadlines),
+        check_settings("limits", limits, Limits),
+    )
     policy = consistency if consistency is not None else Async()
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
@@ -316,7 +322,7 @@ def serve(
         advertise,
         restart_s,
         until_done,
-        limits if limits is not None else Limits(),
+        bounds,
         waits,
     )
     host = bind.rpartition(":")[0]
@@ -325,14 +331,6 @@ def serve(
             "listening beyond this machine at %s without TLS: values can be read on the way", bind
         )
     asyncio.run(_serve(settings, ready))
-
-
-def _with_restart(deadlines: Deadlines, restart_s: float) -> Deadlines:
-    from msgspec.structs import replace
-
-    if not restart_s > 0:
-        raise ValueError(f"restart_s must be above 0, not {restart_s}")
-    return replace(deadlines, restart_s=restart_s)
 
 
 async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> None:
@@ -359,4 +357,4 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         if not stopped:
             raise
     finally:
-        running.close()
+        running.stack.close()

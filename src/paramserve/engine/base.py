@@ -56,6 +56,9 @@ class Failure(Struct, frozen=True, array_like=True):
     """Name of its class."""
     text: str
     traceback: str
+    failed: str = ""
+    fix: str = ""
+    """The parts of a `ParamServeError`, from which it can be made again."""
 
 
 class Process(Protocol):
@@ -115,10 +118,13 @@ class Fleet(Protocol):
         shares_host: whether the processes run on this machine, and see the files of this one.
         plain: whether reports come over a socket of ours, so that nothing in them may be
             unpickled: what a function returns then has to be plain data.
+        room_s: how long a launched role may wait for a process to run it; past it the fleet tells
+            of its end.
         tls: certificates for the connections between its processes; None: no TLS.
     """
 
     shares_host: bool
+    room_s: float
     plain: bool
     tls: TLS | None
 

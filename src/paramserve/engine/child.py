@@ -221,7 +221,14 @@ def describe(error: BaseException) -> bytes:
     import traceback
 
     text = "".join(traceback.format_exception(error))
-    return msgspec.msgpack.encode(Failure(type(error).__name__, str(error), text))
+    failure = Failure(
+        type(error).__name__,
+        str(error),
+        text,
+        getattr(error, "failed", ""),
+        getattr(error, "fix", ""),
+    )
+    return msgspec.msgpack.encode(failure)
 
 
 def _remove(directory: str) -> None:

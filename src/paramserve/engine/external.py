@@ -36,6 +36,7 @@ from paramserve.errors import CannotPlace, NotAuthenticated, ParamServeError, Pr
 from paramserve.messages import Hello, decoder, encode
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener, listen_tcp
+from paramserve.transport.tcp import warn_if_open
 from paramserve.transport.token_file import credentials_of
 
 logger = logging.getLogger("paramserve")
@@ -84,7 +85,7 @@ class Assign(Struct, frozen=True, array_like=True, tag="assign"):
 
 
 class Order(Struct, frozen=True, array_like=True, tag="order"):
-    """End the role: in order, or at once."""
+    """End the role: in order, or at once. An agent without one ends in order."""
 
     what: Literal["stop", "kill"]
 
@@ -336,6 +337,7 @@ class ExternalFleet:
     def __init__(self, engine: External, credentials: Credentials, roles: int) -> None:
         """Listen. Raises `ParamServeError`: the port is taken. Nothing is left."""
         self.tls = credentials.tls
+        self.room_s = engine.wait_s
         self.address = ""
         self._engine = engine
         self._credentials = credentials
@@ -357,6 +359,7 @@ class ExternalFleet:
         except BaseException:
             self.close()
             raise
+        warn_if_open(engine.bind, self.tls)
         logger.info("agents are awaited: %s", command_for(self.address, self._token_file))
 
     # --- for any thread ---------------------------------------------------------------------------
@@ -427,6 +430,9 @@ class ExternalFleet:
         )
 
     async def _hang_up(self) -> None:
+        for agent in self._agents.values():
+            if agent.process is None:
+                agent.conn.send(encode(Order("stop")))
         if self._listener is not None:
             self._listener.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

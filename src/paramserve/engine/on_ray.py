@@ -464,6 +464,7 @@ class RayFleet:
 
     shares_host = False
     plain = False
+    room_s = 0.0  # `open` has waited for it
 
     def __init__(
         self,

@@ -15,9 +15,10 @@ from paramserve.observe.status import Staleness
 class Restarted(NamedTuple):
     """A worker that died and was started again.
 
-    `error` says how it had ended. Its successor went on at `clock` (None: it did not get that far)
-    of the group that it stepped on first. `repeated` counts steps of which some shards had applied
-    the predecessor's push already, and then got the successor's as well (Async only).
+    `error` says how it had ended. Its successor went on at `clock` of the group that it stepped on
+    first (None: it did not get that far, or there was nothing to go on from). `repeated` counts
+    steps of which some shards had applied the predecessor's push already, and then got the
+    successor's as well (Async only).
     """
 
     rank: int

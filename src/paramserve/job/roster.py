@@ -15,6 +15,7 @@ import msgspec
 
 from paramserve.engine.base import Failure
 from paramserve.errors import (
+    CannotPlace,
     ConnectTimeout,
     CoordinatorGone,
     ParamServeError,
@@ -88,6 +89,8 @@ class Entry:
     """Of a worker, as the cluster counts; 0 before it is ready."""
     restarts: int = 0
     """How often it was started anew."""
+    resumed: bytes | None = None
+    """Where it went on, as it reported; None: it has not, or was the first of its rank."""
 
     @property
     def state(self) -> str:
@@ -170,6 +173,8 @@ class Roster:
                 entry.incarnation = msgspec.msgpack.decode(body, type=int)
         elif kind == "returned":
             entry.returned = body
+        elif kind == "resumed":
+            entry.resumed = body
         elif kind == "failed":
             entry.failure = msgspec.msgpack.decode(body, type=Failure)
             entry.fell_at = entry.fell_at if entry.fell_at is not None else now
@@ -279,15 +284,29 @@ def _with_traceback(entry: Entry) -> str:
     return f"{told}\n\n{entry.failure.traceback.rstrip()}"
 
 
+def _without_a_place(entry: Entry) -> CannotPlace | None:
+    """The engine's own error, if there was no room for the process; else None."""
+    failure = entry.failure
+    if failure is None or failure.kind != CannotPlace.__name__:
+        return None
+    return CannotPlace(failure.failed, applied="no", fix=failure.fix)
+
+
 def gone(entry: Entry) -> ParamServeError:
     """The error for a coordinator or server that is no more."""
+    unplaced = _without_a_place(entry)
+    if unplaced is not None:
+        return unplaced
     fix = "start the run again; a kill without a message is often the system short of memory"
     kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
     return kind(_with_traceback(entry), applied="unknown", fix=fix)
 
 
-def worker_failed(entry: Entry) -> WorkerFailed:
-    """The error for a worker that ended before its function returned."""
+def worker_failed(entry: Entry) -> WorkerFailed | CannotPlace:
+    """The error for a worker that ended before its function returned, or never began."""
+    unplaced = _without_a_place(entry)
+    if unplaced is not None:
+        return unplaced
     fix = (
         "mend the training function, or use on_worker_death='continue' to go on without it, or "
         "ps.Restart() to start it again"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 import msgspec
@@ -33,14 +32,13 @@ from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group, by_rank
+from paramserve.settings import check_settings
 from paramserve.worker import Aliases, Resumed, WorkerConfig
 
 SNAPSHOT_POLL_S = 0.05
 END_S = 2.0
 """How much longer than `stop_s` the end of a run may take to be known."""
 SEED_BITS = 63
-
-Settings = TypeVar("Settings", Deadlines, Limits)
 
 
 class Job:
@@ -203,23 +201,16 @@ class Job:
 
     def _restarts(self) -> list[Restarted]:
         """Of each restart, how the worker had ended and where its successor went on."""
-        resumed = [
-            (key.number, msgspec.msgpack.decode(body, type=Resumed))
-            for key, kind, body in tuple(self._supervisor.reports)
-            if kind == "resumed"
-        ]
+        supervisor = self._supervisor
         found = []
-        for entry in self._supervisor.restarts:
-            rank, number = entry.key.number, entry.restarts + 1
-            after = [each for which, each in resumed if which == rank][number - 1 : number]
-            found.append(
-                Restarted(
-                    rank,
-                    worker_failed(entry),
-                    after[0].clock if after else None,
-                    after[0].repeated if after else 0,
-                )
-            )
+        for number, entry in enumerate(supervisor.restarts):
+            later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]
+            successor = later[0] if later else supervisor.roster.entries[entry.key]
+            clock, repeated = None, 0
+            if successor.resumed is not None:
+                resumed = msgspec.msgpack.decode(successor.resumed, type=Resumed)
+                clock, repeated = resumed.clock, resumed.repeated
+            found.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
         return found
 
     def _beats(self) -> list[ServerBeat]:
@@ -438,30 +429,3 @@ def check_engine(engine: Engine | None) -> Engine:
     if isinstance(engine, type) or not hasattr(engine, "open"):
         raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
     return engine
-
-
-def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> Settings:
-    """The settings, or the defaults for None.
-
-    Raises:
-        TypeError: it is of another type, or one of its numbers is.
-        ValueError: a number is not above 0, not finite, or a heartbeat would come too late.
-    """
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be ps.{kind.__name__}(...), not {value!r}")
-    for field in msgspec.structs.fields(kind):
-        number = getattr(value, field.name)
-        allowed = int if field.type is int else (int, float)
-        if isinstance(number, bool) or not isinstance(number, allowed):
-            what = "an int" if field.type is int else "a number"
-            raise TypeError(f"{name}: {field.name} must be {what}, not {number!r}")
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name}: {field.name} must be above 0 and finite, not {number}")
-    if isinstance(value, Deadlines) and not value.heartbeat_s < value.stall_s:
-        raise ValueError(
-            f"{name}: heartbeat_s must be below stall_s, not {value.heartbeat_s} and "
-            f"{value.stall_s}: every process would count as dead"
-        )
-    return value

@@ -77,10 +77,8 @@ class Supervisor:
         self.ended = threading.Event()
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
-        start_by = self.started_at + plan.deadlines.start_s
         self.restarts: list[Entry] = []
         self.plain = False
-        self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, start_by)
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
         self._collect = collect
@@ -97,6 +95,8 @@ class Supervisor:
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys])
         self.plain = self._fleet.plain
+        self._up_by = time.monotonic() + self._fleet.room_s + plan.deadlines.start_s
+        self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, self._up_by)
         self._processes: dict[Process, Key] = {}
         self._directory = ""
         self.addresses: tuple[str, ...] = ()
@@ -130,9 +130,9 @@ class Supervisor:
             ParamServeError: it has ended, or ended before it was up.
         """
         deadlines = self.plan.deadlines
-        if not self._served.wait(deadlines.start_s + deadlines.stop_s):
+        if not self._served.wait(max(self._up_by - time.monotonic(), 0.0) + deadlines.stop_s):
             raise ConnectTimeout(
-                f"coordinator and servers were not up after {deadlines.start_s} s",
+                f"coordinator and servers were not up {deadlines.start_s} s after their start",
                 fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
             )
         if self._ending:
@@ -342,8 +342,9 @@ class Supervisor:
         return self.error if self.error is not None else self._stopped()
 
     def _stopped(self) -> ClientClosed:
+        what = "run was stopped" if self.plan.workers else "cluster was closed"
         return ClientClosed(
-            f"the run was stopped after {self.seconds:.1f} s",
+            f"the {what} after {self.seconds:.1f} s",
             applied="unknown",
             fix="start it again",
         )

@@ -72,8 +72,9 @@ class CustomRule:
     ) -> None:
         """Change `value` and the arrays in `state` in place. To be overridden.
 
-        What it raises refuses the push whole (`RuleFailed`), as do NaN or Inf made of finite
-        numbers, and a resized array. It must keep no reference to the arrays.
+        What it raises refuses the push (`RuleFailed`), as do NaN or Inf made of finite numbers, and
+        a resized array: whole on this server; in Async, and in Sync with `clip_norm`, another one
+        may have applied its part ("Applied: unknown"). It must keep no reference to the arrays.
 
         Args:
             value: [n], or the tensor's shape with `whole_tensors`.

@@ -392,7 +392,7 @@ class Link:
 
 
 def _tell_once(address: str, passed: str, why: Exception) -> None:
-    """Say why an address was passed over; at debug if it was said before, on an older connection."""
+    """Say why an address was passed over; at debug if that was said before."""
     level = logging.DEBUG if (address, passed) in _told else logging.WARNING
     if len(_told) >= TOLD_MAX:
         _told.clear()

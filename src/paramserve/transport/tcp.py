@@ -20,11 +20,12 @@ import threading
 import weakref
 from typing import Final
 
-from paramserve.config import Deadlines
+from paramserve.config import TLS, Deadlines
 
 logger = logging.getLogger("paramserve")
 
 LOST_S: Final = Deadlines().lost_s
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 _PROBES: Final = 60
 """Keepalive probes within `lost_s`, if it is so long; else one each second, the finest there is."""
 _LOOKS: Final = 4
@@ -72,6 +73,14 @@ def reached_at(host: str) -> str:
         way_out.connect((_UNSENT[family], 9))  # datagrams: this sends nothing
         return str(way_out.getsockname()[0])
     return "::1" if ":" in host else "127.0.0.1"
+
+
+def warn_if_open(bind: str, tls: TLS | None) -> None:
+    """Say so where others than this machine's processes can reach a port, and TLS is missing."""
+    if bind.rpartition(":")[0] not in _LOOPBACK and tls is None:
+        logger.warning(
+            "listening beyond this machine at %s without TLS: values can be read on the way", bind
+        )
 
 
 # --- options -------------------------------------------------------------------------------------

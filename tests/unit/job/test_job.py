@@ -13,8 +13,9 @@ import paramserve as ps
 from paramserve.config import CoordinatorConfig, PolicySpec, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
 from paramserve.job.plan import Plan
+from paramserve.job.roster import Entry, Key
 from paramserve.job.running import Job
-from paramserve.worker import WorkerConfig
+from paramserve.worker import Resumed, WorkerConfig
 
 
 class NeverOpens:
@@ -95,6 +96,7 @@ SETTINGS = [
     ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
     ({"deadlines": ps.Deadlines(start_s=float("inf"))}, ValueError, "start_s must be .* finite"),
     ({"deadlines": ps.Deadlines(stall_s=1)}, ValueError, "heartbeat_s must be below stall_s"),
+    ({"deadlines": ps.Deadlines(restart_s=120)}, ValueError, "restart_s must be below request_s"),
 ]
 
 
@@ -120,6 +122,7 @@ class KeepsRoles:
 
     shares_host = True
     plain = False
+    room_s = 0.0
     tls = None
 
     def open(self, roles: Sequence[str] = ()) -> Fleet:
@@ -184,3 +187,18 @@ def test_result_says_how_many_records_are_missing() -> None:
     job._supervisor.overview.dropped_records = 7
     job.stop()
     assert job.wait().dropped_records == 7
+
+
+def test_result_restart_has_the_clock_of_its_own_successor() -> None:
+    plan = Plan(servers=1, workers=0, consistency=PolicySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job.stop()
+    rank = Key("worker", 1)
+    there = msgspec.msgpack.encode(Resumed(2, 5, 1))
+    died = [Entry(rank, status=-9), Entry(rank, status=3, restarts=1)]
+    job._supervisor.restarts = died
+    job._supervisor.roster.entries[rank] = Entry(rank, restarts=2, resumed=there)
+    first, second = job.wait().restarts
+    assert (first.clock, first.repeated) == (None, 0)  # its successor ended before it joined
+    assert (second.clock, second.repeated) == (5, 1)
+    assert "exited with code 3" in str(second.error)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from paramserve.engine.base import Failure
-from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
+from paramserve.errors import CannotPlace, ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
 from paramserve.job.roster import (
     CAUSE_S,
     COORDINATOR,
@@ -261,3 +261,20 @@ def test_dismissed_workers_end_without_meaning() -> None:
     decision = roster.decide(2.0)
     assert decision.error is None
     assert decision.finished
+
+
+@pytest.mark.parametrize("key", [COORDINATOR, SERVER, WORKER])
+def test_process_that_found_no_place_is_told_as_that(key: Key) -> None:
+    roster = Roster(1, 2, "stop", START_BY)
+    error = CannotPlace("no agent came", fix="start one")
+    failure = Failure("CannotPlace", str(error), "Traceback", error.failed, error.fix)
+    roster.on_report(key, "failed", msgspec.msgpack.encode(failure), 2.0)
+    found = roster.decide(2.0).error
+    assert isinstance(found, CannotPlace)
+    assert (found.failed, found.applied, found.fix) == ("no agent came", "no", "start one")
+
+
+def test_end_is_told_with_what_the_engine_knows() -> None:
+    roster = running()
+    roster.on_end(WORKER, -9, 2.0, "its node is lost\nand more")
+    assert "was killed by SIGKILL (its node is lost)" in str(roster.decide(2.0).error)

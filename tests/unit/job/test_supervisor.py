@@ -56,6 +56,7 @@ class Puppets:
     """An engine and its fleet: runs nothing; fails where it is told to."""
 
     plain = False
+    room_s = 0.0
     tls = None
 
     def __init__(
