@@ -32,6 +32,7 @@ POLICIES: dict[str, Callable[[], Consistency]] = {
     "async": Async,
 }
 
+
 @click.command()
 @click.option("--bind", required=True, metavar="HOST:PORT", help="Where to listen; port 0: any.")
 @click.option("--token-file", required=True, type=click.Path(), help="See `paramserve token`.")

@@ -40,7 +40,9 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     return TLS(files[0], files[1], files[2])
 
 
-def split_reference(reference: str, form: str = "MODULE:NAME") -> tuple[str, str]:
+def split_reference(
+    reference: str, form: str = "MODULE:NAME, as in training:train"
+) -> tuple[str, str]:
     """Module and name of MODULE:NAME.
 
     Args:
@@ -50,5 +52,5 @@ def split_reference(reference: str, form: str = "MODULE:NAME") -> tuple[str, str
     """
     module, colon, name = reference.partition(":")
     if not (module and colon and name.isidentifier()):
-        raise ValueError(f"{reference!r} is not {form}, as in training:train")
+        raise ValueError(f"{reference!r} is not {form}")
     return module, name

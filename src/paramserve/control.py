@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import threading
 import time
 from collections import deque
@@ -31,6 +32,10 @@ R = TypeVar("R")
 
 REPLY_SLACK_S = 5.0
 """How much longer than the coordinator's own deadline a caller waits for its answer."""
+LOOK_S = 1.0
+"""How often one who waits for an answer looks whether another thread has ended the connection."""
+NOTIFY_S = 1.0
+"""How long a heartbeat waits for its turn to be sent; the next one comes soon."""
 
 _decode = decoder(CoordinatorReply | Members | Refused).decode
 
@@ -48,6 +53,12 @@ class ControlLink:
         self.notices: deque[Members] = deque()
         self._link = link
         self._lock = threading.Lock()
+        """Held for a whole call: one at a time."""
+        self._io = threading.Lock()
+        """Held while the link is used, but not while an answer is waited for: a heartbeat can be
+        sent meanwhile. Not one for each direction: TLS takes no two threads at once."""
+        self._poll = select.poll()
+        self._poll.register(link, select.POLLIN)
         self._call = 0
 
     @classmethod
@@ -97,8 +108,8 @@ class ControlLink:
         if self._lock.acquire(timeout=max(timeout_s + slack_s, 0.0)):
             try:
                 self._call += 1
-                self._link.send(encode(structs.replace(message, call=self._call)))
-                reply = self._await(self._call, deadline)
+                if self._send(structs.replace(message, call=self._call), deadline):
+                    reply = self._await(self._call, deadline)
             except ConnectionError as error:
                 raise self._gone(error) from error
             finally:
@@ -117,7 +128,7 @@ class ControlLink:
 
     def _await(self, number: int, deadline: float) -> CoordinatorReply | None:
         while (left := deadline - time.monotonic()) > 0:
-            header = self._link.receive(left)
+            header = self._receive(left)
             if header is None:
                 continue
             reply: CoordinatorReply | Members | Refused = _decode(header)
@@ -129,17 +140,45 @@ class ControlLink:
                 return reply
         return None
 
-    def notify(self, message: CoordinatorNotice) -> bool:
-        """Send a heartbeat. False: the coordinator is gone, or a call is under way."""
-        if not self._lock.acquire(blocking=False):
+    def _send(self, message: CoordinatorRequest | CoordinatorNotice, deadline: float) -> bool:
+        """False: another thread was sending until the deadline. Nothing was sent."""
+        if not self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             return False
         try:
             self._link.send(encode(message))
+        finally:
+            self._io.release()
+        return True
+
+    def _receive(self, timeout_s: float) -> bytes | None:
+        """The next header; None: not in time, or not in `LOOK_S`. Only for who holds `_lock`."""
+        timeout_s = min(timeout_s, LOOK_S)
+        # Frames that came together are held by the link: it is asked before the socket is.
+        header = self._take(timeout_s)
+        if header is None and timeout_s > 0:
+            self._poll.poll(timeout_s * 1000)
+            header = self._take(timeout_s)
+        return header
+
+    def _take(self, timeout_s: float) -> bytes | None:
+        """What is there; the time is for another thread that sends."""
+        if not self._io.acquire(timeout=timeout_s):
+            return None
+        try:
+            return self._link.receive(0.0)
+        finally:
+            self._io.release()
+
+    def notify(self, message: CoordinatorNotice) -> bool:
+        """Send a heartbeat, also while a call waits for its answer.
+
+        Returns:
+            False: the coordinator is gone, or takes nothing.
+        """
+        try:
+            return self._send(message, time.monotonic() + NOTIFY_S)
         except (ConnectionError, ClientClosed):
             return False
-        finally:
-            self._lock.release()
-        return True
 
     def read_notices(self) -> list[Members]:
         """What came unasked, without waiting; nothing while a call is under way.
@@ -150,7 +189,7 @@ class ControlLink:
         if not self._lock.acquire(blocking=False):
             return []
         try:
-            while (header := self._link.receive(0.0)) is not None:
+            while (header := self._receive(0.0)) is not None:
                 reply = _decode(header)
                 if isinstance(reply, Members):
                     self.notices.append(reply)

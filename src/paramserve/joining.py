@@ -14,6 +14,7 @@ from paramserve.config import TLS, Credentials, Deadlines, Limits
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
 from paramserve.errors import ConnectTimeout, CoordinatorGone, UnknownName
+from paramserve.settings import check_settings
 from paramserve.transport.token_file import credentials_of
 from paramserve.worker import Worker
 
@@ -44,7 +45,9 @@ class Handle:
         addresses: the coordinator's.
     """
 
-    def __init__(self, packed: _Packed, connect: Callable[[int], Client] | None = None) -> None:
+    def __init__(
+        self, packed: _Packed, connect: Callable[[int, int], Client] | None = None
+    ) -> None:
         self.addresses = packed.addresses
         self._packed = packed
         self._connect = connect if connect is not None else self._dial
@@ -58,7 +61,7 @@ class Handle:
         seed: int,
         limits: Limits,
         deadlines: Deadlines,
-        connect: Callable[[int], Client] | None = None,
+        connect: Callable[[int, int], Client] | None = None,
     ) -> Handle:
         """A handle of a cluster.
 
@@ -100,20 +103,24 @@ class Handle:
             cluster at the end.
         Raises:
             CoordinatorGone: nobody answers: the cluster has ended, or cannot be reached from here.
+            ClientClosed: it was closed, in this process.
             RankTaken: a living worker has this rank.
-            ValueError: `workers` is not the cluster's number.
-            ParamServeError: the cluster is being ended, or has no such rank.
+            ParamServeError: the cluster is being ended, has no such rank, or has another number of
+                workers. Nothing was changed: the rank is still free.
+            ValueError: `rank` is none of `workers`.
         """
         if rank is None:
-            return self._connect(-1)
-        return as_worker(self._connect(rank), self._packed.seed, workers)
+            return self._connect(-1, 0)
+        _check_rank(rank, workers)
+        return Worker(self._connect(rank, workers or 0), self._packed.seed)
 
-    def _dial(self, rank: int) -> Client:
+    def _dial(self, rank: int, workers: int) -> Client:
         try:
             return Client.connect(
                 self.addresses,
                 self._packed.credentials,
                 rank=rank,
+                workers=workers,
                 timeout_s=HANDLE_CONNECT_S,
                 limits=self._packed.limits,
                 deadlines=self._packed.deadlines,
@@ -126,27 +133,12 @@ class Handle:
             ) from error
 
 
-def as_worker(client: Client, seed: int, workers: int | None) -> Worker:
-    """A worker around a client that has a rank.
-
-    Raises:
-        ValueError: the cluster has another number of workers. The client has left again.
-    """
-    if workers is not None and workers != client.workers:
-        client.close(leave=False)  # not done: one that fits may take the rank
-        raise ValueError(
-            f"the cluster was started for {client.workers} workers, but rank {client.rank} was "
-            f"started as one of {workers}: start both with the same number"
-        )
-    return Worker(client, seed)
-
-
 def attach(name: str, *, engine: Engine | None = None) -> Handle:
     """Find a cluster that another process has started as `ps.Cluster(name=...)`.
 
     Args:
         engine: the one that it was started with: with `ps.Local()` (if None) on this machine by
-            this user, with `ps.OnRay()` anywhere on the same Ray cluster.
+            this user, with `ps.OnRay("auto")` anywhere on the same Ray cluster.
     Raises:
         UnknownName: no living cluster has this name there.
     """
@@ -191,23 +183,30 @@ def connect(
         ConnectTimeout: nobody answered there, or the cluster was not complete in time.
         NotAuthenticated: the token or a certificate does not match.
         RankTaken: a living worker has this rank. It is free again when that has left or died.
-        ValueError: a wrong argument, or the cluster has another number of workers.
+        ParamServeError: the cluster has no such rank, or another number of workers. Nothing was
+            changed: the rank is still free.
+        ValueError: a wrong argument.
     """
     if rank is None:
         raise ValueError("a worker needs its rank: ps.connect(address, rank=...)")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
         raise ValueError(f"rank must be an int of at least 0, not {rank!r}")
-    if workers is not None and rank >= workers:
-        raise ValueError(f"rank {rank} of {workers} workers: ranks are 0 to {workers - 1}")
+    _check_rank(rank, workers)
     client = Client.connect(
         full_address(address),
         credentials_of(token_file, tls),
         rank=rank,
+        workers=workers or 0,
         timeout_s=timeout_s,
-        limits=limits,
-        deadlines=deadlines,
+        limits=check_settings("limits", limits, Limits),
+        deadlines=check_settings("deadlines", deadlines, Deadlines),
     )
-    return as_worker(client, seed, workers)
+    return Worker(client, seed)
+
+
+def _check_rank(rank: int, workers: int | None) -> None:
+    if workers is not None and rank >= workers:
+        raise ValueError(f"rank {rank} of {workers} workers: ranks are 0 to {workers - 1}")
 
 
 def from_environment(environment: Mapping[str, str] | None = None, *, seed: int = 0) -> Worker:

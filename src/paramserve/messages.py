@@ -305,11 +305,13 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
 
 
 class Join(Struct, frozen=True, array_like=True, tag="join"):
-    """A client asks for its identity and the servers. `rank` -1: not a worker."""
+    """A client asks for its identity and the servers. `rank` -1: not a worker. `workers`: how many
+    a worker takes there to be; 0: it does not say."""
 
     call: int
     rank: int
     pid: int
+    workers: int = 0
 
 
 class Joined(Struct, frozen=True, array_like=True, tag="joined"):
@@ -414,12 +416,14 @@ class Leave(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
-    """The driver saw the process of a worker (`kind`) end. `final`: no other one comes for it."""
+    """The driver saw the process of a worker (`kind`) end. `final`: no other one comes for it.
+    `incarnation`: which one ended, later ones are not meant; 0: unknown."""
 
     call: int
     kind: str
     number: int
     final: bool = True
+    incarnation: int = 0
 
 
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):

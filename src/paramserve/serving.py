@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -44,11 +43,9 @@ from paramserve.settings import check_settings
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
+from paramserve.transport.tcp import warn_if_open
 from paramserve.transport.token_file import credentials_of
 
-logger = logging.getLogger("paramserve")
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""
 DONE_POLL_S = 0.2
@@ -325,11 +322,7 @@ def serve(
         bounds,
         waits,
     )
-    host = bind.rpartition(":")[0]
-    if host not in LOOPBACK and tls is None:
-        logger.warning(
-            "listening beyond this machine at %s without TLS: values can be read on the way", bind
-        )
+    warn_if_open(bind, tls)
     asyncio.run(_serve(settings, ready))
 
 

@@ -114,6 +114,7 @@ class FleetWithAgents:
     ) -> None:
         self.fleet = fleet
         self.tls = fleet.tls
+        self.room_s = fleet.room_s
         self.launched: list[ExternalProcess] = []
         self.started: list[subprocess.Popen[bytes]] = []
         self._start = start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +12,10 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.exchange import Exchange
+from paramserve.control import ControlLink
 from paramserve.core.consistency import Async, Consistency, Sync
-from paramserve.errors import ParamServeError, PushTimeout, RankTaken, WorkerFenced
-from paramserve.messages import ShardRequest
+from paramserve.errors import ParamServeError, PushTimeout, RankTaken, Timeout, WorkerFenced
+from paramserve.messages import CoordinatorNotice, ServerBeat, ShardRequest, WorkerBeat
 from paramserve.rules import Add
 
 LARGE = 20_000
@@ -252,3 +254,44 @@ def test_sync_waits_for_a_worker_that_is_being_restarted_until_the_driver_gives_
         ticket.result(0.1)
     pair.cluster.mark_dead(1)
     assert ticket.result().version == 1
+
+
+def beating() -> int:
+    return sum(thread.name == "paramserve-heartbeat" for thread in threading.enumerate())
+
+
+def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Async())
+    pair.dies()
+    reports, notify = Exchange.reports, ControlLink.notify
+    old = {pair.first._control, pair.mortal._control}
+    sent: list[bool] = []
+
+    def noted(control: ControlLink, message: CoordinatorNotice) -> bool:
+        told = notify(control, message)
+        if isinstance(message, WorkerBeat) and control not in old:
+            sent.append(told)
+        return told
+
+    def slow(exchange: Exchange, limit_s: float) -> list[ServerBeat]:
+        wait_until(lambda: len(sent) >= 2)
+        return reports(exchange, limit_s)
+
+    monkeypatch.setattr(ControlLink, "notify", noted)
+    monkeypatch.setattr(Exchange, "reports", slow)
+    assert pair.comes_again().incarnation == 2
+    assert all(sent)
+
+
+def test_worker_that_cannot_go_on_gives_no_more_signs_of_life(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Async())
+    pair.dies()
+    before = beating()
+    monkeypatch.setattr(Exchange, "reports", lambda exchange, limit_s: [])
+    with pytest.raises(Timeout, match=r"rank 1 \(incarnation 2\).* 0 of"):
+        pair.comes_again()
+    assert beating() == before

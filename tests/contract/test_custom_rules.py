@@ -81,7 +81,18 @@ class Unstartable(CustomRule):
     def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None: ...
 
 
-RULES = check_registered([ByWorker, Fails, Centered, Unstartable])
+@dataclass(frozen=True)
+class Scribbles(Add):
+    """By the protocol alone: `CustomRule` is not between it and the gradient."""
+
+    name: ClassVar[str] = "Scribbles"
+
+    def apply(self, value: Any, gradient: Any, *rest: Any) -> None:  # type: ignore[override]
+        super().apply(value, gradient, *rest)
+        gradient[:] = 7.0
+
+
+RULES = check_registered([ByWorker, Fails, Centered, Unstartable, Scribbles])
 MISBEHAVIOUR = {
     "raise": r"KeyError: 'thirteen' \(.*test_custom_rules.py:\d+ in update: raise KeyError",
     "exit": "SystemExit",
@@ -160,6 +171,16 @@ def test_async_push_to_a_rule_that_fails_is_refused_and_the_servers_go_on(
     client.push("w", np.ones(SIZE)).result()
     assert set(client.pull("w")) == {2.0}
     assert set(client.pull("v")) == {1.0}
+
+
+def test_rule_by_the_protocol_cannot_write_to_the_clients_gradient(make: Make) -> None:
+    client = make().client(0)
+    block = client.define("w", np.zeros(SIZE), rule=Scribbles())
+    slot = client.gradient_slot(block)
+    slot[:] = 1.0
+    client.step("default", [BlockPush(block, slot)]).result()
+    assert set(slot) == {1.0}
+    assert set(client.pull("w")) == {1.0}
 
 
 def test_async_failure_on_one_shard_is_told_as_unknown(make_cluster: MakeCluster) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads, wait_until
 
 from paramserve import server
+from paramserve.client import Client
 from paramserve.config import NO_CREDENTIALS, Limits
 from paramserve.control import ControlLink
 from paramserve.core.consistency import Sync
@@ -165,7 +166,6 @@ def test_call_waits_for_another_threads_call_no_longer_than_its_timeout(
     thread = threading.Thread(target=lambda: _quiet(control, Lookup(0, ("x",), 2.0)))
     thread.start()
     wait_until(control._lock.locked)
-    assert control.notify(WorkerBeat(0)) is False
     start = time.monotonic()
     with pytest.raises(Timeout):
         control.call(AskStatus(0), Status, timeout_s=0.05, slack_s=0.0)
@@ -211,6 +211,25 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
     assert second.values == {"loss": 0.25}
     assert ask(driver).members[0].state == "left"
     driver.close()
+
+
+def test_heartbeat_goes_out_while_a_call_waits_for_its_answer(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", workers=1)
+    worker = cluster.client(0)
+    driver = cluster.client()._control
+    thread = threading.Thread(target=lambda: _await_nothing(worker))
+    thread.start()
+    wait_until(worker._control._lock.locked)
+    worker.log({"loss": 0.5})
+    wait_until(lambda: ask(driver).next_record == 1)
+    assert thread.is_alive()
+    worker.close()
+    thread.join(WAIT_S)
+
+
+def _await_nothing(client: Client) -> None:
+    with pytest.raises(ParamServeError):
+        client.await_block({"v": (2,)}, dtype="float64", rule=None)
 
 
 def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster) -> None:

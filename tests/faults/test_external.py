@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.contract.agents import WithAgents, settle
+from tests.contract.agents import WithAgents, end, settle, start_agent, token_in
 from tests.faults import external_victims
 from tests.faults.leftovers import all_end, nothing_left
 
 import paramserve as ps
-from paramserve.errors import ServerGone, WorkerFailed
+from paramserve.errors import CannotPlace, ServerGone, WorkerFailed
 from paramserve.job.roster import Key
 
 MODULE = "tests.faults.external_victims"
+LATE_S = 4.0
+WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +100,47 @@ def test_worker_that_raises_is_told_with_its_traceback(tmp_path: Path) -> None:
     engine = WithAgents(train=f"{MODULE}:fail").within(tmp_path)
     with pytest.raises(WorkerFailed, match=r"(?s)worker 1.*LookupError: no batch 3"):
         ps.run(external_victims.fail, workers=2, engine=engine)
+
+
+def rank_of(worker: ps.Worker) -> int:
+    """What agents run here."""
+    return worker.rank
+
+
+def test_agents_that_come_after_start_s_run_the_role(tmp_path: Path) -> None:
+    token_file = token_in(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        started.extend(
+            start_agent(address, token_file, f"{rank_of.__module__}:rank_of") for _ in range(3)
+        )
+
+    starter = threading.Timer(LATE_S, start)
+    starter.start()
+    try:
+        result = ps.run(
+            rank_of,
+            workers=1,
+            engine=ps.External(address, token_file=token_file, wait_s=WAIT_S),
+            deadlines=ps.Deadlines(start_s=LATE_S - 1.0),
+        )
+    finally:
+        starter.cancel()
+        starter.join()
+        for agent in started:
+            agent.wait(WAIT_S)
+        end(started)
+    assert result.returns == {0: 0}
+    assert [agent.returncode for agent in started] == [0, 0, 0]
+
+
+def test_run_without_agents_says_so_once(tmp_path: Path) -> None:
+    engine = ps.External(token_file=token_in(tmp_path), wait_s=0.2)
+    with pytest.raises(CannotPlace) as caught:
+        ps.run(external_victims.fail, workers=1, engine=engine)
+    told = str(caught.value)
+    assert told.startswith("no agent took coordinator in 0.2 s")
+    assert told.count("no agent took") == told.count("To fix:") == 1

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from paramserve import serving
 from paramserve.cli import cli
 from paramserve.messages import GroupReport, Member, ServerBeat, Status
 from paramserve.observe.cluster import as_table, in_bytes
@@ -57,6 +58,22 @@ def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> N
     told = call("serve", *arguments)
     assert told.exit_code == 2
     assert text in told.output
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1", "[::1]", "localhost"])
+def test_serve_beyond_this_machine_without_tls_warns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+) -> None:
+    async def serve_nobody(*_: object) -> None: ...
+
+    monkeypatch.setattr(serving, "_serve", serve_nobody)
+    path = str(tmp_path / "token")
+    call("token", path)
+    assert call("serve", "--bind", f"{host}:1", "--token-file", path).exit_code == 0
+    assert ("without TLS" in caplog.text) == (host in ("0.0.0.0", "10.0.0.1"))
 
 
 def test_status_table_shows_servers_workers_and_groups() -> None:

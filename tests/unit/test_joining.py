@@ -14,7 +14,7 @@ import paramserve as ps
 from paramserve import joining
 from paramserve.config import NO_CREDENTIALS, Credentials
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError, UnknownName
-from paramserve.joining import Handle, as_worker, attach, connect, from_environment
+from paramserve.joining import Handle, attach, connect, from_environment
 from paramserve.transport.token_file import credentials_of
 
 SECRET = b"0123456789abcdef-the-secret"
@@ -31,6 +31,12 @@ class FakeClient:
 
     def close(self, *, leave: bool = True) -> None:
         self.closed.append(leave)
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Dialled:
@@ -119,6 +125,7 @@ def test_handle_connect_with_a_rank_gives_a_worker_with_the_seed(dialled: Dialle
     worker = handle().connect(2, workers=4)
     assert isinstance(worker, ps.Worker)
     assert (worker.rank, worker.workers, worker.seed) == (2, 4, 7)
+    assert dialled.calls[0][2]["workers"] == 4
 
 
 def test_handle_rank_0_is_a_worker_too(dialled: Dialled) -> None:
@@ -126,23 +133,23 @@ def test_handle_rank_0_is_a_worker_too(dialled: Dialled) -> None:
 
 
 def test_handle_connects_as_its_owner_says() -> None:
-    ranks: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def own(rank: int) -> Any:
-        ranks.append(rank)
+    def own(rank: int, workers: int) -> Any:
+        asked.append((rank, workers))
         return FakeClient(rank)
 
     found = handle(own)
     found.connect()
     found.connect(3)
-    assert ranks == [-1, 3]
+    found.connect(3, workers=4)
+    assert asked == [(-1, 0), (3, 0), (3, 4)]
 
 
-def test_worker_of_another_number_leaves_the_rank_for_one_that_fits() -> None:
-    client: Any = FakeClient(1, workers=2)
-    with pytest.raises(ValueError, match=r"for 2 workers, but rank 1 was started as one of 4"):
-        as_worker(client, 0, 4)
-    assert client.closed == [False]
+def test_handle_rank_that_is_none_of_the_workers_is_refused(dialled: Dialled) -> None:
+    with pytest.raises(ValueError, match="ranks are 0 to 1"):
+        handle().connect(2, workers=2)
+    assert dialled.calls == []
 
 
 # --- by name -------------------------------------------------------------------------------------
@@ -177,7 +184,7 @@ def test_connect_dials_with_the_tokens_file(dialled: Dialled, token_file: Path) 
     worker = connect("ps0:5555", rank=3, workers=4, token_file=token_file, tls=tls, seed=5)
     addresses, credentials, options = dialled.calls[0]
     assert (addresses, credentials) == ("tcp:ps0:5555", Credentials(SECRET, tls))
-    assert options["rank"] == 3
+    assert (options["rank"], options["workers"]) == (3, 4)
     assert worker.seed == 5
 
 

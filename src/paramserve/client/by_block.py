@@ -108,14 +108,19 @@ class BlockClient:
         self._reason: ParamServeError | None = None
         """Why it was closed, if not because somebody wanted it."""
         self._lock = threading.RLock()
-        self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
-        self._names = Names()
-        self._steps = Steps(self._exchange, rank, deadlines.request_s)
-        self._gradients = Gradients(self._exchange, self._names, self._policy, rank)
         self.repeated = 0
-        if joined.incarnation > 1:
-            self._resume(deadlines.start_s)
+        # Before all that may take long: the coordinator counts from the join on.
         self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits.log_records_max)
+        try:
+            self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
+            self._names = Names()
+            self._steps = Steps(self._exchange, rank, deadlines.request_s)
+            self._gradients = Gradients(self._exchange, self._names, self._policy, rank)
+            if joined.incarnation > 1:
+                self._resume(deadlines.start_s)
+        except BaseException:
+            self._heartbeat.stop()
+            raise
 
     def _resume(self, limit_s: float) -> None:
         """Take over the clocks of this rank from its older incarnations.
@@ -147,6 +152,7 @@ class BlockClient:
         credentials: Credentials = NO_CREDENTIALS,
         *,
         rank: int = NO_RANK,
+        workers: int = 0,
         timeout_s: float | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines | None = None,
@@ -157,10 +163,12 @@ class BlockClient:
             addresses: the coordinator's, `unix:<path>` or `tcp:<host>:<port>`.
             credentials: the cluster's; needed for TCP only.
             rank: of a worker; -1 for a client that holds up nobody.
+            workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
             timeout_s: until the coordinator answers and all servers are up.
         Raises:
             ConnectTimeout: nobody answered in time.
-            ParamServeError: the rank is taken, or the cluster is not complete in time.
+            ParamServeError: the rank is taken, the cluster has another number of workers, or is
+                not complete in time. The rank stays as it was.
         """
         limits = limits if limits is not None else Limits()
         deadlines = deadlines if deadlines is not None else Deadlines()
@@ -176,7 +184,8 @@ class BlockClient:
             lost_s=deadlines.lost_s,
         )
         try:
-            joined = control.call(Join(0, rank, os.getpid()), Joined, timeout_s=limit)
+            join = Join(0, rank, os.getpid(), workers)
+            joined = control.call(join, Joined, timeout_s=limit)
             return cls(
                 control,
                 joined,

@@ -41,7 +41,7 @@ class Heartbeat:
             self.beat()
 
     def beat(self) -> None:
-        """Send one heartbeat now, if no call is under way on the connection."""
+        """Send one heartbeat now, also while a call waits for its answer."""
         with self._lock:
             count = min(len(self._records), RECORDS_PER_BEAT_MAX)
             records = [self._records.popleft() for _ in range(count)]

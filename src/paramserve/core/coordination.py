@@ -126,8 +126,6 @@ class Coordination:
             case ConnectionLost():
                 self._lost(event.connection)
             case TimePassed():
-                for waiting in self._waiting:  # who waits for an answer cannot send a heartbeat
-                    self._heard(self._parties[waiting.connection])
                 for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
@@ -230,6 +228,9 @@ class Coordination:
                 f"{message.kind} {message.number} was reported dead; only workers can be",
                 fix="stop the run when a server or the coordinator ends",
             )
+        member = self.membership.members.get(message.number)
+        if member is not None and 0 < message.incarnation < member.incarnation:
+            return  # late news: the one that ended has a successor
         if message.final:
             self._ended(message.number, DEAD)
         else:

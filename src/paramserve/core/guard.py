@@ -13,8 +13,8 @@ import numpy.typing as npt
 from paramserve.errors import RuleFailed
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
-from paramserve.rules.custom import check_unchanged
-from paramserve.rules.registry import is_built_in
+from paramserve.rules.custom import CustomRule, check_unchanged
+from paramserve.rules.registry import TORCH, is_built_in
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +59,8 @@ def _where(error: BaseException) -> str:
 class Draft:
     """Copies of a block's value and state, where a rule computes an update.
 
-    The rule is given views, which cannot be resized. What it keeps of them is never the block.
+    The rule is given views, which cannot be resized. What it keeps of them is never the block. It
+    cannot change the gradient that was pushed: it has a read-only view of it, or a copy.
     """
 
     def __init__(self, value: Array, state: tuple[Array, ...]) -> None:
@@ -67,6 +68,7 @@ class Draft:
         """What the update belongs to and its pieces; None: there is nothing to be kept."""
         self._value, self._state = value, state
         self._new = tuple(np.empty_like(array) for array in (value, *state))
+        self._gradient: Array | None = None
         self._runs: Sequence[Run] = ()
 
     def compute(
@@ -83,8 +85,9 @@ class Draft:
             for run in runs:
                 new[run.start : run.stop] = old[run.start : run.stop]
         given = [new[:] for new in self._new]
+        pushed = self._pushed(rule, gradient, runs)
         apply: Any = rule.apply  # what users write need not be typed
-        returned = apply(given[0], gradient[:], tuple(given[1:]), hyper, runs, push, None)
+        returned = apply(given[0], pushed, tuple(given[1:]), hyper, runs, push, None)
         if returned is not None:
             raise TypeError(f"apply returned {type(returned).__name__}, not None")
         names = ("value", *rule.states(rule.hyper()))
@@ -92,6 +95,19 @@ class Draft:
             check_unchanged(rule.name, name, view, new.shape, new.dtype)
             self._check_finite(name, new, gradient, runs)
         self._runs = runs
+
+    def _pushed(self, rule: Rule, gradient: Array, runs: Sequence[Run]) -> Array:
+        """The gradient for a rule that might write to it; it may be the client's own memory."""
+        if rule.name == TORCH or getattr(type(rule), "apply", None) is CustomRule.apply:
+            view = gradient[:]
+            view.flags.writeable = False
+            return view
+        # A rule by the protocol may call one of ours, whose kernels take no read-only array.
+        if self._gradient is None:
+            self._gradient = np.empty_like(self._value)
+        for run in runs:
+            self._gradient[run.start : run.stop] = gradient[run.start : run.stop]
+        return self._gradient[:]
 
     def _check_finite(self, name: str, new: Array, gradient: Array, runs: Sequence[Run]) -> None:
         finite = compiled().finite

@@ -56,13 +56,20 @@ class Membership:
         """Give out a free shard number.
 
         Raises:
-            ParamServeError: all are given out. Nothing was changed.
+            ParamServeError: all are given out, or one's server was lost. Nothing was changed.
         """
         taken = self._enlisted.union(self.servers)
         for shard in range(self.expected_servers):
             if shard not in taken:
                 self._enlisted.add(shard)
                 return shard
+        for shard, entry in sorted(self.servers.items()):
+            if entry.lost:
+                raise ParamServeError(
+                    f"a server came to a cluster that has lost the server of shard {shard}, and "
+                    "its values with it: no other one can take its place",
+                    fix="start the whole cluster again",
+                )
         raise ParamServeError(
             f"one more server came to a cluster of {self.expected_servers}: all its shards have "
             "their servers",
@@ -107,13 +114,20 @@ class Membership:
         """Give a client its identity: (client id, incarnation).
 
         Raises:
-            ParamServeError: the rank does not exist.
+            ParamServeError: the rank does not exist, or the worker was started as one of another
+                number of workers.
             RankTaken: a live worker has it. In both cases nothing was changed.
         """
         client = self._next_client
         if call.rank == NO_RANK:
             self._next_client += 1
             return client, 0
+        if call.workers not in (0, self.workers):
+            raise ParamServeError(
+                f"the cluster was started for {self.workers} workers, but rank {call.rank} was "
+                f"started as one of {call.workers}",
+                fix="start both with the same number",
+            )
         member = self.members.get(call.rank)
         if member is None:
             raise ParamServeError(

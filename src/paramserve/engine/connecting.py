@@ -28,10 +28,18 @@ class Connection:
         self._ours = False
 
     def enter(
-        self, ray: ModuleType, address: str | None, init: Mapping[str, Any]
+        self,
+        ray: ModuleType,
+        address: str | None,
+        init: Mapping[str, Any],
+        *,
+        start: bool = True,
     ) -> Callable[[], None]:
         """Connect, unless this process is connected.
 
+        Args:
+            start: whether a new Ray may be started where no running one is meant; else it is
+                the one that runs on this machine.
         Returns:
             What says that the connection is needed no more; repeating is safe.
         Raises:
@@ -42,7 +50,7 @@ class Connection:
                 _check_same(ray, address)
                 self._ours = self._ours and self._users > 0
             else:
-                _connect(ray, address, init)
+                _connect(ray, address, init, start)
                 self._ours = True
             self._users += 1
         left = threading.Event()
@@ -63,9 +71,9 @@ class Connection:
 CONNECTION = Connection()
 
 
-def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any]) -> None:
+def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any], start: bool) -> None:
     named = named_cluster(address)
-    wanted = named if named is not None else "local"
+    wanted = named if named is not None else "local" if start else "auto"
     options: dict[str, Any] = {"logging_level": logging.WARNING}
     if wanted == "local":
         options["include_dashboard"] = False
@@ -78,7 +86,8 @@ def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any]) -> N
             f"Ray could not be {'started' if wanted == 'local' else f'reached at {wanted!r}'}: "
             f"{error}",
             fix="give the address that `ray start --head` showed, with the same versions of Ray "
-            "and Python here and there, or address=None for a new Ray on this machine",
+            "and Python here and there"
+            + (", or address=None for a new Ray on this machine" if start else ""),
         ) from error
 
 

@@ -430,7 +430,7 @@ class ExternalFleet:
         )
 
     async def _hang_up(self) -> None:
-        for agent in self._agents.values():
+        for agent in tuple(self._agents.values()):
             if agent.process is None:
                 agent.conn.send(encode(Order("stop")))
         if self._listener is not None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -66,7 +66,7 @@ KILLED = -signal.SIGKILL
 TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OnRay:
     """Start processes as actors of a Ray cluster (`pip install 'paramserve[ray]'`).
 
@@ -124,6 +124,16 @@ class OnRay:
             check_address(self.address)
         arrange(["server 0", "worker 0"], self._needs, self.servers, self.workers)
 
+    def __repr__(self) -> str:
+        """The settings that are not the defaults."""
+        usual = OnRay()
+        told = [
+            repr(value) if each.name == "address" else f"{each.name}={value!r}"
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != getattr(usual, each.name)
+        ]
+        return f"OnRay({', '.join(told)})"
+
     @property
     def _needs(self) -> dict[str, Needs]:
         return {"coordinator": self.coordinator, "server": self.server, "worker": self.worker}
@@ -168,10 +178,14 @@ class OnRay:
         return functools.partial(_withdraw, actor, leave)
 
     def find(self, name: str) -> bytes | None:
-        """What a living process has published in this Ray cluster."""
+        """What a living process has published in this Ray cluster. It never starts a Ray.
+
+        Raises:
+            ParamServeError: Ray is not installed, too old, or does not run there.
+        """
         ray = import_ray()
         check_name(name)
-        leave = CONNECTION.enter(ray, self.address, self.init)
+        leave = CONNECTION.enter(ray, self.address, self.init, start=False)
         try:
             return self._look_up(ray, name)
         finally:
@@ -185,8 +199,7 @@ class OnRay:
         while True:
             try:
                 actor = made.remote(data)
-                ray.get(actor.data.remote())
-                return actor
+                break
             except ValueError as error:  # the name is taken
                 if self._look_up(ray, name) is not None or time.monotonic() > deadline:
                     raise NameTaken(
@@ -195,6 +208,25 @@ class OnRay:
                         "engine=...)",
                     ) from error
                 time.sleep(RETRY_S)
+        try:
+            ray.get(actor.data.remote(), timeout=self.place_s)
+        except BaseException as error:
+            _bounded(lambda: ray.kill(actor, no_restart=True))
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise CannotPlace(
+                    f"the Ray cluster did not start the process that keeps the name {name!r} "
+                    f"within {self.place_s:g} s. {_what_there_is()}",
+                    fix="look whether its nodes can start processes (`ray status`), add nodes, or "
+                    "raise place_s where nodes are being added",
+                ) from error
+            if isinstance(error, ray.exceptions.RayError):
+                raise ParamServeError(
+                    f"the process that keeps the name {name!r} could not be started, or has died: "
+                    f"{error}",
+                    fix="look at Ray's logs of its node for why, and publish again",
+                ) from error
+            raise
+        return actor
 
     def _look_up(self, ray: ModuleType, name: str) -> bytes | None:
         try:
@@ -419,11 +451,16 @@ class RayProcess:
         state: list[str] = []
         _bounded(lambda: state.append(_table(group)["state"]))
         if state and state[0] != "CREATED":
-            self._fail("CannotPlace", f"Ray found no node for {self.name}. {_what_there_is()}")
+            self._fail(
+                "CannotPlace",
+                f"Ray found no node for {self.name}. {_what_there_is()}",
+                "add nodes, end what else runs there, or raise place_s of ps.OnRay(...) where "
+                "nodes are being added",
+            )
             self.kill()
 
-    def _fail(self, kind: str, text: str) -> None:
-        failure = Failure(kind, text.partition("\n")[0], text)
+    def _fail(self, kind: str, text: str, fix: str = "") -> None:
+        failure = Failure(kind, text.partition("\n")[0], text, text, fix)
         self._events.append(Reported(self, "failed", msgspec.msgpack.encode(failure)))
 
     def _call(self, method: str, group: str = "control", *args: object) -> Any:

@@ -100,14 +100,15 @@ class Overview:
             with contextlib.suppress(ConnectionError, ParamServeError):
                 self._take(timeout_s)
 
-    def mark_dead(self, rank: int, *, final: bool = True) -> None:
+    def mark_dead(self, rank: int, *, final: bool = True, incarnation: int = 0) -> None:
         """Tell the coordinator that a worker's process has ended.
 
         Args:
             final: whether no other one will be started in its place.
+            incarnation: of the process; a later one is not meant. 0: unknown.
         """
         with contextlib.suppress(ConnectionError, ParamServeError):
-            self._send(MarkDead(self._number(), "worker", rank, final))
+            self._send(MarkDead(self._number(), "worker", rank, final, incarnation))
 
     def silent(self, now: float) -> dict[Key, int]:
         """Processes that were not heard of for too long, or that the cluster counts as dead, each

@@ -149,7 +149,7 @@ class Roster:
         keys += [Key("worker", i) for i in range(workers)]
         self.entries = {key: Entry(key) for key in keys}
         self._on_worker_death = on_worker_death
-        self._start_by = start_by
+        self.start_by = start_by
 
     @property
     def serving(self) -> bool:
@@ -238,8 +238,8 @@ class Roster:
     def _decide_standing(self, now: float) -> Decision:
         if self.serving:
             return Decision(finished=self._finished())
-        if now < self._start_by:
-            return Decision(look_again_at=self._start_by)
+        if now < self.start_by:
+            return Decision(look_again_at=self.start_by)
         missing = [str(e.key) for e in self._of("coordinator", "server") if not e.ready]
         return Decision(
             error=ConnectTimeout(

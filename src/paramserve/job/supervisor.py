@@ -130,7 +130,9 @@ class Supervisor:
             ParamServeError: it has ended, or ended before it was up.
         """
         deadlines = self.plan.deadlines
-        if not self._served.wait(max(self._up_by - time.monotonic(), 0.0) + deadlines.stop_s):
+        while not self._served.wait(max(self._up_by - time.monotonic(), 0.0) + deadlines.stop_s):
+            if time.monotonic() < self._up_by:  # it was put off: the coordinator came late
+                continue
             raise ConnectTimeout(
                 f"coordinator and servers were not up {deadlines.start_s} s after their start",
                 fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
@@ -138,9 +140,11 @@ class Supervisor:
         if self._ending:
             raise self._why_ended()
 
-    def connect(self, rank: int = -1) -> Client:
+    def connect(self, rank: int = -1, workers: int = 0) -> Client:
         """A new client, once the servers are up; it is closed when all this ends.
 
+        Args:
+            workers: how many there should be; 0: not checked.
         Raises:
             ParamServeError: it has ended, or ended before it was up.
         """
@@ -149,6 +153,7 @@ class Supervisor:
             self.addresses,
             self.credentials,
             rank=rank,
+            workers=workers,
             limits=self.plan.limits,
             deadlines=self.plan.deadlines,
         )
@@ -207,8 +212,9 @@ class Supervisor:
             if decision.error is not None:
                 return decision.error
             for rank in decision.dead:
-                self.failures[rank] = worker_failed(self.roster.entries[Key("worker", rank)])
-                self.overview.mark_dead(rank)
+                dead = self.roster.entries[Key("worker", rank)]
+                self.failures[rank] = worker_failed(dead)
+                self.overview.mark_dead(rank, incarnation=dead.incarnation)
             for entry in decision.restart:
                 self._restart(entry)
             if self.roster.serving:
@@ -258,12 +264,15 @@ class Supervisor:
     def _launch_rest(self, addresses: tuple[str, ...]) -> None:
         """Start all that have to know where the coordinator listens."""
         self.addresses = self.overview.addresses = addresses
+        self._up_by = time.monotonic() + self._fleet.room_s + self.plan.deadlines.start_s
+        self.roster.start_by = self._up_by  # each of these may have to wait for room, too
         self._launch(self.plan.keys[1:])
 
     def _restart(self, entry: Entry) -> None:
         """Start a worker that has died again; nothing of the old process counts any more."""
         self.restarts.append(entry)
-        self.overview.mark_dead(entry.key.number, final=False)
+        number, incarnation = entry.key.number, entry.incarnation
+        self.overview.mark_dead(number, final=False, incarnation=incarnation)
         for process in [each for each, key in self._processes.items() if key == entry.key]:
             process.kill()
             del self._processes[process]

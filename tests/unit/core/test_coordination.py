@@ -175,6 +175,31 @@ def test_mark_dead_is_for_workers_only() -> None:
     assert cluster.states() == ["dead", "expected"]
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_mark_dead_that_comes_late_spares_the_successor(final: bool) -> None:
+    cluster = Cluster(restarts=True)
+    cluster.join(0)
+    lose(cluster)
+    assert cluster.join(0, connection=10).incarnation == 2
+    late = MarkDead(4, "worker", 0, final, incarnation=1)
+    assert cluster.happen(Called(DRIVER, late)) == Decided([(DRIVER, Ok(4))])
+    assert cluster.states()[0] == "live"
+    cluster.call(DRIVER, MarkDead(5, "worker", 0, final, incarnation=2))
+    assert cluster.states()[0] == ("dead" if final else "restarting")
+
+
+def test_join_as_one_of_another_number_is_refused_and_tells_nobody() -> None:
+    cluster = Cluster()
+    decided = cluster.happen(Called(0, Join(5, 0, 1, workers=3)))
+    ((_, failed),) = decided.replies
+    assert isinstance(failed, Failed)
+    assert "for 2 workers, but rank 0 was started as one of 3" in failed.failed
+    assert decided.members is None
+    cluster.happen(ConnectionLost(0))
+    assert cluster.states() == ["expected", "expected"]
+    assert cluster.join(0).incarnation == 1
+
+
 def test_silent_worker_is_declared_dead() -> None:
     cluster = Cluster()
     cluster.join(0)
@@ -187,14 +212,16 @@ def test_silent_worker_is_declared_dead() -> None:
     assert cluster.states() == ["dead", "live"]
 
 
-def test_worker_that_waits_for_an_answer_is_not_silent() -> None:
+def test_worker_that_waits_for_an_answer_lives_only_by_its_heartbeats() -> None:
     cluster = Cluster()
-    cluster.join(0)
-    assert cluster.call(0, Lookup(1, ("w",), 100.0)) is None
+    for rank in range(2):
+        cluster.join(rank)
+        assert cluster.call(rank, Lookup(1, ("w",), 100.0)) is None
     for _ in range(3):
         cluster.now += STALL_S
+        cluster.happen(Noticed(0, WorkerBeat(0)))
         cluster.happen(TimePassed())
-    assert cluster.states()[0] == "live"
+    assert cluster.states() == ["live", "dead"]
 
 
 def test_heartbeat_of_an_older_incarnation_does_not_count() -> None:
@@ -303,7 +330,10 @@ def test_enlist_number_of_a_server_that_ended_before_it_registered_is_free_again
     assert cluster.call(51, Enlist(4)).shard == 0
     assert cluster.call(51, Register(5, 0, 1, ("unix:0",))) == Ok(5)
     cluster.happen(ConnectionLost(51))
-    assert isinstance(cluster.call(52, Enlist(4)), Failed), "its values are lost with it"
+    refused = cluster.call(52, Enlist(4))
+    assert isinstance(refused, Failed)
+    assert "lost the server of shard 0, and its values with it" in refused.failed
+    assert refused.fix == "start the whole cluster again"
 
 
 def test_register_as_a_shard_that_another_enlisted_is_refused() -> None:

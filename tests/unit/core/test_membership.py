@@ -54,6 +54,17 @@ def test_join_as_a_rank_that_lives_or_does_not_exist_is_refused() -> None:
     assert one.join(Join(1, 1, 0), 0.0) == (2, 1), "a refusal uses up no id"
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_join_as_one_of_another_number_changes_nothing(rank: int) -> None:
+    one = membership()
+    one.join(Join(1, 0, 0, workers=2), 0.0)
+    before = one.snapshot()
+    with pytest.raises(ParamServeError, match=rf"for 2 workers, but rank {rank} was .* one of 4"):
+        one.join(Join(1, rank, 0, workers=4), 0.0)
+    assert one.snapshot() == before
+    assert one.join(Join(1, 1, 0), 0.0) == (2, 1), "a refusal uses up no id"
+
+
 @pytest.mark.parametrize("state", [EXPECTED, LEFT, DEAD, RESTARTING])
 def test_join_in_any_state_but_live_gives_a_new_incarnation(state: str) -> None:
     one = membership()
@@ -101,6 +112,14 @@ def test_enlist_gives_out_each_free_number_once() -> None:
     one.resign(1)
     with pytest.raises(ParamServeError, match=r"one more server"):
         one.enlist()
+
+
+def test_enlist_after_a_server_was_lost_says_which() -> None:
+    one = membership()
+    one.server_lost(1)
+    with pytest.raises(ParamServeError, match=r"shard 1, and its values.*start the whole") as told:
+        one.enlist()
+    assert "--servers" not in str(told.value)
 
 
 def test_register_number_that_was_given_to_another_server_is_refused() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from paramserve.engine import on_ray
 from paramserve.engine.on_ray import Needs, OnRay
-from paramserve.errors import ParamServeError
+from paramserve.errors import CannotPlace, ParamServeError
 
 
 def test_engine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +57,100 @@ def test_settings_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         OnRay(**settings)
+
+
+class FakeRay(ModuleType):
+    """The part of ray that names need: nothing runs, and `get` fails as it is told."""
+
+    __version__ = "2.50.0"
+
+    class exceptions:
+        RayError = type("RayError", (Exception,), {})
+        RayActorError = type("RayActorError", (RayError,), {})
+        GetTimeoutError = type("GetTimeoutError", (RayError,), {})
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.connected = False
+        self.addresses: list[str] = []
+        self.waits: list[float | None] = []
+        self.killed: list[object] = []
+        self.failure: BaseException | None = None
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+    def init(self, address: str, **_: object) -> None:
+        self.addresses.append(address)
+        raise ConnectionError("Could not find any running Ray instance")
+
+    def shutdown(self) -> None:
+        raise AssertionError("the connection is not ours")
+
+    def get(self, _: object, timeout: float | None = None) -> None:
+        self.waits.append(timeout)
+        if self.failure is not None:
+            raise self.failure
+
+    def kill(self, actor: object, no_restart: bool) -> None:
+        assert no_restart
+        self.killed.append(actor)
+
+    def nodes(self) -> list[object]:
+        return []
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return fake
+
+
+@pytest.mark.parametrize("named", [None, "local"])
+def test_find_without_a_ray_starts_none_and_says_so(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    if named is not None:
+        monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(ParamServeError, match="reached at 'auto': Could not find") as caught:
+        OnRay().find("x")
+    assert ray.addresses == ["auto"]
+    assert "new Ray" not in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "text"),
+    [
+        (FakeRay.exceptions.GetTimeoutError(), CannotPlace, "name 'x' within 7 s. It has 0 nodes"),
+        (FakeRay.exceptions.RayActorError("gone"), ParamServeError, "has died: gone"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+    ],
+)
+def test_publish_without_an_answer_in_place_s_leaves_no_actor(
+    ray: FakeRay,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    error: type[BaseException],
+    text: str,
+) -> None:
+    actor = MagicMock()
+    made = MagicMock()
+    made.options.return_value.remote.return_value = actor
+    monkeypatch.setattr(on_ray, "_remote", lambda *_: made)
+    ray.connected, ray.failure = True, failure
+    with pytest.raises(error, match=text):
+        OnRay(place_s=7).publish("x", b"")
+    assert ray.waits == [7]
+    assert ray.killed == [actor]
+
+
+def test_engine_shows_only_what_is_not_the_default() -> None:
+    assert repr(OnRay()) == "OnRay()"
+    assert repr(OnRay("auto", servers="spread", place_s=3)) == (
+        "OnRay('auto', servers='spread', place_s=3)"
+    )
