@@ -39,7 +39,7 @@ from paramserve.joining import full_address
 from paramserve.messages import Enlist, Enlisted, Hello
 from paramserve.rules.registry import check_registered
 from paramserve.server import ServerRole, register
-from paramserve.settings import check_settings
+from paramserve.settings import check_restart, check_settings
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
@@ -303,6 +303,8 @@ def serve(
         check_settings("deadlines", waits, Deadlines),
         check_settings("limits", limits, Limits),
     )
+    if restart_s is not None:
+        check_restart(waits)
     policy = consistency if consistency is not None else Async()
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")

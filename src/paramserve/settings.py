@@ -31,14 +31,22 @@ def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> S
             raise TypeError(f"{name}: {field.name} must be {what}, not {number!r}")
         if not 0 < number < math.inf:
             raise ValueError(f"{name}: {field.name} must be above 0 and finite, not {number}")
-    if isinstance(value, Deadlines) and not value.restart_s < value.request_s:
-        raise ValueError(
-            f"{name}: restart_s must be below request_s, not {value.restart_s} and "
-            f"{value.request_s}: the others' pushes would time out before the worker is back"
-        )
     if isinstance(value, Deadlines) and not value.heartbeat_s < value.stall_s:
         raise ValueError(
             f"{name}: heartbeat_s must be below stall_s, not {value.heartbeat_s} and "
             f"{value.stall_s}: every process would count as dead"
         )
     return value
+
+
+def check_restart(deadlines: Deadlines) -> None:
+    """For runs that restart workers.
+
+    Raises:
+        ValueError: the others would not wait as long as a restart may take.
+    """
+    if not deadlines.restart_s < deadlines.request_s:
+        raise ValueError(
+            f"deadlines: restart_s must be below request_s, not {deadlines.restart_s} and "
+            f"{deadlines.request_s}: the others' pushes would time out before the worker is back"
+        )

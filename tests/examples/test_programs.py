@@ -48,15 +48,18 @@ def test_custom_rule_example_logs_weighs_and_clips(capfd: pytest.CaptureFixture[
     assert sorted((rank, clock) for rank, clock, _ in lines) == [
         (rank, clock) for rank in "01" for clock in "012"
     ]
-    reached = {
-        name: float(first)
-        for name, first in re.findall(r"(\w+\([^)]*\)):\s+\[\s*(\S+?)[ \]]", output)
-    }
     # Rank 0 wants 1, rank 1 wants -1; equal weights meet in between, as far as they take turns.
-    assert abs(reached["Weights(1, 1)"]) < 0.5
-    assert 0.3 < reached["Weights(3, 1)"] <= 1.0
+    assert abs(reached(output, "Weights(1, 1)")) < 0.5
+    assert 0.3 < reached(output, "Weights(3, 1)") <= 1.0
     # 80 steps of 0.1 * 0.1 / sqrt(3) each; unclipped, they would reach the goal.
-    assert 0.2 < reached["Clips(norm=0.1)"] < 80 * 0.01 / 3**0.5 + 1e-6
+    assert 0.2 < reached(output, "Clips(norm=0.1)") < 80 * 0.01 / 3**0.5 + 1e-6
+
+
+def reached(output: str, name: str) -> float:
+    """The first element of the vector that is printed behind a name."""
+    found = re.search(rf"{re.escape(name)}:\s*\[\s*([-+.e\d]+)", output)
+    assert found is not None, output
+    return float(found[1])
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_cluster_holds_values_and_closes_its_clients() -> None:
         assert first.closed
         with pytest.raises(ClientClosed):
             second.pull("w")
-        with pytest.raises(ClientClosed, match="was stopped"):
+        with pytest.raises(ClientClosed, match="was closed"):
             cluster.client()
         del first, second
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +27,23 @@ def values(result: ps.Result) -> bytes:
     return bytes(result.values["default"]["w"].tobytes())
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+@functools.cache
+def unbroken() -> ps.Result:
+    """Sums are in rank order whatever the number of servers: one run is good for all."""
+    return ps.run(victims.regress, workers=3, seed=5)
+
+
+@pytest.mark.parametrize(("how", "servers"), [("kill", 1), ("kill", 2), ("exit", 2), ("raise", 2)])
 def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(how: str, servers: int) -> None:
-    options = {"workers": 3, "servers": servers, "seed": 5}
-    whole = ps.run(victims.regress, **options)
-    broken = ps.run(victims.regress, args=(how,), on_worker_death=ps.Restart(1), **options)
+    whole = unbroken()
+    broken = ps.run(
+        victims.regress,
+        args=(how,),
+        workers=3,
+        servers=servers,
+        seed=5,
+        on_worker_death=ps.Restart(1),
+    )
     assert broken.returns == {0: (1, 20), 1: (2, 20), 2: (1, 20)}
     assert values(broken) == values(whole)
     (restart,) = broken.restarts

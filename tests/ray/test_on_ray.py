@@ -160,7 +160,7 @@ def test_handle_connects_in_tasks_and_actors_and_says_when_it_is_over() -> None:
         pusher = Pusher.remote(handle)
         ray.get([pusher.push.remote() for _ in range(2)])
         assert client.pull("w").tolist() == [5.0] * 4
-    with pytest.raises(ClientClosed, match="stopped"):
+    with pytest.raises(ClientClosed, match="was closed"):
         handle.connect()
     with pytest.raises(CoordinatorGone):
         pickle.loads(pickle.dumps(handle)).connect()

@@ -32,7 +32,7 @@ from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group, by_rank
-from paramserve.settings import check_settings
+from paramserve.settings import check_restart, check_settings
 from paramserve.worker import Aliases, Resumed, WorkerConfig
 
 SNAPSHOT_POLL_S = 0.05
@@ -311,6 +311,8 @@ def start(
     chosen = check_engine(engine)
     waits = check_settings("deadlines", deadlines, Deadlines)
     bounds = check_settings("limits", limits, Limits)
+    if isinstance(on_worker_death, Restart):
+        check_restart(waits)
     run_seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     function = pack(train, args, kwargs if kwargs is not None else {})
     threads = threads_per_worker if threads_per_worker is not None else max(1, cores() // workers)

@@ -96,7 +96,6 @@ SETTINGS = [
     ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
     ({"deadlines": ps.Deadlines(start_s=float("inf"))}, ValueError, "start_s must be .* finite"),
     ({"deadlines": ps.Deadlines(stall_s=1)}, ValueError, "heartbeat_s must be below stall_s"),
-    ({"deadlines": ps.Deadlines(restart_s=120)}, ValueError, "restart_s must be below request_s"),
 ]
 
 
@@ -187,6 +186,12 @@ def test_result_says_how_many_records_are_missing() -> None:
     job._supervisor.overview.dropped_records = 7
     job.stop()
     assert job.wait().dropped_records == 7
+
+
+def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
+    longer = ps.Deadlines(restart_s=120)
+    with pytest.raises(ValueError, match="restart_s must be below request_s"):
+        ps.start(train, on_worker_death=ps.Restart(), deadlines=longer, engine=NeverOpens())
 
 
 def test_result_restart_has_the_clock_of_its_own_successor() -> None:
