@@ -19,6 +19,7 @@ import numpy as np
 import paramserve as ps
 from arguments import count
 from engines import ENGINES, engine_of
+from meeting import meet
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def train(
     """Pull the values towards this worker's own goal."""
     client, goal = worker.client, goals[worker.rank]
     client.define("w", np.zeros(3), rule=rule)
+    meet(worker)
     value = client.pull("w")
     for _ in range(steps):
         time.sleep(pause_s)  # here a gradient would be computed
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(Logs(), 3, *common)
     print("Two workers with the goals 1 and -1; with Clips both want 1:")
     print("Weights(1, 1):  ", run(Weights(), options.steps, *common))
-    print("Weights(3, 1):  ", run(Weights(weights=(3.0, 1.0)), options.steps, *common))
+    print("Weights(1, 0):  ", run(Weights(weights=(1.0, 0.0)), options.steps, *common))
     print("Clips(norm=0.1):", run(Clips(norm=0.1), options.steps, *common, goals=(1.0, 1.0)))
 
 

@@ -22,10 +22,10 @@ from rich.table import Table
 import paramserve as ps
 from arguments import count, counts
 from engines import ENGINES, engine_of
+from meeting import meet
 
 MB = 1_000_000
 LINK_BITS_PER_S = 10e9
-POLL_S = 0.001
 SHARDS = 100
 """How many the arithmetic at the end spreads the vector over."""
 
@@ -43,12 +43,8 @@ def train(worker: ps.Worker, size: int, steps: int) -> tuple[float, float]:
     """What each worker does; returns when it began and ended its steps."""
     client = worker.client
     client.define("vector", np.zeros(size), rule=ps.Add())
-    client.define("arrived", np.zeros(1), rule=ps.Add(), group="arrived")
     step(client)  # the first one also makes the shared memory
-    arrived = client.push_pull({"arrived": np.ones(1)}, tick=True)["arrived"]
-    while arrived < worker.workers:  # so that all begin at the same time
-        time.sleep(POLL_S)
-        arrived = client.pull("arrived")
+    meet(worker)
     began = time.time()
     for _ in range(steps):
         step(client)
