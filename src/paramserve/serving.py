@@ -296,15 +296,8 @@ def serve(
         NotAuthenticated: the token or a certificate does not match.
         ConnectTimeout: nobody answers at `join`.
     """
-    waits = deadlines if deadlines is not None else Deadlines()
-    if restart_s is not None:
-        waits = replace(waits, restart_s=restart_s)
-    waits, bounds = (
-        check_settings("deadlines", waits, Deadlines),
-        check_settings("limits", limits, Limits),
-    )
-    if restart_s is not None:
-        check_restart(waits)
+    waits = _deadlines(deadlines, restart_s)
+    bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
@@ -326,6 +319,15 @@ def serve(
     )
     warn_if_open(bind, tls)
     asyncio.run(_serve(settings, ready))
+
+
+def _deadlines(deadlines: Deadlines | None, restart_s: float | None) -> Deadlines:
+    if restart_s is None:
+        return check_settings("deadlines", deadlines, Deadlines)
+    waits = replace(deadlines if deadlines is not None else Deadlines(), restart_s=restart_s)
+    check_settings("deadlines", waits, Deadlines)
+    check_restart(waits)
+    return waits
 
 
 async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> None:

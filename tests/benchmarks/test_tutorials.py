@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from benchmarks.table import Row
 from benchmarks.tutorials.lines import code_lines
-from tests.ray.nodes import quiet
+from tests import programs
 
 import datasets
 from benchmarks import bench_tutorials
 from paramserve.errors import ParamServeError
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+ROOT = programs.ROOT
 SOURCE = '''\
 """A module."""
 
@@ -58,25 +55,12 @@ def drive(steps):
 
 @pytest.fixture
 def alone(tmp_path: Path) -> dict[str, str]:
-    """An environment without Ray's variables but those that keep it quiet, and one thread each."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    found = {**kept, **quiet(tmp_path), "OMP_NUM_THREADS": "1"}
-    del found["RAY_TMPDIR"]  # the path of Ray's sockets would be too long below this test's folder
-    return found
+    return programs.alone(tmp_path)
 
 
 def run(program: str, options: str, environment: dict[str, str]) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.tutorials.{program}", *options.split()],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    module = f"benchmarks.tutorials.{program}"
+    return programs.run([sys.executable, "-m", module, *options.split()], environment)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_define_at_once_by_several_takes_one_of_their_values_whole(cluster: Role
     clients = [cluster.client() for _ in range(4)]
     in_threads(
         *[
-            lambda c=c, v=float(v): c.define("w", np.full(LARGE, v), rule=Add())  # type: ignore[misc]
+            lambda c=c, v=float(v): c.define("w", np.full(LARGE, v), rule=Add())
             for v, c in enumerate(clients)
         ]
     )

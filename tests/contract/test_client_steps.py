@@ -205,7 +205,7 @@ def test_several_clients_push_at_once_and_nothing_is_lost(cluster: RoleCluster) 
                 client.push_pull(gradients)
         client.drain()
 
-    in_threads(*[lambda c=c: work(c) for c in clients])  # type: ignore[misc]
+    in_threads(*[lambda c=c: work(c) for c in clients])
     values = clients[3].pull()
     assert all((value == 60.0).all() for value in values.values())
     assert clients[3].push({"b": np.ones(3)}).result().version == 61

@@ -87,7 +87,7 @@ class Scribbles(Add):
 
     name: ClassVar[str] = "Scribbles"
 
-    def apply(self, value: Any, gradient: Any, *rest: Any) -> None:  # type: ignore[override]
+    def apply(self, value: Any, gradient: Any, *rest: Any) -> None:
         super().apply(value, gradient, *rest)
         gradient[:] = 7.0
 
@@ -148,7 +148,7 @@ def test_sync_rule_sees_the_reduced_gradient(make: Make) -> None:
     clients[0].define("w", np.zeros(SIZE), rule=ByWorker())
     for _ in range(2):
         in_threads(
-            *(lambda c=c, g=g: step(c, np.full(SIZE, g)) for c, g in zip(clients, (1.0, 3.0)))  # type: ignore[misc]  # noqa: B905
+            *(lambda c=c, g=g: step(c, np.full(SIZE, g)) for c, g in zip(clients, (1.0, 3.0)))  # noqa: B905
         )
     assert set(clients[0].pull("w")) == {4.0}  # twice the mean of 1 and 3, worker -1
 
@@ -215,7 +215,7 @@ def test_sync_clock_that_a_rule_fails_is_refused_everywhere(make: Make, how: str
         client.tick()
         ticket.result()
 
-    in_threads(*(lambda c=c: work(c) for c in clients))  # type: ignore[misc]
+    in_threads(*(lambda c=c: work(c) for c in clients))
     assert set(clients[0].pull("w")) == {1.0}
     assert set(clients[0].pull("v")) == {1.0}
 
@@ -276,7 +276,7 @@ def test_whole_tensors_are_not_cut(make: Make, policy: Consistency, shards: int)
 
 
 def test_torch_class_runs_on_the_servers(make: Make) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch")
     client = make().client(0)
     start = np.linspace(-1.0, 1.0, SIZE)
     client.define("w", start, rule=TorchRule.of("Adagrad", lr=0.1))

@@ -17,6 +17,7 @@ import cloudpickle
 import msgspec
 import pytest
 from tests.contract.agents import FleetWithAgents, WithAgents
+from tests.contract.fleets import WAIT_S, until_ended
 
 from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
@@ -26,7 +27,6 @@ from paramserve.errors import ParamServeError
 
 HERE = Path(__file__).parent
 SECRET = b"the-cluster-token-0123456789abcd"
-WAIT_S = 20.0
 
 
 def local(request: pytest.FixtureRequest) -> Engine:
@@ -75,15 +75,6 @@ def fleet(engine: Engine) -> Iterator[Fleet]:
 
 def role(entry: str, payload: bytes = b"", **more: object) -> Role:
     return Role(f"a {entry}", f"engine_entries:{entry}", payload, SECRET, **more)  # type: ignore[arg-type] # keywords of Role
-
-
-def until_ended(fleet: Fleet, count: int = 1) -> list[Event]:
-    seen: list[Event] = []
-    while sum(isinstance(event, Ended) for event in seen) < count:
-        found = fleet.events(WAIT_S)
-        assert found, f"nothing happened after {seen}"
-        seen += found
-    return seen
 
 
 def report_of(fleet: Fleet, kind: str) -> bytes:

@@ -18,10 +18,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from tests.contract.agents import TOKEN, agents, end, environment, start_agent, token_in
+from tests.contract.fleets import WAIT_S, until_ended
 
 from paramserve.agent import ENTRIES, _Agent, agent_command, run_agent
 from paramserve.config import TLS, Credentials
-from paramserve.engine.base import Ended, Event, Failure, Reported, Role
+from paramserve.engine.base import Event, Failure, Reported, Role
 from paramserve.engine.child import EXIT_DRIVER_GONE, EXIT_FAILED, EXIT_TERMINATED
 from paramserve.engine.external import (
     AGENT,
@@ -43,7 +44,6 @@ from paramserve.transport.framing import PRELUDE
 from paramserve.transport.link import Link
 
 HERE = Path(__file__).parent
-WAIT_S = 20.0
 KEY = Credentials(TOKEN.encode())
 SECRET = b"the-cluster-token-0123456789abcd"
 TRAIN = "tests.contract.agents:token_in"
@@ -96,15 +96,6 @@ def given(link: Link, timeout_s: float = WAIT_S) -> Assign | None:
 def until_known(fleet: ExternalFleet, count: int) -> None:
     while sum(agent.offer is not None for agent in tuple(fleet._agents.values())) < count:
         assert not fleet.events(0.01)
-
-
-def until_ended(fleet: ExternalFleet) -> list[Event]:
-    seen: list[Event] = []
-    while not any(isinstance(event, Ended) for event in seen):
-        found = fleet.events(WAIT_S)
-        assert found, f"nothing happened after {seen}"
-        seen += found
-    return seen
 
 
 def told(fleet: ExternalFleet, kind: str) -> bytes:

@@ -258,7 +258,7 @@ class Keeps(Echo):
 @pytest.mark.parametrize("kind", TCP_KINDS)
 def test_payload_that_a_handler_keeps_is_never_overwritten(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind)
-    host.handler = host.listener._handler = Keeps()  # type: ignore[assignment]
+    host.handler = host.listener._handler = Keeps()
     link = host.connect()
     link.send(b"drop", [np.zeros(1_000_000, np.uint8)])
     assert receive(link) == b"drop"

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.ray.nodes import quiet
+from tests import programs
+from tests.programs import run
 
 import custom_rule
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 240
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> dict[str, str]:
-    """An environment without Ray's variables but those that keep it quiet, and one thread each."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    found = {**kept, **quiet(tmp_path), "OMP_NUM_THREADS": "1"}
-    del found["RAY_TMPDIR"]  # the path of Ray's sockets would be too long below this test's folder
-    return found
-
-
-def run(command: Sequence[str], environment: dict[str, str]) -> str:
-    ended = subprocess.run(
-        command,
-        cwd=EXAMPLES.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return programs.alone(tmp_path)
 
 
 def test_custom_rule_example_logs_weighs_and_clips(capfd: pytest.CaptureFixture[str]) -> None:

@@ -261,7 +261,7 @@ class Actor(Host):
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray's
         super().__init__(name, address, node)
 
 

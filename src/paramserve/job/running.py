@@ -298,15 +298,7 @@ def start(
     check_count("servers", servers)
     if threads_per_worker is not None:
         check_count("threads_per_worker", threads_per_worker)
-    if on_worker_death not in ("stop", "continue") and not isinstance(on_worker_death, Restart):
-        raise ValueError(
-            f'on_worker_death must be "stop", "continue" or ps.Restart(...), not '
-            f"{on_worker_death!r}"
-        )
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
-    if seed is not None and (not isinstance(seed, int) or seed < 0):
-        raise ValueError(f"seed must be an int of at least 0, not {seed!r}")
+    _check_options(on_worker_death, timeout_s, seed)
     policy = policy_spec(consistency if consistency is not None else Sync(reduce="mean"))
     chosen = check_engine(engine)
     waits = check_settings("deadlines", deadlines, Deadlines)
@@ -336,6 +328,18 @@ def start(
         deadlines=waits,
     )
     return Job(plan, chosen, run_seed)
+
+
+def _check_options(on_worker_death: object, timeout_s: float | None, seed: int | None) -> None:
+    if on_worker_death not in ("stop", "continue") and not isinstance(on_worker_death, Restart):
+        raise ValueError(
+            f'on_worker_death must be "stop", "continue" or ps.Restart(...), not '
+            f"{on_worker_death!r}"
+        )
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
+    if seed is not None and (not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed must be an int of at least 0, not {seed!r}")
 
 
 def run(

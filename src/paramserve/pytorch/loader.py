@@ -229,14 +229,7 @@ def load(
             f"{batch_size} need {worker.workers * batch_size} for one step: make batch_size smaller"
         )
     own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
-    rows = type(dataset) is TensorDataset and dataloader_options.get("collate_fn") is None
-    batches = _Batches(own, batch_size, arrays=rows)
-    loading: DataLoader[Any]
-    if rows:
-        assert isinstance(dataset, TensorDataset)
-        loading = DataLoader(_Rows(dataset), batch_size=None, sampler=batches, **dataloader_options)
-    else:
-        loading = DataLoader(dataset, batch_sampler=batches, **dataloader_options)
+    loading, batches = _loading(dataset, own, batch_size, dataloader_options)
 
     def done(length: int) -> int:
         """How many of the next `length` batches were stepped with before a restart."""
@@ -248,6 +241,18 @@ def load(
 
     length = steps if steps is not None else epochs * len(batches)
     return Loader(loading, batches, own, length, done)
+
+
+def _loading(
+    dataset: Dataset[Any], own: RankSampler, batch_size: int, options: dict[str, Any]
+) -> tuple[DataLoader[Any], _Batches]:
+    """Torch's loader over a rank's batches, and these."""
+    rows = type(dataset) is TensorDataset and options.get("collate_fn") is None
+    batches = _Batches(own, batch_size, arrays=rows)
+    if rows:
+        assert isinstance(dataset, TensorDataset)
+        return DataLoader(_Rows(dataset), batch_size=None, sampler=batches, **options), batches
+    return DataLoader(dataset, batch_sampler=batches, **options), batches
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from functools import lru_cache
@@ -34,7 +35,7 @@ class State(dict[str, Array]):
             array[...] = value
 
 
-class CustomRule:
+class CustomRule(ABC):
     """Your own update rule: a frozen dataclass with one method, `update`.
 
     Fields of type float and bool are hyper-parameters: they travel with each push. Fields of type
@@ -67,6 +68,7 @@ class CustomRule:
         if "name" not in vars(cls):
             cls.name = cls.__name__
 
+    @abstractmethod
     def update(
         self, value: Array, gradient: Array, state: MutableMapping[str, Array], push: PushInfo
     ) -> None:
@@ -83,7 +85,6 @@ class CustomRule:
             push: worker (rank), clock, version, staleness and weight. In Sync the gradient is the
                 reduced one of all workers, and worker is -1.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no update()")
 
     def init(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         """The first values [size] of a state array. To be overridden where they are not zeros."""
@@ -120,7 +121,7 @@ class CustomRule:
             arrays.append(array)
         return tuple(arrays)
 
-    def prepare(self, dtype: np.dtype[Any]) -> None:
+    def prepare(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - a hook, rightly empty
         """Nothing is compiled."""
 
     def apply(

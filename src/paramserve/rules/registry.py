@@ -65,7 +65,7 @@ def build(described: PolicySpec, registered: Mapping[str, type[Any]] = NONE) -> 
     """
     kind = _kind(described.name, registered)
     try:
-        rule: Rule = kind(**_arguments(described.options))
+        rule: Rule = kind(**arguments(described.options))
     except Exception as wrong:  # a user's class may raise anything
         raise ValueError(f"{described.name} does not take {described.options}: {wrong}") from wrong
     return rule
@@ -217,16 +217,20 @@ def _option(value: Any) -> Option:
     raise TypeError(f"a field of a rule is a number, bool, str or tuple of these, not {value!r}")
 
 
-def _arguments(options: Mapping[str, Option]) -> dict[str, Any]:
-    """Options as keyword arguments, the elements of a tuple together again."""
-    arguments: dict[str, Any] = {}
-    elements: dict[str, dict[int, Option]] = {}
+def arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as keyword arguments, the elements of a tuple ("betas.0", "betas.1") together again.
+
+    Raises:
+        ValueError: what stands behind a dot is no number.
+    """
+    found: dict[str, Any] = {}
+    elements: dict[str, dict[int, Any]] = {}
     for name, value in options.items():
         field, dot, index = name.partition(".")
         if dot:
             elements.setdefault(field, {})[int(index)] = value
         else:
-            arguments[field] = value
+            found[field] = value
     for field, at in elements.items():
-        arguments[field] = tuple(at[i] for i in sorted(at))
-    return arguments
+        found[field] = tuple(at[i] for i in sorted(at))
+    return found

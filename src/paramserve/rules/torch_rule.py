@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.registry import arguments
 
 ELEMENTWISE = frozenset(
     [
@@ -241,23 +242,14 @@ class TorchRule:
 
     def optimizer(self, tensors: Sequence[torch.Tensor], hyper: Hyper) -> Optimizer:
         """The class itself over these tensors."""
-        options: dict[str, Any] = {}
-        values: list[tuple[str, Any]] = [
-            (option.partition(":")[0], _number(option.partition(":")[2], number))
-            for option, number in zip(self.options, hyper, strict=True)
-        ]
+        values: dict[str, Any] = {}
+        for option, number in zip(self.options, hyper, strict=True):
+            name, _, form = option.partition(":")
+            values[name] = _number(form, number)
         for each in self.fixed:
             name, _, text = each.partition("=")
-            values.append((name, json.loads(text)))
-        at: dict[str, dict[int, Any]] = {}
-        for name, value in values:
-            base, dot, index = name.partition(".")
-            if dot:
-                at.setdefault(base, {})[int(index)] = value
-            else:
-                options[base] = value
-        for base, elements in at.items():
-            options[base] = tuple(elements[i] for i in sorted(elements))
+            values[name] = json.loads(text)
+        options = arguments(values)
         if not set(options) <= set(defaults_of(self.kind)):
             raise ValueError(f"torch.optim.{self.kind} does not take {', '.join(options)}")
         allowed = _arguments_of(self.kind)

@@ -63,7 +63,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError(errno.EAGAIN, "no whole record has come")
         return done
 
-    def recvmsg(  # type: ignore[override]
+    def recvmsg(  # type: ignore[override]  # ssl's own refuses every call
         self, bufsize: int, ancbufsize: int = 0, flags: int = 0
     ) -> Any:
         """As a socket's; nothing ancillary comes over TCP."""
@@ -80,7 +80,9 @@ class TlsSocket(ssl.SSLSocket):
         except ssl.SSLWantReadError:
             raise _renegotiation() from None
 
-    def sendmsg(self, buffers: Iterable[memoryview], *_: object) -> int:  # type: ignore[override]
+    def sendmsg(  # type: ignore[override]  # ssl's own refuses every call
+        self, buffers: Iterable[memoryview], *_: object
+    ) -> int:
         """As a socket's. Small buffers share a record, large ones are encrypted where they lie."""
         sent = 0
         for part in _records(buffers):

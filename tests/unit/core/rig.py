@@ -201,7 +201,7 @@ def refused(effects: Effects) -> ParamServeError:
     message = effects.replies[0][1].message
     assert isinstance(message, Refused), message
     assert message.kind in str(type(rebuild(message.kind, "", "no", "")))
-    return rebuild(message.kind, message.failed, message.applied, message.fix)  # type: ignore[arg-type]
+    return rebuild(message.kind, message.failed, message.applied, message.fix)
 
 
 def payload(effects: Effects, dtype: str = "float64") -> list[float]:

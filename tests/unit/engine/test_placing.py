@@ -52,7 +52,7 @@ def test_roles_of_unknown_kinds_get_no_place() -> None:
 
 def test_workers_without_servers_are_placed() -> None:
     for workers in ("beside", "apart", "anywhere"):
-        groups = arrange(["worker 0"], NEEDS, "spread", workers)  # type: ignore[arg-type]
+        groups = arrange(["worker 0"], NEEDS, "spread", workers)
         assert [[b.roles for b in group.bundles] for group in groups] == [[["worker 0"]]]
 
 

@@ -109,6 +109,9 @@ def test_check_refuses_what_the_class_refuses() -> None:
             if self.lr <= 0:
                 raise ValueError("lr must be above 0")
 
+        def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+            value -= self.lr * gradient
+
     for wrong in ((-1.0,), (float("nan"),), (), (1.0, 2.0)):
         with pytest.raises(ValueError):
             Positive().check(wrong)
