@@ -84,7 +84,7 @@ def run(
     servers: int,
     engine: str,
     goals: Sequence[float] = (1.0, -1.0),
-) -> Any:
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The values that two workers with these goals reach by a rule."""
     result = ps.run(
         train,
@@ -95,7 +95,7 @@ def run(
         rules=RULES,  # what the servers may run, fixed before they listen
         engine=engine_of(engine),
     )
-    return result.state_dict("default")["w"]
+    return np.asarray(result.state_dict("default")["w"])  # a tensor where torch is imported
 
 
 def main(argv: Sequence[str] | None = None) -> None:
