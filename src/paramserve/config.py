@@ -61,6 +61,8 @@ class Deadlines(Struct, frozen=True):
     lost, and all its processes with it."""
     restart_s: float = 60.0
     """A worker that is being restarted is waited for this long under Sync."""
+    retire_s: float = 60.0
+    """A worker that a run is to do without has this long to end its function; then it is ended."""
 
 
 CLUSTER_BYTES = 16
@@ -107,10 +109,21 @@ NO_CREDENTIALS = Credentials()
 
 
 class PolicySpec(Struct, frozen=True):
-    """A consistency policy or rule by name: what crosses a process instead of code."""
+    """A rule by name: what crosses a process instead of code."""
 
     name: str
     options: dict[str, float | str | bool] = {}
+
+
+class ConsistencySpec(Struct, frozen=True):
+    """A consistency policy by name, with what clients need to know that do not have its class."""
+
+    name: str
+    options: dict[str, int | float | str | bool | None] = {}
+    collects: bool = False
+    """Whether gradients wait for their clock's decision."""
+    skips: bool = False
+    """Whether a gradient with NaN or Inf is skipped, not refused."""
 
 
 class CoordinatorConfig(Struct, frozen=True):
@@ -121,7 +134,7 @@ class CoordinatorConfig(Struct, frozen=True):
     directory: str
     """Folder (0700) for Unix sockets; the coordinator listens at `<directory>/c.sock`. Empty: the
     sockets have no place in the file system."""
-    consistency: PolicySpec
+    consistency: ConsistencySpec
     tcp_bind: str = ""
     """`host:port` to listen on besides the Unix socket; empty: no TCP."""
     advertise: str = ""
@@ -144,7 +157,7 @@ class ServerConfig(Struct, frozen=True):
     """Addresses: `unix:<path>` or `tcp:<host>:<port>`."""
     directory: str
     """As the coordinator's."""
-    consistency: PolicySpec
+    consistency: ConsistencySpec
     tcp_bind: str = ""
     """`host:port` to listen on besides the Unix socket; empty: no TCP."""
     advertise: str = ""

@@ -90,6 +90,10 @@ class RuleFailed(ParamServeError):
     """A registered rule raised, or left what no update may leave."""
 
 
+class PolicyFailed(ParamServeError):
+    """A registered policy raised, or answered what no policy may answer."""
+
+
 class ClientClosed(ParamServeError):
     """The client was closed, its run has stopped, or it was made before a fork."""
 

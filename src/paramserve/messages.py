@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from paramserve.config import PolicySpec
+from paramserve.config import ConsistencySpec, PolicySpec
 
 PROTOCOL_VERSION = 1
 ALIGN = 64
@@ -44,6 +44,8 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     rule: PolicySpec | None
     pieces: tuple[Piece, ...]
     cuts: tuple[int, ...]
+    consistency: ConsistencySpec | None = None
+    """Of the group, which the first block of it decides; None: the cluster's."""
 
 
 # --- client to shard: numbered requests -------------------------------------------------------
@@ -82,7 +84,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
 
     `clock` is the client's clock before this step. `base` is the version that the gradients were
     computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
-    gradient for this clock. `clip_norm` 0: no clipping.
+    gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
+    `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
+    leased to it, with this step.
     """
 
     seq: int
@@ -95,6 +99,24 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     weight: float = 1.0
     skip: bool = False
     clip_norm: float = 0.0
+    factor: float = 1.0
+    mark: tuple[int, int] | None = None
+
+
+class Rest(Struct, frozen=True, array_like=True, tag="rest"):
+    """This worker takes no further steps of a group until its next one: nobody waits for it."""
+
+    seq: int
+    group: int
+
+
+class SetPolicy(Struct, frozen=True, array_like=True, tag="set-policy"):
+    """Give a group another policy, from a clock on that the shards agree on. The answer says that
+    it is known; `Done.news` and `GroupReport.change` say when it is decided."""
+
+    seq: int
+    group: int
+    policy: ConsistencySpec
 
 
 class Assign(Struct, frozen=True, array_like=True, tag="assign"):
@@ -137,7 +159,7 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     pull: tuple[Place, ...]
 
 
-ShardRequest = Define | Step | Assign | Fetch | Watch | TakeSnapshot
+ShardRequest = Define | Step | Rest | SetPolicy | Assign | Fetch | Watch | TakeSnapshot
 
 
 class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):
@@ -157,6 +179,15 @@ class Bye(Struct, frozen=True, array_like=True, tag="bye"):
 # --- shard to client ---------------------------------------------------------------------------
 
 
+class GroupPolicy(Struct, frozen=True, array_like=True):
+    """The policy of a group for steps from `clock` on; `number` counts its changes."""
+
+    group: int
+    number: int
+    clock: int
+    policy: ConsistencySpec
+
+
 class Done(Struct, frozen=True, array_like=True, tag="done"):
     """A request took effect.
 
@@ -164,6 +195,9 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
     policy says. `counts`: update counts of the pieces (`Fetch`). `taken`: the version of the
     snapshot in the payload, or -1 (`TakeSnapshot`). `dropped`: snapshots that no one took in time.
+    `at`: the clock with which the worker goes on, or -1: with its own next one. `retire`: the run
+    will do without this worker. `news`: changes of the group's
+    policy that this client has not been told of.
     """
 
     seq: int
@@ -174,6 +208,9 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     counts: tuple[int, ...] = ()
     taken: int = -1
     dropped: int = 0
+    at: int = -1
+    retire: bool = False
+    news: tuple[GroupPolicy, ...] = ()
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -207,6 +244,27 @@ class GroupReport(Struct, frozen=True, array_like=True):
     """(rank, pushes, sum of staleness, largest staleness)."""
     held: tuple[tuple[int, int], ...] = ()
     """Sync: (rank, client) of the gradients of the clock that is not decided yet."""
+    clock: int = 0
+    """At which a worker that comes now begins."""
+    policy: str = ""
+    """Name of the policy that holds for its slowest worker."""
+    changes: tuple[GroupPolicy, ...] = ()
+    """Of it, the oldest first; the last one's clock may be still to come."""
+    collects: bool = False
+    """Whether gradients wait for the decision of their clock at present."""
+    dropped: tuple[tuple[int, int], ...] = ()
+    """(rank, gradients) that came too late or were too stale."""
+    buffered: int = 0
+    """Gradients that wait for their buffer to be full."""
+    kept_bytes: int = 0
+    """Copies of what workers have read (`DelayCompensated`)."""
+    marks: tuple[tuple[int, int, int], ...] = ()
+    """(client, lease, samples): how much of its leased samples is in the values."""
+
+    @property
+    def change(self) -> GroupPolicy | None:
+        """The newest change of the policy."""
+        return self.changes[-1] if self.changes else None
 
 
 class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
@@ -216,6 +274,8 @@ class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
     groups: tuple[GroupReport, ...]
     clients: int = 0
     value_bytes: int = 0
+    members: int = 0
+    """Number of the membership that the shard goes by."""
 
 
 ShardReply = Done | Refused | Waiting | ServerBeat
@@ -271,7 +331,32 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     refusal: tuple[str, ...] = ()
 
 
-PeerMessage = Ready | Propose | Commit
+class Pause(Struct, frozen=True, array_like=True, tag="pause"):
+    """The lead prepares a change of policy: hold the steps that no worker has reached yet, and say
+    which is the first of them."""
+
+    group: int
+    number: int
+
+
+class Paused(Struct, frozen=True, array_like=True, tag="paused"):
+    """This shard holds steps from `clock` on until the change is decided. `window`: requests that a
+    client may have on the way."""
+
+    group: int
+    number: int
+    shard: int
+    clock: int
+    window: int
+
+
+class Switch(Struct, frozen=True, array_like=True, tag="switch"):
+    """The lead has decided a change of policy, the same for all shards."""
+
+    change: GroupPolicy
+
+
+PeerMessage = Ready | Propose | Commit | Pause | Paused | Switch
 
 
 # --- to and from the coordinator -----------------------------------------------------------------
@@ -299,7 +384,7 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
     shard: int
     servers: int
     workers: int
-    consistency: PolicySpec
+    consistency: ConsistencySpec
     cluster: bytes = b""
     """As `Hello.cluster`."""
 
@@ -322,9 +407,12 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     epoch: int
     servers: tuple[tuple[str, ...], ...]
     """Addresses of each shard's server, in shard order."""
-    consistency: PolicySpec
+    consistency: ConsistencySpec
     cluster: bytes = b""
     """As `Hello.cluster`."""
+    late: bool = False
+    """Whether the others may be under way: the cluster was started without this rank, or it is not
+    the rank's first incarnation."""
 
 
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
@@ -342,6 +430,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     define: bool
     wait_s: float
     whole_tensors: bool = False
+    consistency: ConsistencySpec | None = None
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):
@@ -391,8 +480,9 @@ class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """One rank as the coordinator sees it. `state`: "expected", "live", "left", "dead", or
-    "restarting": this incarnation is dead, and the next one is waited for."""
+    """One rank as the coordinator sees it. `state`: "expected", "live", "left", "dead",
+    "restarting": this incarnation is dead, and the next one is waited for, or "retiring": live, and
+    asked to end."""
 
     rank: int
     client: int
@@ -426,6 +516,91 @@ class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
     incarnation: int = 0
 
 
+class Scale(Struct, frozen=True, array_like=True, tag="scale"):
+    """From now on the cluster has this many workers: ranks below may join and nobody waits for
+    them before, and those above are to end."""
+
+    call: int
+    workers: int
+
+
+class LeasePlan(Struct, frozen=True, array_like=True):
+    """How a loader's samples are shared by lease: the same on all ranks.
+
+    `size`: samples of the dataset. A turn, which is one iteration over the loader, takes `epochs`
+    passes over them or, if `steps` is not 0, `steps` x `batch` x workers samples. `batch`: samples
+    of a batch of one rank, in the mean, and `low` and `high` what it may be by speed.
+    `batches_per_step`: of one rank. `order`: seed of the common order; -1: as they lie.
+    """
+
+    size: int
+    epochs: int
+    steps: int
+    batch: int
+    low: int
+    high: int
+    batches_per_step: int
+    order: int
+
+
+class Lease(Struct, frozen=True, array_like=True, tag="lease"):
+    """A worker asks for samples, and waits up to `wait_s` while others may still give some back.
+
+    `turn` counts the iterations over the loader. `seen`: number of the last lease that this worker
+    knows of; of a later one the reply was lost. `speed`: samples per second of its own compute;
+    0: unknown. `idle`: it has nothing left to do and no step outstanding; `taken` (lease, samples)
+    then is the mark of its last step: all up to there is in the values.
+    """
+
+    call: int
+    loader: str
+    plan: LeasePlan
+    turn: int
+    seen: int
+    wait_s: float
+    speed: float = 0.0
+    idle: bool = False
+    taken: tuple[int, int] | None = None
+
+
+class Leased(Struct, frozen=True, array_like=True, tag="leased"):
+    """The positions [start, stop) of an epoch's common order, in batches of `batch` samples.
+
+    `lease` 0: none. Then `over` says that there will be none in this turn; else ask again, and
+    `holders` has (rank, samples) of those who are not finished.
+    """
+
+    call: int
+    lease: int = 0
+    epoch: int = 0
+    start: int = 0
+    stop: int = 0
+    batch: int = 0
+    over: bool = False
+    holders: tuple[tuple[int, int], ...] = ()
+
+
+class GiveBack(Struct, frozen=True, array_like=True, tag="give-back"):
+    """A worker will not take what is beyond `mark` of what was leased to it in a turn."""
+
+    call: int
+    loader: str
+    turn: int
+    mark: tuple[int, int]
+
+
+class LeaseReport(Struct, frozen=True, array_like=True):
+    """How one loader's samples were shared."""
+
+    loader: str
+    ranks: tuple[tuple[int, int, int], ...]
+    """(rank, samples given to it, samples of these that are in the values)."""
+    repeated: int = 0
+    """Samples that some shards have had from a worker that ended, and then from another one."""
+    left_over: int = 0
+    """Samples at the end of a turn that filled no step."""
+
+
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
     """The driver asks how the run stands; records after `after_record` are included."""
 
@@ -442,6 +617,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     records: tuple[Record, ...]
     next_record: int
     dropped_records: int = 0
+    leases: tuple[LeaseReport, ...] = ()
+    """Of the loaders whose samples are shared by lease."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):
@@ -459,10 +636,21 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
 
 CoordinatorRequest = (
-    Enlist | Register | Join | PlaceBlock | Defined | Lookup | Leave | MarkDead | AskStatus
+    Enlist
+    | Register
+    | Join
+    | PlaceBlock
+    | Defined
+    | Lookup
+    | Leave
+    | MarkDead
+    | Scale
+    | Lease
+    | GiveBack
+    | AskStatus
 )
 CoordinatorNotice = WorkerBeat | ServerBeat
-CoordinatorReply = Enlisted | Joined | Placed | Found | Status | Ok | Failed
+CoordinatorReply = Enlisted | Joined | Placed | Found | Leased | Status | Ok | Failed
 
 
 # --- first message on a connection ---------------------------------------------------------------

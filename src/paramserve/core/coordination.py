@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from paramserve.config import CoordinatorConfig
 from paramserve.core.directory import Directory
-from paramserve.core.membership import DEAD, LEFT, LIVE, Membership
+from paramserve.core.leases import LeaseBook
+from paramserve.core.membership import (
+    DEAD,
+    EXPECTED,
+    LEFT,
+    LIVE,
+    RESTARTING,
+    RETIRING,
+    Membership,
+)
 from paramserve.errors import DefineTimeout, ParamServeError, UnknownName, WorkerFenced
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
@@ -25,8 +34,11 @@ from paramserve.messages import (
     Enlisted,
     Failed,
     Found,
+    GiveBack,
     Join,
     Joined,
+    Lease,
+    Leased,
     Leave,
     Lookup,
     MarkDead,
@@ -36,6 +48,7 @@ from paramserve.messages import (
     Placed,
     Record,
     Register,
+    Scale,
     ServerBeat,
     Status,
     WorkerBeat,
@@ -94,7 +107,7 @@ class Party:
 
 class _Waiting(NamedTuple):
     connection: int
-    message: Join | PlaceBlock | Lookup
+    message: Join | PlaceBlock | Lookup | Lease
     deadline: float
 
 
@@ -105,6 +118,7 @@ class Coordination:
         self.config = config
         self.membership = Membership(config.servers, config.workers)
         self.directory = Directory(config.servers)
+        self.leases = LeaseBook()
         self._parties: dict[int, Party] = {}
         self._waiting: list[_Waiting] = []
         self._records: deque[Record] = deque()
@@ -130,7 +144,11 @@ class Coordination:
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
-        self._retry_waiting()
+        if self.membership.number != before:
+            members = self.membership.members.values()
+            living = {each.client for each in members if each.state in (LIVE, RETIRING)}
+            self.leases.changed(living, self.membership.number)
+        self._retry_waiting()  # joins may change the membership, but nobody ends there
         if self.membership.number != before:
             decided.members = self.membership.snapshot()
         return decided
@@ -146,12 +164,12 @@ class Coordination:
         if reply is not None:
             self._reply(connection, reply)
             return
-        assert isinstance(message, Join | PlaceBlock | Lookup)
+        assert isinstance(message, Join | PlaceBlock | Lookup | Lease)
         wait_s = self.config.deadlines.start_s if isinstance(message, Join) else message.wait_s
         self._waiting.append(_Waiting(connection, message, self._now + wait_s))
         if len(self._waiting) > WAITING_MAX:
             oldest = self._waiting.pop(0)
-            self._reply(oldest.connection, failure(oldest.message.call, self._late(oldest)))
+            self._reply(oldest.connection, self._too_late(oldest))
 
     def _answer(self, connection: int, message: CoordinatorRequest) -> CoordinatorReply | None:
         """The reply to a call; None: not yet."""
@@ -173,11 +191,25 @@ class Coordination:
             case Lookup():
                 found = self.directory.find(message.names)
                 return None if found is None else Found(message.call, found)
+            case Lease():
+                return self._lease(party, message)
+            case GiveBack():
+                self.leases.give_back(message, party.client)
             case Leave():
                 self.directory.client_gone(party.client)
                 self._ended(party.rank, LEFT, party.client)
             case MarkDead():
                 self._mark_dead(message)
+            case Scale():
+                most = self.config.limits.clients_max
+                if message.workers > most:
+                    raise ParamServeError(
+                        f"the cluster was not scaled to {message.workers} workers: its clients_max "
+                        f"is {most}",
+                        fix="ask for fewer, or raise it with limits=ps.Limits(clients_max=...)",
+                    )
+                self.membership.scale(message.workers)
+                self._records_max = self.config.limits.log_records_max * message.workers
             case AskStatus():
                 return self._status(message)
         return Ok(message.call)
@@ -209,12 +241,33 @@ class Coordination:
             self.membership.addresses(),
             self.config.consistency,
             self.config.cluster,
+            self.membership.late(message.rank, incarnation),
         )
+
+    def _lease(self, party: Party, message: Lease) -> Leased | None:
+        self._require_live(party)
+        member = self.membership.members.get(party.rank)
+        if member is None:
+            raise ParamServeError(
+                f"client {party.client} asked for samples of loader {message.loader!r}, but it is "
+                "no worker",
+                fix="iterate over the loader in a worker, or use a DataLoader of your own",
+            )
+        if member.state == RETIRING:
+            return Leased(message.call, over=True)
+        sharing = [
+            rank
+            for rank, each in self.membership.members.items()
+            if each.state in (EXPECTED, LIVE, RESTARTING)
+        ]
+        workers = self.config.workers
+        return self.leases.take(message, party.client, party.rank, sharing, workers)
 
     def _require_live(self, party: Party) -> None:
         """A worker that counts as dead must not be the one for whose define the others wait."""
         member = self.membership.members.get(party.rank)
-        if member is None or (member.client == party.client and member.state == LIVE):
+        lives = member is not None and member.state in (LIVE, RETIRING)
+        if member is None or (member.client == party.client and lives):
             return
         raise WorkerFenced(
             f"worker {party.rank} (client {party.client}) is {member.state} for the cluster, "
@@ -238,10 +291,11 @@ class Coordination:
 
     def _died(self, rank: int, client: int | None = None) -> None:
         """A worker ended without leaving: its place is kept if it will be started again."""
-        if not self.config.restarts:
+        member = self.membership.members.get(rank)
+        retiring = member is not None and member.state == RETIRING
+        if retiring or not self.config.restarts:
             self._ended(rank, DEAD, client)
             return
-        member = self.membership.members.get(rank)
         if member is not None and self.membership.restarting(rank, self._now, client):
             self.directory.client_gone(member.client)
 
@@ -255,6 +309,8 @@ class Coordination:
         if isinstance(message, ServerBeat):
             if party.shard == message.shard:
                 self.membership.heard_server(message, self._now)
+                if self.membership.complete:
+                    self.leases.reported([each.beat for each in self.membership.servers.values()])
             return
         if isinstance(message, WorkerBeat):
             self._heard(party)
@@ -292,6 +348,7 @@ class Coordination:
             tuple(self._records)[skip:],
             self._first_record + len(self._records),
             self._first_record,
+            self.leases.reports(),
         )
 
     def _retry_waiting(self) -> None:
@@ -302,14 +359,20 @@ class Coordination:
             except ParamServeError as error:
                 reply = failure(each.message.call, error)
             if reply is None and each.deadline <= self._now:
-                reply = failure(each.message.call, self._late(each))
+                reply = self._too_late(each)
             if reply is None:
                 self._waiting.append(each)
             else:
                 self._reply(each.connection, reply)
 
-    def _late(self, waiting: _Waiting) -> ParamServeError:
+    def _too_late(self, waiting: _Waiting) -> CoordinatorReply:
+        """The reply to a call that has waited for long enough."""
         message = waiting.message
+        if isinstance(message, Lease):
+            return Leased(message.call, holders=self.leases.holders(message))
+        return failure(message.call, self._late(message))
+
+    def _late(self, message: Join | PlaceBlock | Lookup) -> ParamServeError:
         if isinstance(message, Join):
             missing = sorted(set(range(self.config.servers)) - set(self.membership.servers))
             return ParamServeError(

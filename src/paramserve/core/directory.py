@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from paramserve.config import PolicySpec
+from paramserve.config import ConsistencySpec, PolicySpec
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, PlaceBlock
@@ -44,6 +44,8 @@ class Directory:
     def __init__(self, shards: int) -> None:
         self._entries: list[Entry] = []
         self._groups: dict[str, int] = {}
+        self._policies: dict[str, ConsistencySpec | None] = {}
+        """Of each group that has a block: its own, or None for the cluster's."""
         self._by_name: dict[tuple[str, str], Entry] = {}
         self._loads = [0] * shards
         """Bytes of values on each shard."""
@@ -54,9 +56,11 @@ class Directory:
         Returns:
             Attempt 0: it is defined. None: somebody else is defining it, or has to; ask again.
         Raises:
-            DefineMismatch: a name is defined with another shape, dtype, rule or group.
+            DefineMismatch: a name is defined with another shape, dtype, rule or group, or its
+                group with another policy.
             ParamServeError: the tensors cannot be placed. In both cases nothing was applied.
         """
+        self._check_policy(call)
         entry = self._known(call)
         if entry is not None and entry.stage is Stage.DEFINED:
             return entry.spec, 0
@@ -85,6 +89,9 @@ class Directory:
     def _free(self, entry: Entry) -> None:
         entry.stage = Stage.REFUSED
         spec = entry.spec
+        left = (each for each in self._entries if each.stage is not Stage.REFUSED)
+        if all(each.spec.group != spec.group for each in left):
+            del self._policies[spec.group_name]
         for piece in spec.pieces:
             del self._by_name[spec.group_name, piece.name]
         itemsize = np.dtype(spec.dtype).itemsize
@@ -106,6 +113,20 @@ class Directory:
         found = [s for s in ready if any(piece.name in wanted for piece in s.pieces)]
         have = {piece.name for spec in found for piece in spec.pieces}
         return tuple(found) if wanted <= have else None
+
+    def _check_policy(self, call: PlaceBlock) -> None:
+        """Whoever names no policy takes the group's."""
+        if call.consistency is None or call.group not in self._policies:
+            return
+        theirs = self._policies[call.group]
+        if theirs != call.consistency:
+            known = _short(theirs) if theirs is not None else "the cluster's policy"
+            raise DefineMismatch(
+                f"group {call.group!r} is defined with {known}, now {_short(call.consistency)} "
+                "came",
+                fix="give a group's policy with its first define, and everywhere the same one; "
+                "client.set_consistency changes it later",
+            )
 
     def _known(self, call: PlaceBlock) -> Entry | None:
         entries = {
@@ -139,8 +160,9 @@ class Directory:
         for shard in range(len(self._loads)):
             self._loads[shard] += (cuts[shard + 1] - cuts[shard]) * itemsize
         group = self._groups.setdefault(call.group, len(self._groups))
+        policy = self._policies.setdefault(call.group, call.consistency)
         spec = BlockSpec(
-            len(self._entries), group, call.group, call.dtype, call.rule, call.pieces, cuts
+            len(self._entries), group, call.group, call.dtype, call.rule, call.pieces, cuts, policy
         )
         entry = Entry(spec, 1, client, Stage.DEFINING)
         self._entries.append(entry)

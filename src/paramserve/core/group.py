@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.consistency import Consistency, Decision
+from paramserve.core.buffering import GradientBuffer
+from paramserve.core.changes import Changes, Changing, Since, since
+from paramserve.core.decisions import Policy
+from paramserve.core.reads import Reads
 from paramserve.core.two_stroke import Collect, Lead
 from paramserve.messages import GroupReport
 
+if TYPE_CHECKING:
+    from paramserve.core.shard_session import ShardSession
+
 Array = npt.NDArray[Any]
+
+TIMES_KEPT = 33
+"""Of late steps, for their median."""
+MARKS_MAX = 4096
+"""Clients whose marks are kept; the oldest go first."""
 
 
 @dataclass
@@ -43,55 +55,217 @@ class Watching:
 
 
 class Group:
-    """A group's whole state on one shard.
+    """A group's whole state on one shard; to its policy it is a `Standing`.
 
-    `version` counts the updates that the group has had here. `clocks` has the steps that each rank
-    has finished, of those that are live or waited for. `committed` is the first clock that is not
-    committed yet (Sync).
+    `version` counts the updates that the group has had here. `committed` is the first clock that is
+    not committed yet, of those whose policy collects.
+
+    Args:
+        ranks: that count from the beginning; others count from their first step on (`enter`).
     """
 
-    def __init__(self, number: int, name: str, policy: Consistency, lead: Lead | None) -> None:
+    def __init__(
+        self, number: int, name: str, policy: Policy, lead: Lead | None, ranks: Sequence[int] = ()
+    ) -> None:
         self.id = number
         self.name = name
-        self.policy = policy
+        self.changes = Changes(since(0, policy))
         self.lead = lead
-        """Set on the group's lead shard only."""
+        """Set on the group's lead shard only, as is `changing`."""
+        self.changing: Changing | None = None
         self.version = 0
         self.committed = 0
+        self.now = 0.0
+        """Seconds on the shard's clock, as of the present event."""
         self.clocks: dict[int, int] = {}
+        """Steps that each rank has finished, of those that are live or waited for. Changed by the
+        methods of this class only."""
+        self._slowest = 0
+        self._at_slowest = 0
+        """How many ranks are at the smallest clock."""
+        self._first = frozenset(ranks)
         self._ended: dict[int, int] = {}
-        """Clocks of ranks that have ended: another worker may take them over."""
-        self.brought: dict[int, int] = {}
+        """Clocks of ranks that have ended or rest, and may come back."""
+        self.resting: set[int] = set()
+        self.brought_by: dict[int, int] = {}
         """Sync: the client that brought the last step of each rank."""
+        self.waiting: dict[int, ShardSession] = {}
+        """By client: sessions whose held request waits for this group, and is not collected."""
+        self.releasing = False
         self.blocks: dict[int, ShardBlock] = {}
         self.collect = Collect()
+        self.buffer = GradientBuffer()
+        self.reads = Reads()
         self.staleness: dict[int, Staleness] = {}
         self.skipped = 0
+        self.dropped: dict[int, int] = {}
+        """By rank: gradients that came too late or were too stale."""
+        self.marks: dict[int, tuple[int, int]] = {}
+        """By client: the newest mark of its steps whose outcome is decided."""
         self.watching: dict[int, Watching] = {}
         """By client."""
+        self._committed_at: float | None = None
+        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._median = 0.0
+        self.belong(ranks)
+
+    # --- what a policy sees ----------------------------------------------------------------------
+
+    @property
+    def slowest(self) -> int:
+        """The smallest clock of the live workers; without any, what it was last."""
+        return self._slowest
+
+    @property
+    def buffered(self) -> int:
+        """Gradients in the buffer."""
+        return self.buffer.count
+
+    @property
+    def brought(self) -> Collection[int]:
+        """Ranks whose gradients of the present clock are here."""
+        return self.collect.held.keys()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the first of these came."""
+        return self.now - self.collect.since if self.collect.held else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Median time of late from a commit until a worker brought its next gradients."""
+        return self._median
+
+    # --- policies --------------------------------------------------------------------------------
+
+    def at(self, clock: int) -> Since:
+        """The policy of steps of a clock."""
+        return self.changes.at(clock) if self.changes.later else self.changes.first
+
+    def of(self, rank: int, clock: int) -> Since:
+        """The policy of a client's step. One without a rank has no clock: it goes with the slowest
+        worker."""
+        return self.at(clock if rank >= 0 else self._slowest)
 
     @property
     def collects(self) -> bool:
-        """Whether gradients wait here for the lead's commit."""
-        return self.policy.on_push(self.committed) is Decision.COLLECT
+        """Whether gradients of the slowest worker wait for a commit."""
+        return self.at(self.start).policy.collects
+
+    @property
+    def start(self) -> int:
+        """The clock at which a worker that comes now begins."""
+        present = self.at(self._slowest).policy
+        return max(self._slowest, self.committed) if present.collects else self._slowest
+
+    def frontier(self) -> int:
+        """The first clock of which nobody's step has been executed here."""
+        # Also of those who have left or rest: their last steps were handled the old way.
+        clocks = (*self.clocks.values(), *self._ended.values())
+        fastest = max(clocks, default=self._slowest)
+        if self.at(self.committed).policy.collects:
+            fastest = max(fastest, self.committed + bool(self.collect.held))
+        return fastest
+
+    def settle(self) -> None:
+        """Let `committed` skip clocks whose policy does not collect."""
+        self.committed = self.changes.next_collecting(self.committed)
+
+    # --- who counts ------------------------------------------------------------------------------
 
     def belong(self, ranks: Sequence[int]) -> None:
-        """These ranks count from now on. One that comes back goes on at its own clock, but not
-        behind the slowest of the others."""
-        start = self.committed if self.collects else self.slowest()
+        """These ranks are live or waited for. One that was here before, and comes back, goes on at
+        its own clock, but not behind the slowest of the others; a new one counts when it enters."""
+        start = self.start
         self._ended.update(self.clocks)
-        self.clocks = {
-            rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0))) for rank in ranks
-        }
+        counted = (r for r in ranks if r in self._first or r in self.clocks or r in self._ended)
+        self._set(
+            {
+                rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
+                for rank in counted
+                if rank not in self.resting
+            }
+        )
+        self.resting.intersection_update(ranks)
+        self.reads.only(ranks)
+
+    def never_came(self, rank: int) -> None:
+        """This rank is waited for no more, before it ever came: a guest if it comes later."""
+        self._first -= {rank}
+        self._ended.pop(rank, None)
+
+    def enter(self, rank: int) -> None:
+        """A live worker takes its first step here, or its first one after a rest. Where gradients
+        are collected, `commit` takes it in."""
+        self.resting.discard(rank)
+        start = max(self.start, self._ended.get(rank, 0))
+        self._set({**self.clocks, rank: start})
+
+    def rest(self, rank: int) -> None:
+        """Nobody waits for this worker until it enters again."""
+        self.resting.add(rank)
+        self._ended.update(self.clocks)
+        self._set({r: clock for r, clock in self.clocks.items() if r != rank})
 
     def ticked(self, rank: int, clock: int) -> None:
         """A rank has ended a step. Its clock stays where it is if the step repeats one that an
         older incarnation has brought here before."""
-        self.clocks[rank] = max(clock + 1, self.clocks[rank])
+        before = self.clocks[rank]
+        if clock + 1 <= before:
+            return
+        self.clocks[rank] = clock + 1
+        if before == self._slowest:
+            self._at_slowest -= 1
+            if not self._at_slowest:
+                self._count()
 
-    def slowest(self) -> int:
-        """The smallest clock of the live workers; 0 before any has stepped."""
-        return min(self.clocks.values(), default=0)
+    def _set(self, clocks: dict[int, int]) -> None:
+        self.clocks = clocks
+        self._count()
+
+    def _count(self) -> None:
+        if self.clocks:
+            clocks = list(self.clocks.values())
+            self._slowest = min(clocks)
+            self._at_slowest = clocks.count(self._slowest)
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def came(self) -> None:
+        """A worker has brought its gradients for the present clock."""
+        if len(self.collect.held) == 1:
+            self.collect.since = self.now
+        if self._committed_at is not None:
+            self._times.append(self.now - self._committed_at)
+
+    def commit(self, ranks: Iterable[int]) -> None:
+        """The present clock is decided; these are in it, and count from now on."""
+        self.committed += 1
+        for rank in ranks:
+            if rank not in self.clocks:
+                self.resting.discard(rank)
+                self.clocks[rank] = self.committed
+        self._set(
+            {rank: max(clock, self.committed) for rank, clock in self.clocks.items()}
+            if self.changes.later
+            else dict.fromkeys(self.clocks, self.committed)
+        )
+        self.settle()
+        self._committed_at = self.now
+        if self._times:
+            self._median = median(self._times)
+
+    def drop(self, rank: int) -> None:
+        """A gradient came too late, or was too stale."""
+        self.dropped[rank] = self.dropped.get(rank, 0) + 1
+
+    def mark(self, client: int, mark: tuple[int, int] | None) -> None:
+        """A step's outcome is decided: its samples will not be used again."""
+        if mark is not None:
+            self.marks.pop(client, None)
+            self.marks[client] = mark
+            if len(self.marks) > MARKS_MAX:
+                del self.marks[next(iter(self.marks))]
 
     def advance(self) -> None:
         """Count an update, and keep a snapshot for those who asked for one at this version."""
@@ -109,6 +283,7 @@ class Group:
 
     def report(self) -> GroupReport:
         """What this shard has done for the group."""
+        present = self.at(self.start).policy
         return GroupReport(
             self.name,
             self.version,
@@ -116,30 +291,67 @@ class Group:
             self.skipped,
             tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
             tuple((rank, each.client) for rank, each in sorted(self.collect.held.items())),
+            self.start,
+            type(present).__name__,
+            tuple(self.changes.taken),
+            present.collects,
+            tuple(sorted(self.dropped.items())),
+            self.buffered,
+            self.reads.nbytes,
+            tuple((client, *mark) for client, mark in sorted(self.marks.items())),
         )
 
 
+class Proposed:
+    """A group as it would stand if only some had brought their gradients."""
+
+    def __init__(self, group: Group, brought: Collection[int]) -> None:
+        self._group = group
+        self.brought = brought
+
+    @property
+    def clocks(self) -> Mapping[int, int]:
+        return self._group.clocks
+
+    @property
+    def slowest(self) -> int:
+        return self._group.slowest
+
+    @property
+    def version(self) -> int:
+        return self._group.version
+
+    @property
+    def buffered(self) -> int:
+        return self._group.buffered
+
+    @property
+    def waited_s(self) -> float:
+        return self._group.waited_s
+
+    @property
+    def step_s(self) -> float:
+        return self._group.step_s
+
+
 class Resumption(NamedTuple):
-    """Where a worker that was started again goes on in one group."""
+    """Where a worker that was started again, or later than the others, goes on in one group."""
 
     clock: int
     repeated: int
     """Steps from there on that some shard has had from an older incarnation."""
 
 
-def resume(
-    reports: Sequence[Sequence[GroupReport]], rank: int, *, collects: bool
-) -> dict[str, Resumption]:
-    """Clocks that a new incarnation takes over, by group.
+def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Resumption]:
+    """Clocks that a new incarnation takes over, or a new worker begins with, by group.
 
-    In Sync the last step of the older one is in its clock if every shard has it, decided or not:
+    In Sync the last step of an older one is in its clock if every shard has it, decided or not:
     nothing more of an older incarnation is taken once a newer one has connected. Else it is in no
     clock yet, and is brought again to all. In Async a step that only some shards had is repeated.
 
     Args:
-        reports: of every shard, after the new incarnation has connected to all of them.
+        reports: of every shard, after the worker has connected to all of them.
         rank: of the worker.
-        collects: whether gradients wait for their clock's decision (Sync).
     """
     by_name: dict[str, list[GroupReport]] = {}
     for shard in reports:
@@ -147,10 +359,11 @@ def resume(
             by_name.setdefault(report.name, []).append(report)
     found = {}
     for name, parts in by_name.items():
-        clocks = [dict(part.clocks).get(rank, 0) for part in parts]
+        clocks = [dict(part.clocks).get(rank, part.clock) for part in parts]
         clocks += [0] * (len(reports) - len(parts))  # its define is on the way to these
-        if not collects:
-            found[name] = Resumption(min(clocks), max(clocks) - min(clocks))
+        if not any(part.collects for part in parts):
+            known = all(rank in dict(part.clocks) for part in parts)
+            found[name] = Resumption(min(clocks), max(clocks) - min(clocks) if known else 0)
             continue
         held = {dict(part.held).get(rank) for part in parts}
         everywhere = min(clocks) == max(clocks) and len(held) == 1 and None not in held

@@ -40,12 +40,12 @@ def guarded(failed: str, rule: Rule, passes: tuple[type[Exception], ...] = ()) -
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
         raise RuleFailed(
-            f"{failed}: {text}{_where(error)}",
+            f"{failed}: {text}{where(error)}",
             fix="correct the rule, and start the servers with the corrected one",
         ) from None
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
     """The last line of the user's that an exception went through."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(OURS)]

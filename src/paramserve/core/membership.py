@@ -3,6 +3,10 @@
 A rank is *expected* until its worker joins, then *live*, and at the end *left* (by its own wish) or
 *dead*; between two lives it is *restarting*: a synchronous clock waits for it as for a live one.
 Each join of a rank is a new incarnation with a new client id; older ones are refused.
+
+The number of workers may change. Ranks that are added are open, and no members before they join:
+nobody waits for a process that starts. Those that are removed while they live are *retiring*: live
+in every way until they end.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from paramserve.ids import NO_RANK
 from paramserve.messages import Join, Member, Members, Register, ServerBeat
 
 EXPECTED, LIVE, LEFT, DEAD = "expected", "live", "left", "dead"
-RESTARTING = "restarting"
+RESTARTING, RETIRING = "restarting", "retiring"
 
 
 @dataclass
@@ -35,6 +39,10 @@ class Membership:
     def __init__(self, servers: int, workers: int) -> None:
         self.expected_servers = servers
         self.workers = workers
+        """How many there are to be at present."""
+        self._workers_at_first = workers
+        self._awaited_from_first = set(range(workers))
+        """Ranks for which the others wait, or have waited, from the beginning."""
         self.number = 1
         """Of the membership: grows with every change."""
         self.members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
@@ -51,6 +59,13 @@ class Membership:
     def complete(self) -> bool:
         """Whether every server has registered."""
         return len(self.servers) == self.expected_servers
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every worker that there is to be has come, and has left or died."""
+        come = all(rank in self.members for rank in range(self.workers))
+        over = all(member.state in (LEFT, DEAD) for member in self.members.values())
+        return bool(self.members) and come and over
 
     def enlist(self) -> int:
         """Give out a free shard number.
@@ -114,32 +129,33 @@ class Membership:
         """Give a client its identity: (client id, incarnation).
 
         Raises:
-            ParamServeError: the rank does not exist, or the worker was started as one of another
-                number of workers.
+            ParamServeError: the rank does not exist (any more), or the worker was started as one of
+                another number of workers.
             RankTaken: a live worker has it. In both cases nothing was changed.
         """
         client = self._next_client
         if call.rank == NO_RANK:
             self._next_client += 1
             return client, 0
-        if call.workers not in (0, self.workers):
+        if call.workers not in (0, self.workers, self._workers_at_first):
             raise ParamServeError(
-                f"the cluster was started for {self.workers} workers, but rank {call.rank} was "
+                f"the cluster was started for {self._for_workers}, but rank {call.rank} was "
                 f"started as one of {call.workers}",
                 fix="start both with the same number",
             )
-        member = self.members.get(call.rank)
-        if member is None:
+        if not 0 <= call.rank < self.workers:
             raise ParamServeError(
                 f"more ranks than workers: a worker joined as rank {call.rank}, the cluster was "
-                f"started for {self.workers} workers",
+                f"started for {self._for_workers}",
                 fix=f"use ranks 0 to {self.workers - 1}, or start with more workers",
             )
-        if member.state == LIVE:
+        member = self.members.get(call.rank, Member(call.rank, 0, 0, EXPECTED))
+        if member.state in (LIVE, RETIRING):
             silent_s = now - self._heard[call.rank]
+            asked = ", which is asked to end," if member.state == RETIRING else ""
             raise RankTaken(
-                f"rank {call.rank} is taken by a live worker (client {member.client}, incarnation "
-                f"{member.incarnation}), heard of {silent_s:.1f} s ago",
+                f"rank {call.rank} is taken by a live worker{asked} (client {member.client}, "
+                f"incarnation {member.incarnation}), heard of {silent_s:.1f} s ago",
                 fix="give each worker its own rank; to replace that worker, end its process first",
             )
         self._next_client += 1
@@ -147,6 +163,38 @@ class Membership:
         self._heard[call.rank] = now
         self._change(Member(call.rank, client, incarnation, LIVE))
         return client, incarnation
+
+    @property
+    def _for_workers(self) -> str:
+        first, now = self._workers_at_first, self.workers
+        return f"{first} workers" + (f" and has {now} now" if now != first else "")
+
+    def late(self, rank: int, incarnation: int) -> bool:
+        """Whether a worker may find the others under way."""
+        first = rank == NO_RANK or rank in self._awaited_from_first
+        return not first or incarnation > 1
+
+    def scale(self, workers: int) -> None:
+        """From now on there are to be this many workers.
+
+        Ranks below may join, those above retire: who lives is asked to end, who has not come is
+        waited for no more. One that is retiring already keeps on, and its rank is free after it.
+
+        Raises:
+            ParamServeError: less than 1. Nothing was changed.
+        """
+        if workers < 1:
+            raise ParamServeError(
+                f"the cluster was not scaled: it needs at least 1 worker, not {workers}",
+                fix="to end it, stop it",
+            )
+        self.workers = workers
+        after = {LIVE: RETIRING, EXPECTED: LEFT, RESTARTING: DEAD}
+        for rank, member in sorted(self.members.items()):
+            if rank >= workers and member.state in after:
+                if member.state == EXPECTED:
+                    self._awaited_from_first.discard(rank)
+                self._change(structs.replace(member, state=after[member.state]))
 
     def _change(self, member: Member) -> None:
         self._restarting.pop(member.rank, None)
@@ -191,7 +239,7 @@ class Membership:
         return [
             rank
             for rank, member in sorted(self.members.items())
-            if member.state == LIVE and now - self._heard[rank] > stall_s
+            if member.state in (LIVE, RETIRING) and now - self._heard[rank] > stall_s
         ]
 
     def silent_servers(self, now: float, stall_s: float) -> tuple[int, ...]:

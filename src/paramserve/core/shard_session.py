@@ -64,6 +64,8 @@ class ShardSession:
         self.done: Done | None = None
         """What the held request has done already; None: nothing yet."""
         self.fenced = False
+        self.told: dict[int, int] = {}
+        """By group: the number of the newest change of its policy that the client knows of."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self._outcomes: dict[int, Answer] = {}

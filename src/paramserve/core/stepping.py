@@ -1,4 +1,4 @@
-"""What one step does to a group's blocks: read its parts, apply or collect them, write values.
+"""What one step does to a group's blocks: check its parts, and do with them what its policy says.
 
 Functions of the shard's state; none of them answers anybody or decides who waits.
 """
@@ -6,93 +6,32 @@ Functions of the shard's state; none of them answers anybody or decides who wait
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
+from paramserve.core import asking
+from paramserve.core.answering import check_payload, padded, view
 from paramserve.core.block import ShardBlock
+from paramserve.core.changes import Since
+from paramserve.core.decisions import Apply, Buffer, Drop, Push
 from paramserve.core.group import Group, Staleness
-from paramserve.core.shard_session import Answer, Memory, Request, ShardSession
-from paramserve.core.two_stroke import Contribution, refusal_of, total
-from paramserve.errors import (
-    NonFinite,
-    NotAMember,
-    ParamServeError,
-    ProtocolError,
-    RuleFailed,
-    ShapeMismatch,
-    UnknownName,
-    rebuild,
-)
-from paramserve.messages import (
-    ALIGN,
-    Commit,
-    Done,
-    Fetch,
-    Gradient,
-    Place,
-    Ready,
-    Refused,
-    Step,
-    TakeSnapshot,
-)
-from paramserve.rules.base import PushInfo
-
-if TYPE_CHECKING:
-    from paramserve.core.shard import Shard
-
+from paramserve.core.shard_session import Memory, ShardSession
+from paramserve.errors import NonFinite, ParamServeError, RuleFailed, ShapeMismatch, UnknownName
+from paramserve.ids import NO_RANK
+from paramserve.messages import Done, Gradient, Step
+from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled
 
+if TYPE_CHECKING:
+    from paramserve.core.shard_members import ShardMembers
+
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 Part = tuple[ShardBlock, Gradient, Array]
 
 
-def padded(nbytes: int) -> int:
-    """Bytes that a part takes in a payload."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def view(memory: Memory, arena: int, offset: int, block: ShardBlock) -> Array:
-    """The block's part of a request's memory, [elements on this shard].
-
-    Raises:
-        ShapeMismatch: the memory does not hold that many bytes there. Nothing was applied.
-    """
-    if block.size == 0:
-        return np.empty(0, block.dtype)
-    whole = memory.get(arena)
-    wrong = offset < 0 or offset % block.alignment
-    if whole is None or wrong or offset + block.nbytes > whole.size:
-        raise ShapeMismatch(
-            f"{block.nbytes} bytes at offset {offset} of arena {arena} for block "
-            f"{block.spec.block}, but there are {0 if whole is None else whole.size} bytes",
-            fix="send exactly the elements that this shard holds, at aligned offsets",
-        )
-    return np.frombuffer(whole, block.dtype, block.size, offset)
-
-
-def one(block: ShardBlock, arena: int, offset: int, memory: Memory) -> Array:
-    """The single part of a request that has one."""
-    if arena == 0:
-        _check_payload(memory, padded(block.nbytes))
-        offset = 0
-    return view(memory, arena, offset, block)
-
-
-def _check_payload(memory: Memory, expected: int) -> None:
-    payload = memory.get(0)
-    have = 0 if payload is None else payload.size
-    if have != expected:
-        raise ShapeMismatch(
-            f"the request's payload has {have} bytes, its parts need {expected}",
-            fix="send exactly the elements that this shard holds",
-        )
-
-
-def gradients(shard: Shard, step: Step, memory: Memory) -> list[Part]:
+def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
     """Check a step whole and find its gradients; nothing is written.
 
     Raises:
@@ -100,6 +39,8 @@ def gradients(shard: Shard, step: Step, memory: Memory) -> list[Part]:
     """
     if not (math.isfinite(step.weight) and step.weight > 0.0):
         raise ParamServeError(f"weight {step.weight} is not positive", fix="give a number > 0")
+    if not (math.isfinite(step.factor) and step.factor > 0.0):
+        raise ParamServeError(f"factor {step.factor} is not positive", fix="give a number > 0")
     if not (math.isfinite(step.clip_norm) and step.clip_norm >= 0.0):
         raise ParamServeError(f"clip_norm {step.clip_norm} is negative", fix="give a number > 0")
     parts: list[Part] = []
@@ -113,7 +54,7 @@ def gradients(shard: Shard, step: Step, memory: Memory) -> list[Part]:
             cursor += padded(block.nbytes)
         parts.append((block, header, view(memory, header.arena, offset, block)))
     if cursor:
-        _check_payload(memory, cursor)
+        check_payload(memory, cursor)
     if len(parts) > 1 and len({header.block for header in step.push}) < len(parts):
         raise ShapeMismatch(
             f"a step brings {len(parts)} gradients for blocks {[g.block for g in step.push]}",
@@ -126,7 +67,7 @@ def gradients(shard: Shard, step: Step, memory: Memory) -> list[Part]:
     return parts
 
 
-def _block_of(shard: Shard, group: int, number: int) -> ShardBlock:
+def _block_of(shard: ShardMembers, group: int, number: int) -> ShardBlock:
     block = shard.block(number)
     if block.spec.group != group:
         raise UnknownName(
@@ -152,18 +93,25 @@ def finite(parts: list[Part]) -> bool:
 
 
 def apply_now(
-    group: Group, session: ShardSession, step: Step, parts: list[Part], memory: Memory
-) -> Done:
-    """Apply a push by itself (Async). Values that the step pulls of the blocks that it pushes are
-    left at their places (`written_by`).
+    group: Group,
+    session: ShardSession,
+    step: Step,
+    parts: list[Part],
+    memory: Memory,
+    since: Since,
+) -> tuple[Done, Collection[int]]:
+    """Do with a push what its policy says, by itself (all policies but those that collect).
 
+    Returns:
+        The answer, and the blocks whose pulled values are left at their places already.
     Raises:
         NonFinite: and the policy refuses it. Nothing was applied.
         RuleFailed: of one of the blocks. Nothing was applied to any of them.
+        PolicyFailed: nothing was applied.
     """
     skip = step.skip
     if parts and not skip and not finite(parts):
-        if group.policy.on_nonfinite == "refuse":
+        if since.policy.on_nonfinite == "refuse":
             raise NonFinite(
                 f"the gradient of worker {session.rank} (client {session.client}) for group "
                 f"{group.name!r} holds NaN or Inf",
@@ -172,302 +120,139 @@ def apply_now(
         skip = True
     if skip:
         group.skipped += 1
-        return Done(step.seq, group.version, group.slowest(), skipped=True)
+        group.mark(session.client, step.mark)
+        return Done(step.seq, group.version, group.slowest, skipped=True), ()
     if not parts:
-        return Done(step.seq, group.version, group.slowest())
+        group.mark(session.client, step.mark)
+        return Done(step.seq, group.version, group.slowest), ()
     staleness = max(0, group.version - step.base)
-    push = PushInfo(session.rank, step.clock, group.version, staleness, step.weight, 1.0)
+    push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
+    decision = asking.on_push(since, push, group)
+    written: Collection[int] = ()
+    match decision:
+        case Drop():
+            group.drop(session.rank)
+        case Buffer():
+            _buffer(group, parts, decision, step.clock)
+        case Apply():
+            flush(group)
+            written = _apply(group, session, step, parts, memory, decision, staleness)
+    group.mark(session.client, step.mark)
+    group.staleness.setdefault(session.rank, Staleness()).add(staleness)
+    dropped = isinstance(decision, Drop)
+    return Done(step.seq, group.version, group.slowest, staleness, dropped), written
+
+
+def _apply(
+    group: Group,
+    session: ShardSession,
+    step: Step,
+    parts: list[Part],
+    memory: Memory,
+    how: Apply,
+    staleness: int,
+) -> Collection[int]:
+    push = PushInfo(session.rank, step.clock, group.version, staleness, step.weight, how.scale)
+    if how.compensate and staleness:
+        _compensate(group.reads.of(session.rank, step.base), parts, how.compensate)
+        if not finite(parts):
+            raise NonFinite(
+                f"the gradient of worker {session.rank} for group {group.name!r} was finite, and is "
+                f"not when it is corrected by {how.compensate} * g * g * change",
+                fix="lower lam or the learning rate, or clip",
+            )
+    return apply_parts(group, step, parts, memory, push, how.less_momentum)
+
+
+def apply_parts(
+    group: Group,
+    step: Step,
+    parts: list[Part],
+    memory: Memory,
+    push: PushInfo,
+    less_momentum: float = 0.0,
+) -> Collection[int]:
+    """Apply one step's gradients as one update.
+
+    Returns:
+        The blocks whose pulled values are left at their places already.
+    Raises:
+        RuleFailed: of one of the blocks. Nothing was applied to any of them.
+    """
     places = {place.block: place for place in step.pull if place.arena != 0}
     outs = {
         number: view(memory, place.arena, place.offset, block)
         for block, _, _ in parts
         if (place := places.get(number := block.spec.block)) is not None
     }
+    hypers = {
+        block.spec.block: lowered(block, header.hyper, less_momentum)
+        if less_momentum
+        else header.hyper
+        for block, header, _ in parts
+    }
     for block, header, gradient in parts:
         if block.guarded:
-            block.draft(gradient, header.active, header.hyper, push)
+            block.draft(gradient, header.active, hypers[block.spec.block], push)
     for block, header, gradient in parts:
         out = outs.get(block.spec.block)
         if block.guarded:
             block.keep_draft(out)
         else:
-            block.apply(gradient, header.active, header.hyper, push, out)
-    group.staleness.setdefault(session.rank, Staleness()).add(staleness)
+            block.apply(gradient, header.active, hypers[block.spec.block], push, out)
     group.advance()
-    return Done(step.seq, group.version, group.slowest(), staleness)
+    return hypers.keys()
 
 
-def written_by(step: Step, done: Done) -> set[int]:
-    """Blocks whose pulled values `apply_now` has left at their places."""
-    return set() if done.skipped else {header.block for header in step.push}
+def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> None:
+    """Correct the gradients by what the values have changed since they were read, in the memory
+    where they lie: it is this shard's until the answer."""
+    compensate = compiled().compensate
+    for block, _, gradient in parts:
+        before = read.get(block.spec.block)
+        if before is not None and block.size:
+            compensate(gradient, block.value, before, lam)
 
 
-def collect(
-    shard: Shard, group: Group, session: ShardSession, request: Request, parts: list[Part]
-) -> None:
-    """Keep a worker's gradients of the present clock, unapplied (Sync).
-
-    Raises:
-        NotAMember, ProtocolError: nothing was applied or kept.
-    """
-    step = request.message
-    assert isinstance(step, Step)
-    rank = session.rank
-    if rank not in group.clocks:
-        raise NotAMember(
-            f"client {session.client} (rank {rank}) pushed to group {group.name!r}, "
-            f"which steps in Sync with the live workers {sorted(group.clocks)}",
-            fix="push from a worker, or use consistency=ps.Async()",
-        )
-    if not step.tick or step.clock != group.committed or rank in group.collect.held:
-        raise ProtocolError(
-            f"worker {rank} brought gradients for clock {step.clock} "
-            f"({'with' if step.tick else 'without'} a tick); group {group.name!r} is at clock "
-            f"{group.committed}",
-            fix="end each synchronous step with exactly one tick, in order",
-        )
-    by_block = {block.spec.block: (header, gradient) for block, header, gradient in parts}
-    held = Contribution(step, session.client, by_block, step.skip or finite(parts))
-    group.collect.held[rank] = held
+MOMENTUM_MIN = 1e-12
+"""Not 0: a rule without any would leave its buffer as it is, stale for when momentum comes back."""
 
 
-def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
-    """What this shard can say about these contributions."""
-    chosen = [
-        (r, each) for r, each in sorted(group.collect.held.items()) if each.client in contributors
-    ]
-    held = [each for _, each in chosen]
-    steps = [each.step for each in held]
-    clip = max((step.clip_norm for step in steps), default=0.0)
-    refusal = refusal_of(steps, [rank for rank, _ in chosen])
-    bad = [rank for rank, each in chosen if not each.finite]
-    finite = not bad
-    if bad and not refusal and group.policy.on_nonfinite == "refuse":
-        refusal = (
-            "NonFinite",
-            f"the gradients of ranks {bad} for group {group.name!r} hold NaN or Inf on shard "
-            f"{shard}, although the workers found none",
-            "do not write to a gradient after it was pushed",
-        )
-    squared = 0.0
-    skip = any(step.skip for step in steps)
-    if clip > 0.0 and finite and not refusal and not skip:
-        squared = _squared_norm(group, held)
-    elif finite and not refusal and not skip and held:
-        refusal = _draft(group, held)
-    return Ready(
-        group.id,
-        group.committed,
-        shard,
-        contributors,
-        finite,
-        skip,
-        sum(step.weight for step in steps),
-        clip,
-        squared,
-        refusal,
-    )
+def lowered(block: ShardBlock, hyper: Hyper | None, by: float) -> Hyper | None:
+    """Hyper-parameters with less momentum: of SGD's `momentum` and Adam's `beta1`; those of rules
+    without either as they are."""
+    assert block.rule is not None, "check() comes first"
+    chosen = hyper if hyper is not None else block.hyper
+    for name in ("momentum", "beta1"):
+        if name in block.rule.hyper_names:
+            at = block.rule.hyper_names.index(name)
+            less = chosen[at] and max(chosen[at] - by, MOMENTUM_MIN)
+            return (*chosen[:at], less, *chosen[at + 1 :])
+    return hyper
 
 
-def _squared_norm(group: Group, held: list[Contribution]) -> float:
-    kernels = compiled()
-    squared = 0.0
-    for number, block in sorted(group.blocks.items()):
-        having = [each for each in held if number in each.gradients]
-        if having and block.size:
-            gradient, _ = total(having, block, keep=True)
-            squared += kernels.squared_norm(gradient)
-    return squared
+def _buffer(group: Group, parts: list[Part], how: Buffer, clock: int) -> None:
+    """Add a gradient to the buffer, and apply that if it is full."""
+    buffer = group.buffer
+    if buffer.count + 1 >= how.size:
+        push = PushInfo(-1, clock, group.version, 0, 1.0, 1.0 / (buffer.count + 1))
+        buffer.draft(group.blocks, parts, how.weight, push)
+        buffer.add(parts, how.weight)
+        buffer.apply(group.blocks, push)
+        group.advance()
+    else:
+        buffer.add(parts, how.weight)
 
 
-def _draft(group: Group, held: list[Contribution]) -> tuple[str, ...]:
-    """Compute what a guarded rule makes of a clock before it is decided: (kind, failed, fix) if a
-    rule fails, so that no shard applies it; else empty."""
-    scale = group.policy.scale(sum(each.step.weight for each in held))
-    key = _key(group, scale, held)
-    push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
-    try:
-        for number, block in sorted(group.blocks.items()):
-            having = [each for each in held if number in each.gradients]
-            if having and block.guarded:
-                gradient, active = total(having, block, keep=True)
-                hyper = having[0].gradients[number][0].hyper
-                block.draft(gradient, active, hyper, push, key)
-    except ParamServeError as error:
-        return (type(error).__name__, error.failed, error.fix)
-    return ()
-
-
-def _key(group: Group, scale: float, contributors: list[Contribution]) -> object:
-    """What an update is computed from, as far as the lead's decision may change it."""
-    return group.committed, scale, tuple(each.client for each in contributors)
-
-
-def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) -> None:
-    """Do what the lead decided about the present clock.
-
-    Guarded rules have mostly computed their updates before (`ready`), and what failed there was
-    refused on all shards. With clipping the scale is known only now: where a rule fails here, this
-    shard applies nothing and refuses the clock to its contributors (`ShardBlock.failure`), although
-    others may have applied theirs, which a client tells from their answers.
-    """
-    chosen = [(r, each) for r, each in sorted(held.items()) if each.client in commit.contributors]
-    contributors = [each for _, each in chosen]
-    if not contributors:
-        group.skipped += not commit.refusal
+def flush(group: Group) -> None:
+    """Apply what is in the buffer, however much it is."""
+    buffer = group.buffer
+    if not buffer.count:
         return
-    pushed = {
-        number: having
-        for number in sorted(group.blocks)
-        if (having := [each for each in contributors if number in each.gradients])
-    }
+    count = buffer.count
+    push = PushInfo(-1, group.slowest, group.version, 0, 1.0, 1.0 / count)
     try:
-        _apply(group, commit, contributors, pushed)
-    except RuleFailed as error:
-        for number in pushed:
-            group.blocks[number].failure = (commit.clock, error)
-    for rank, _ in chosen:
-        group.staleness.setdefault(rank, Staleness()).add(0)
-    if pushed:
-        group.advance()  # also after a failure: in Sync all shards have one version
-
-
-def _apply(
-    group: Group,
-    commit: Commit,
-    contributors: list[Contribution],
-    pushed: dict[int, list[Contribution]],
-) -> None:
-    push = PushInfo(-1, commit.clock, group.version, 0, 1.0, commit.scale)
-    key = _key(group, commit.scale, contributors)
-    for guarded in (True, False):  # what may fail comes first
-        for number, having in pushed.items():
-            block = group.blocks[number]
-            if block.guarded is not guarded or (guarded and block.has_draft(key)):
-                continue
-            gradient, active = total(having, block, keep=False)
-            hyper = having[0].gradients[number][0].hyper
-            if guarded:
-                block.draft(gradient, active, hyper, push, key)
-            else:
-                block.apply(gradient, active, hyper, push)
-    for number in pushed:
-        if group.blocks[number].guarded:
-            group.blocks[number].keep_draft()
-
-
-def _failure(group: Group, clock: int) -> RuleFailed | None:
-    """Why this shard could not apply a clock that was decided."""
-    failures = (block.failure for block in group.blocks.values())
-    return next((each[1] for each in failures if each is not None and each[0] == clock), None)
-
-
-def after_commit(
-    shard: Shard, group: Group, commit: Commit, step: Step, session: ShardSession
-) -> Answer:
-    """The answer to a step that was held until its clock was decided."""
-    request = session.held
-    assert request is not None
-    if session.client not in commit.contributors:
-        if commit.refusal:
-            kind, failed, fix = commit.refusal
-            error = rebuild(kind, failed, "no", fix)
-            return Answer(Refused(step.seq, type(error).__name__, failed, "no", fix))
-        if session.fenced:
-            text = f"worker {session.rank} counted as dead when clock {commit.clock} was applied"
-            return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
-    skipped = session.client not in commit.contributors
-    failure = None if skipped else _failure(group, commit.clock)
-    if failure is not None:
-        kind = type(failure).__name__
-        return Answer(Refused(step.seq, kind, failure.failed, failure.applied, failure.fix))
-    done = Done(step.seq, group.version, group.slowest(), 0, skipped)
-    return with_values(shard, step, request.memory, done)
-
-
-def with_values(
-    shard: Shard, step: Step, memory: Memory, done: Done, written: Collection[int] = ()
-) -> Answer:
-    """Write the values that a step pulls to their places; the answer says where they are.
-
-    Args:
-        written: blocks whose values a rule has left at their place already, in its own pass.
-    """
-    inline = []
-    for place in step.pull:
-        block = shard.blocks[place.block]
-        if place.arena == 0:
-            inline.append(block.value)
-        elif place.block not in written:
-            np.copyto(view(memory, place.arena, place.offset, block), block.value)
-    return Answer(done, gathered(inline, shard.allocate) if inline else None)
-
-
-def fresh(size: int) -> Bytes:
-    """New memory [size] of any content."""
-    return np.empty(size, np.uint8)
-
-
-def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> Bytes:
-    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload.
-
-    Args:
-        allocate: gives memory of a size; that of large payloads is worth using again.
-    """
-    out = allocate(sum(padded(array.nbytes) for array in arrays))
-    cursor = 0
-    for array in arrays:
-        end = cursor + array.nbytes
-        out[cursor:end] = array.view(np.uint8)
-        cursor += padded(array.nbytes)
-        out[end:cursor] = 0  # what the memory held before is nobody's business
-    return out
-
-
-def fetch(shard: Shard, message: Fetch, memory: Memory) -> Answer:
-    """Read one field of a block."""
-    block = shard.block(message.block)
-    source = block.field(message.field)
-    version = shard.groups[block.spec.group].version
-    done = Done(message.seq, version, counts=tuple(block.counts))
-    if message.arena == 0:
-        return Answer(done, gathered([source], shard.allocate))
-    np.copyto(view(memory, message.arena, message.offset, block), source)
-    return Answer(done)
-
-
-def take_snapshot(shard: Shard, client: int, message: TakeSnapshot, memory: Memory) -> Answer:
-    """Read the oldest kept snapshot past `after`; older ones are let go."""
-    group = shard.group(message.group)
-    watching = group.watching.get(client)
-    if watching is None:
-        raise ParamServeError(
-            f"client {client} does not watch group {group.name!r}", fix="send watch() first"
-        )
-    while watching.kept and watching.kept[0][0] <= message.after:
-        watching.kept.popleft()
-    done = Done(message.seq, group.version, group.slowest(), dropped=watching.dropped)
-    if not watching.kept:
-        return Answer(done)
-    version, values = watching.kept[0]
-    taken = Done(
-        message.seq, group.version, group.slowest(), taken=version, dropped=watching.dropped
-    )
-    inline = []
-    for place in message.pull:
-        value = _snapshot_of(values, place)
-        if place.arena == 0:
-            inline.append(value)
-        else:
-            np.copyto(view(memory, place.arena, place.offset, shard.block(place.block)), value)
-    return Answer(taken, gathered(inline, shard.allocate) if inline else None)
-
-
-def _snapshot_of(values: dict[int, Array], place: Place) -> Array:
-    value = values.get(place.block)
-    if value is None:
-        raise UnknownName(
-            f"block {place.block} was not defined when the snapshot was taken",
-            fix="take a newer snapshot",
-        )
-    return value
+        buffer.apply(group.blocks, push)
+    except RuleFailed:
+        group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + count
+    group.advance()

@@ -15,7 +15,7 @@ keeps both until the lead has decided: each rank is in a clock once, whichever o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.core import asking
 from paramserve.core.block import ShardBlock
-from paramserve.core.consistency import Consistency
+from paramserve.core.changes import Since
+from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Propose, Ready, Step
 from paramserve.rules.compiled import compiled
 
@@ -49,6 +51,11 @@ class Contribution:
     """By block: the header part and this shard's elements."""
     finite: bool
 
+    @property
+    def weight(self) -> float:
+        """What its gradients count for in the clock's sum."""
+        return self.step.weight * self.step.factor
+
 
 @dataclass
 class Collect:
@@ -62,6 +69,12 @@ class Collect:
     sent: Ready | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
+    since: float = 0.0
+    """When the first of what is held came."""
+    due: float | None = None
+    """When its policy wants to be asked again, whoever has come."""
+    missing: tuple[int, ...] = ()
+    """Ranks that its policy waits for."""
 
     def has(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have brought theirs."""
@@ -95,24 +108,30 @@ class Collect:
         self.held = {}
         self.promised = []
         self.sent = None
+        self.due = None
+        self.missing = ()
 
 
 class Lead:
     """The lead's side: gathers `Ready` of all shards for one clock and decides."""
 
-    def __init__(self, shards: int, policy: Consistency) -> None:
+    def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._policy = policy
         self._ready: dict[int, Ready] = {}
         self.last: Commit | None = None
         """The last decision."""
 
-    def on_ready(self, ready: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
+    def on_ready(
+        self, ready: Ready, clock: int, since: Since, enough: Callable[[frozenset[int]], bool]
+    ) -> list[tuple[int, Commit | Propose]]:
         """Take one shard's `Ready`; return what to send to which shard.
 
         Args:
             ready: from any shard, this one included.
             clock: the first clock that is not committed yet.
+            since: the policy of that clock.
+            enough: whether it may be decided with only these contributors, where the shards have
+                more, but not the same. If not, more of them are on their way to all.
         """
         if self.last is not None and ready.clock == self.last.clock:
             return [(ready.shard, self.last)]
@@ -128,21 +147,23 @@ class Lead:
         sets = [frozenset(each.contributors) for each in self._ready.values()]
         agreed = frozenset.intersection(*sets)
         if all(each == agreed for each in sets):
-            return self._commit(clock)
+            return self._commit(since)
+        if not enough(agreed):
+            return []
         proposal = Propose(ready.group, clock, tuple(sorted(agreed)))
         differing = [s for s, each in self._ready.items() if set(each.contributors) != agreed]
         for shard in differing:
             del self._ready[shard]
         return [(shard, proposal) for shard in sorted(differing)]
 
-    def _commit(self, clock: int) -> list[tuple[int, Commit | Propose]]:
+    def _commit(self, since: Since) -> list[tuple[int, Commit | Propose]]:
         parts = [self._ready[shard] for shard in sorted(self._ready)]
         self._ready = {}
-        self.last = decide(parts, self._policy)
+        self.last = decide(parts, since)
         return [(shard, self.last) for shard in range(self._shards)]
 
 
-def decide(parts: Sequence[Ready], policy: Consistency) -> Commit:
+def decide(parts: Sequence[Ready], since: Since) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
     nothing = Commit(first.group, first.clock, (), 0.0)
@@ -153,7 +174,11 @@ def decide(parts: Sequence[Ready], policy: Consistency) -> Commit:
         return nothing
     if not all(part.finite for part in parts):
         return nothing
-    scale = policy.scale(first.weight)
+    try:
+        scale = asking.scale(since, first.weight)
+    except PolicyFailed as error:
+        refusal = (type(error).__name__, error.failed, error.fix)
+        return Commit(first.group, first.clock, (), 0.0, refusal)
     if first.clip_norm > 0.0:
         norm = sqrt(sum(part.squared_norm for part in parts)) * scale
         scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
@@ -196,7 +221,7 @@ def total(
         The sum, [size of the shard's part], and the pieces that it has (None: all).
     """
     kernels = compiled()
-    parts = [(each.step.weight, *each.gradients[block.spec.block]) for each in contributions]
+    parts = [(each.weight, *each.gradients[block.spec.block]) for each in contributions]
     actives = [header.active for _, header, _ in parts]
     if all(active is None for active in actives):
         weight, _, target = parts[0]

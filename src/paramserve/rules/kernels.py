@@ -108,6 +108,15 @@ def add_scaled_into(acc: Array, weight: float, gradient: Array) -> None:
 
 
 @kernel
+def compensate(gradient: Array, value: Array, read: Array, lam: float) -> None:
+    """gradient += lam * gradient * gradient * (value - read), element by element."""
+    factor = gradient.dtype.type(lam)
+    for i in range(gradient.size):
+        g = gradient[i]
+        gradient[i] = g + factor * g * g * (value[i] - read[i])
+
+
+@kernel
 def squared_norm(a: Array) -> float:
     """Sum of squares in float64, in an order of addition that is the same on every machine."""
     sums = np.zeros(LANES)
@@ -249,4 +258,4 @@ def prepare(dtype: np.dtype[Any]) -> None:
     Raises:
         TypeError: the dtype is neither float32 nor float64.
     """
-    load(dtype, finite, copy_finite, add_into, add_scaled_into, squared_norm)
+    load(dtype, finite, copy_finite, add_into, add_scaled_into, squared_norm, compensate)

@@ -9,11 +9,12 @@ import numpy as np
 from msgspec import structs
 
 from paramserve.config import Limits
-from paramserve.core.consistency import Async, Consistency, Decision
+from paramserve.core.answering import gathered
+from paramserve.core.consistency import Async
+from paramserve.core.decisions import Policy
 from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer
-from paramserve.core.stepping import gathered
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     BlockSpec,
@@ -63,16 +64,25 @@ class Rig:
 
     def __init__(
         self,
-        policy: Consistency | None = None,
+        policy: Policy | None = None,
         *,
         shards: int = 1,
         workers: int = 2,
         limits: Limits | None = None,
+        policies: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = policy if policy is not None else Async()
         limits = limits if limits is not None else Limits()
         self.shards = [
-            Shard(k, shards, workers, self.policy, limits=limits, resend_s=RESEND_S)
+            Shard(
+                k,
+                shards,
+                workers,
+                self.policy,
+                limits=limits,
+                resend_s=RESEND_S,
+                policies=policies if policies is not None else {},
+            )
             for k in range(shards)
         ]
         self.now = 0.0
@@ -210,21 +220,3 @@ def payload(effects: Effects, dtype: str = "float64") -> list[float]:
     assert found is not None
     values: list[float] = found.view(dtype).tolist()
     return values
-
-
-class Bounded:
-    """A waiting rule as a user would write it: nobody reads more than `bound` clocks ahead."""
-
-    on_nonfinite = "refuse"
-
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
-
-    def on_push(self, clock: int) -> Decision:
-        return Decision.APPLY
-
-    def on_pull(self, clock: int) -> int:
-        return clock - self.bound
-
-    def scale(self, weight: float) -> float:
-        return 1.0

@@ -35,6 +35,7 @@ from paramserve.messages import (
     Placed,
     Record,
     Register,
+    Scale,
     ServerBeat,
     Status,
     WorkerBeat,
@@ -501,3 +502,87 @@ def test_status_shows_servers_and_who_is_silent() -> None:
     status = cluster.call(DRIVER, AskStatus(1))
     assert [beat.groups for beat in status.servers] == [(), (report,)]
     assert status.silent_servers == (0,)
+
+
+def test_scale_up_is_confirmed_and_lets_later_ranks_join() -> None:
+    cluster = Cluster()
+    cluster.join(0)
+    assert cluster.call(DRIVER, Scale(4, 3)) == Ok(4)
+    assert cluster.states() == ["live", "expected"]
+    joined = cluster.join(2)
+    assert (joined.workers, joined.incarnation, joined.late) == (3, 1, True)
+    assert cluster.states() == ["live", "expected", "live"]
+    assert not cluster.join(1).late, "the cluster was started with it"
+
+
+def test_scale_that_means_nothing_is_refused() -> None:
+    cluster = Cluster()
+    refused = cluster.call(DRIVER, Scale(4, 0))
+    assert isinstance(refused, Failed)
+    assert (refused.call, refused.applied) == (4, "no")
+    refused = cluster.call(DRIVER, Scale(5, 10**12))
+    assert isinstance(refused, Failed)
+    assert "clients_max" in refused.failed
+    assert cluster.join(1).workers == 2
+
+
+def test_scale_down_tells_the_servers_who_is_to_end() -> None:
+    cluster = Cluster(workers=3)
+    cluster.join(0)
+    cluster.join(1)
+    decided = cluster.happen(Called(DRIVER, Scale(4, 1)))
+    assert decided.members is not None
+    assert [member.state for member in decided.members.members] == ["live", "retiring", "left"]
+
+
+def test_retiring_worker_may_define_and_heartbeat_and_leaves() -> None:
+    cluster = Cluster()
+    cluster.join(1)
+    cluster.call(DRIVER, Scale(4, 1))
+    assert isinstance(cluster.call(1, place("w")), Placed)
+    cluster.now = STALL_S
+    cluster.happen(Noticed(1, WorkerBeat(3)))
+    cluster.now = 2 * STALL_S
+    cluster.happen(TimePassed())
+    assert cluster.states() == ["expected", "retiring"]
+    cluster.call(1, Leave(2))
+    assert cluster.states() == ["expected", "left"]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("how", ["lost", "silent", "told"])
+def test_retiring_worker_that_dies_is_dead_and_nobody_waits_for_it(
+    how: str, restarts: bool
+) -> None:
+    cluster = Cluster(restarts=restarts)
+    cluster.join(1)
+    cluster.call(DRIVER, Scale(4, 1))
+    if how == "lost":
+        cluster.happen(ConnectionLost(1))
+    elif how == "silent":
+        cluster.now = STALL_S + 1
+        cluster.happen(TimePassed())
+    else:
+        cluster.call(DRIVER, MarkDead(5, "worker", 1, final=False))
+    assert cluster.states() == ["expected", "dead"]
+
+
+def test_scale_down_and_up_lets_the_rank_come_as_a_new_incarnation() -> None:
+    cluster = Cluster()
+    cluster.join(1)
+    cluster.call(DRIVER, Scale(4, 1))
+    cluster.call(DRIVER, Scale(5, 2))
+    assert cluster.call(7, Join(1, 1, 1)).kind == "RankTaken"
+    cluster.call(1, Leave(2))
+    joined = cluster.join(1, connection=7)
+    assert (joined.incarnation, joined.workers, joined.late) == (2, 2, True)
+
+
+def test_scale_up_keeps_as_many_more_records() -> None:
+    cluster = Cluster(workers=1)
+    cluster.call(DRIVER, Scale(4, 2))
+    cluster.join(1)
+    records = tuple(Record(0.0, 1, clock, {}) for clock in range(5))
+    cluster.happen(Noticed(1, WorkerBeat(5, records)))
+    status = cluster.call(DRIVER, AskStatus(5))
+    assert [record.clock for record in status.records] == [1, 2, 3, 4]

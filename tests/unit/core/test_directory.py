@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paramserve.config import PolicySpec
+from paramserve.config import ConsistencySpec, PolicySpec
 from paramserve.core.directory import Directory
 from paramserve.core.partition import SPLIT_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
@@ -205,3 +205,53 @@ def test_place_waiting_rank_must_have_the_same_fixed_options() -> None:
     other = PolicySpec("torch", {"kind": "RMSprop", "numbers.0": 0.1})
     with pytest.raises(DefineMismatch, match="RMSprop"):
         directory.place(place((3,), rule=other, define=False), client=2)
+
+
+# --- a group's policy -----------------------------------------------------------------------------
+
+BOUNDED = ConsistencySpec("BoundedStaleness", {"bound": 2})
+OTHER = ConsistencySpec("BoundedStaleness", {"bound": 3})
+
+
+def test_first_block_decides_its_groups_policy() -> None:
+    directory = Directory(1)
+    placed = [
+        directory.place(place((3,), consistency=BOUNDED), client=1),
+        directory.place(place(pieces=(Piece("q", (1,)),)), client=1),
+        directory.place(place(pieces=(Piece("r", (1,)),), consistency=BOUNDED), client=1),
+        directory.place(place((3,), group="other"), client=1),
+    ]
+    assert [each and each[0].consistency for each in placed] == [BOUNDED, BOUNDED, BOUNDED, None]
+
+
+@pytest.mark.parametrize("define", [True, False])
+@pytest.mark.parametrize("pieces", [(Piece("p0", (3,)),), (Piece("q", (1,)),)])
+@pytest.mark.parametrize("first", [BOUNDED, None])
+def test_group_with_another_policy_is_a_mismatch(
+    first: ConsistencySpec | None, pieces: tuple[Piece, ...], define: bool
+) -> None:
+    directory = Directory(1)
+    directory.place(place((3,), consistency=first), client=1)
+    directory.defined(0, 1)
+    with pytest.raises(DefineMismatch, match=r"group 'model' is defined with .*bound.: 3"):
+        directory.place(place(pieces=pieces, define=define, consistency=OTHER), client=2)
+    assert directory.place(place((3,)), client=2) is not None, "None agrees with anything"
+
+
+def test_waiting_for_a_group_decides_nothing() -> None:
+    directory = Directory(1)
+    assert directory.place(place((3,), define=False, consistency=OTHER), client=1) is None
+    placed = directory.place(place((3,), consistency=BOUNDED), client=2)
+    assert placed is not None
+    assert placed[0].consistency == BOUNDED
+
+
+def test_refused_define_frees_its_groups_policy_if_it_is_alone() -> None:
+    directory = Directory(1)
+    directory.place(place((3,), consistency=BOUNDED), client=1)
+    directory.defined(0, -1)
+    directory.place(place((3,), consistency=OTHER), client=1)
+    directory.place(place(pieces=(Piece("q", (1,)),)), client=1)
+    directory.defined(2, -1)
+    with pytest.raises(DefineMismatch, match=r"bound.: 3"):
+        directory.place(place(pieces=(Piece("q", (1,)),), consistency=BOUNDED), client=1)

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, Membership
+from paramserve.core.membership import (
+    DEAD,
+    EXPECTED,
+    LEFT,
+    LIVE,
+    RESTARTING,
+    RETIRING,
+    Membership,
+)
 from paramserve.errors import ParamServeError, RankTaken
 from paramserve.messages import Join, Register, ServerBeat
 
@@ -174,3 +182,110 @@ def test_silent_servers_has_one_whose_connection_ended_at_once() -> None:
     one.server_lost(1)
     one.server_lost(9)
     assert one.silent_servers(0.0, 3.0) == (1,)
+
+
+def states(one: Membership) -> list[str]:
+    return [member.state for member in one.snapshot().members]
+
+
+def test_scale_up_opens_ranks_that_are_no_members_before_they_join() -> None:
+    one = membership()
+    before = one.snapshot()
+    with pytest.raises(ParamServeError, match="more ranks than workers"):
+        one.join(Join(1, 3, 0), 0.0)
+    one.scale(4)
+    assert one.snapshot() == before, "nobody waits for a process that starts"
+    assert one.workers == 4
+    assert one.join(Join(1, 3, 0), 0.0) == (1, 1)
+    assert [(m.rank, m.state) for m in one.snapshot().members] == [
+        (0, EXPECTED),
+        (1, EXPECTED),
+        (3, LIVE),
+    ]
+    with pytest.raises(ParamServeError, match=r"for 2 workers and has 4 now.*ranks 0 to 3"):
+        one.join(Join(1, 4, 0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "after"),
+    [(LIVE, RETIRING), (EXPECTED, LEFT), (RESTARTING, DEAD), (LEFT, LEFT), (DEAD, DEAD)],
+)
+def test_scale_down_asks_the_living_to_end_and_waits_for_nobody_else(
+    state: str, after: str
+) -> None:
+    one = membership()
+    if state != EXPECTED:
+        one.join(Join(1, 1, 0), 0.0)
+    if state == RESTARTING:
+        one.restarting(1, 0.0)
+    elif state in (LEFT, DEAD):
+        one.ended(1, state)
+    before = one.number
+    one.scale(1)
+    assert states(one) == [EXPECTED, after]
+    assert (one.number > before) == (state != after)
+    assert one.overdue(99.0, 1.0) == []
+
+
+def test_retiring_rank_counts_as_live_until_it_ends() -> None:
+    one = membership()
+    client, _ = one.join(Join(1, 1, 0), 0.0)
+    one.scale(1)
+    assert one.silent_workers(5.0, 3.0) == [1]
+    with pytest.raises(ParamServeError, match="more ranks than workers"):
+        one.join(Join(1, 1, 0), 0.0)
+    one.scale(2)
+    with pytest.raises(RankTaken, match="rank 1 is taken by a live worker, which is asked to end,"):
+        one.join(Join(1, 1, 0), 0.0)
+    assert states(one) == [EXPECTED, RETIRING], "it is wanted again, as another incarnation"
+    assert one.ended(1, LEFT, client)
+    assert one.join(Join(1, 1, 0), 0.0)[1] == 2
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_scale_below_one_changes_nothing(workers: int) -> None:
+    one = membership()
+    before = one.snapshot()
+    with pytest.raises(ParamServeError, match="at least 1 worker"):
+        one.scale(workers)
+    assert (one.snapshot(), one.workers) == (before, 2)
+
+
+@pytest.mark.parametrize(("told", "taken"), [(2, True), (3, True), (0, True), (4, False)])
+def test_join_as_one_of_the_first_or_the_present_number_is_taken(told: int, taken: bool) -> None:
+    one = membership()
+    one.scale(3)
+    if taken:
+        assert one.join(Join(1, 0, 0, workers=told), 0.0) == (1, 1)
+    else:
+        with pytest.raises(ParamServeError, match="for 2 workers and has 3 now, but rank 0"):
+            one.join(Join(1, 0, 0, workers=told), 0.0)
+
+
+def test_late_are_ranks_that_were_added_and_later_incarnations() -> None:
+    one = membership()
+    one.scale(3)
+    assert [one.late(rank, 1) for rank in (-1, 0, 1, 2)] == [False, False, False, True]
+    assert one.late(0, 2)
+
+
+def test_all_left_is_not_before_every_rank_that_was_added_has_come() -> None:
+    one = Membership(servers=1, workers=1)
+    assert not one.all_left
+    one.register(Register(1, 0, 100, ("unix:a",)), 0.0)
+    one.join(Join(1, 0, 0), 0.0)
+    one.scale(2)
+    one.ended(0, LEFT)
+    assert not one.all_left
+    one.join(Join(1, 1, 0), 0.0)
+    assert not one.all_left
+    one.ended(1, DEAD)
+    assert one.all_left
+    assert not Membership(servers=1, workers=0).all_left
+
+
+def test_late_is_who_was_given_up_before_it_came() -> None:
+    one = membership()
+    one.scale(1)
+    one.scale(2)
+    assert [one.late(rank, 1) for rank in (0, 1)] == [False, True]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.unit.core.rig import RESEND_S, Bounded, Rig, block_spec, done, refused
+from msgspec import structs
+from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.events import ClientGone, ClientHere, DeadlineReached, FromShard
+from paramserve.core.consistency import Async, BoundedStaleness, Sync
+from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
 from paramserve.core.group import resume
 from paramserve.core.shard import SESSION_KEEP_S
-from paramserve.messages import Commit, Define, Done, GroupReport, Refused
+from paramserve.messages import Commit, Define, Done, GroupReport, Refused, Rest
 
 FIRST, OTHER, SECOND = 1, 2, 3
 """Clients: rank 0, rank 1, and rank 0 again."""
@@ -74,10 +75,98 @@ def test_newer_incarnation_in_sync_belongs_to_the_clock_before_the_news_of_it() 
     assert one.value() == [2.0]
 
 
-def test_client_of_an_unknown_rank_is_admitted_and_pushes_to_no_clock() -> None:
-    one = rig(Sync())
+def test_joiner_in_sync_counts_from_the_first_clock_on_that_it_is_in() -> None:
+    one = rig(Sync(reduce="sum"))
     one.join(8, 7)
-    assert type(refused(one.step(8, {0: [1.0]}))).__name__ == "NotAMember"
+    one.step(FIRST, {0: [1.0]})
+    one.step(OTHER, {0: [1.0]})
+    assert one.value() == [2.0], "nobody waits for a worker that has done nothing yet"
+    assert done(one.step(8, pull=[0], tick=False)).at == 1, "the clock with which it goes on"
+    assert one.step(8, {0: [1.0]}, clock=1).replies == []
+    one.step(FIRST, {0: [1.0]}, clock=1)
+    assert len(one.step(OTHER, {0: [1.0]}, clock=1).replies) == 3
+    assert one.value() == [5.0]
+    one.step(FIRST, {0: [1.0]}, clock=2)
+    assert one.step(OTHER, {0: [1.0]}, clock=2).replies == [], "now it is waited for"
+    one.step(8, {0: [1.0]}, clock=2)
+    assert one.value() == [8.0]
+
+
+def test_joiner_that_reached_one_shard_only_is_in_no_clock_and_tries_again() -> None:
+    one = Rig(Sync(reduce="sum"), shards=2, workers=1)
+    one.join(FIRST, 0)
+    one.define(FIRST, block_spec((1,), (1,), cuts=(0, 1, 2)))
+    one.join(8, 7)
+    one.step(8, {0: [1.0]}, shard=0)
+    for shard in (0, 1):
+        one.step(FIRST, {0: [1.0]}, shard=shard)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[1.0], [1.0]]
+    one.step(8, {0: [1.0]}, shard=1)
+    assert [one.answers(8, shard)[-1].skipped for shard in (0, 1)] == [True, True]
+    for client in (8, FIRST):
+        for shard in (0, 1):
+            one.step(client, {0: [1.0]}, shard=shard, clock=1)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[3.0], [3.0]]
+    assert [set(shard.groups[0].clocks) for shard in one.shards] == [{0, 7}, {0, 7}]
+
+
+def test_joiner_in_async_enters_at_the_slowest_clock() -> None:
+    one = rig(BoundedStaleness(0))
+    for clock in range(2):
+        one.step(FIRST, {0: [1.0]}, clock=clock)
+        one.step(OTHER, {0: [1.0]}, clock=clock)
+    one.step(FIRST, {0: [1.0]}, clock=2)
+    one.join(8, 7)
+    assert done(one.step(8, pull=[0], tick=False)).at == 2
+    one.step(OTHER, {0: [1.0]}, clock=2)
+    assert one.step(FIRST, pull=[0], clock=3, tick=False).replies == [], "for the joiner"
+    assert len(one.step(8, {0: [1.0]}, clock=2).replies) == 2
+
+
+def test_joiner_whose_first_step_comes_too_late_is_told_the_clock() -> None:
+    one = rig(Sync(reduce="sum"))
+    for clock in range(3):
+        one.step(FIRST, {0: [1.0]}, clock=clock)
+        one.step(OTHER, {0: [1.0]}, clock=clock)
+    one.join(8, 7)
+    answer = done(one.step(8, {0: [1.0]}))
+    assert (answer.skipped, answer.at) == (True, 3)
+    assert one.value() == [6.0]
+    assert one.shards[0].report()[0].dropped == ((7, 1),)
+
+
+def test_rest_lets_the_others_go_on_until_the_next_step() -> None:
+    one = rig(Sync(reduce="sum"))
+    assert one.step(FIRST, {0: [1.0]}).replies == []
+    assert len(one.send(OTHER, Rest(0, 0)).replies) == 2, "the clock waited for it only"
+    one.step(FIRST, {0: [1.0]}, clock=1)
+    assert one.value() == [2.0]
+    assert done(one.step(OTHER, pull=[0], tick=False)).at == 2
+    one.step(OTHER, {0: [1.0]}, clock=2)
+    one.step(FIRST, {0: [1.0]}, clock=2)
+    assert one.value() == [4.0]
+    assert one.step(FIRST, {0: [1.0]}, clock=3).replies == [], "it is waited for again"
+
+
+def test_worker_that_says_goodbye_is_waited_for_no_more() -> None:
+    one = rig(Sync(reduce="sum"))
+    one.step(FIRST, {0: [1.0]})
+    one.happen(ClientBye(OTHER))
+    assert one.value() == [1.0]
+    one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "live")))
+    assert one.shards[0].live() == [0], "older news do not bring it back"
+
+
+def test_retiring_worker_is_told_with_each_answer_and_still_counts() -> None:
+    one = rig(Sync(reduce="sum"))
+    one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "retiring")))
+    one.step(FIRST, {0: [1.0]})
+    one.step(OTHER, {0: [1.0]})
+    assert one.answers(OTHER)[-1].retire
+    assert not one.answers(FIRST)[-1].retire
+    assert one.value() == [2.0]
 
 
 def test_fenced_session_is_forgotten_when_its_connection_has_been_gone_for_long() -> None:
@@ -91,7 +180,7 @@ def test_fenced_session_is_forgotten_when_its_connection_has_been_gone_for_long(
 
 
 def test_fenced_worker_is_told_about_everything_it_waits_for() -> None:
-    one = rig(Bounded(0))
+    one = rig(BoundedStaleness(0))
     assert one.step(FIRST, {0: [1.0]}, [0]).replies == [], "the push is applied, the pull waits"
     assert one.step(FIRST, {0: [1.0]}, [0], clock=1).replies == []
     one.join(SECOND, 0, incarnation=2)
@@ -104,7 +193,7 @@ def test_fenced_worker_is_told_about_everything_it_waits_for() -> None:
 
 
 def test_fenced_reader_of_a_clock_is_told_that_nothing_was_applied() -> None:
-    one = rig(Bounded(0))
+    one = rig(BoundedStaleness(0))
     one.step(FIRST)
     assert one.step(FIRST, pull=[0], clock=1, tick=False).replies == []
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
@@ -184,7 +273,7 @@ def restart(one: Rig, *, older: int = FIRST, newer: int = SECOND, incarnation: i
     one.tell(one.members((older, incarnation - 1, "restarting"), (OTHER, 1, "live")))
     one.join(newer, 0, incarnation=incarnation)
     one.tell(one.members((newer, incarnation, "live"), (OTHER, 1, "live")))
-    return resume([shard.report() for shard in one.shards], 0, collects=True)["group 0"].clock
+    return resume([shard.report() for shard in one.shards], 0)["group 0"].clock
 
 
 def both(one: Rig, client: int, number: float, **options: Any) -> None:
@@ -340,7 +429,7 @@ def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> 
 def test_resume_in_async_takes_the_smallest_clock(
     shards: list[list[GroupReport]], clock: int, repeated: int
 ) -> None:
-    assert resume(shards, 0, collects=False) == {"model": (clock, repeated)}
+    assert resume(shards, 0) == {"model": (clock, repeated)}
 
 
 @pytest.mark.parametrize(
@@ -358,7 +447,8 @@ def test_resume_in_async_takes_the_smallest_clock(
 def test_resume_in_sync_goes_on_behind_what_all_shards_have(
     shards: list[list[GroupReport]], clock: int
 ) -> None:
-    assert resume(shards, 0, collects=True) == {"model": (clock, 0)}
+    collecting = [[structs.replace(each, collects=True) for each in shard] for shard in shards]
+    assert resume(collecting, 0) == {"model": (clock, 0)}
 
 
 def test_group_defined_after_a_death_waits_for_the_living() -> None:

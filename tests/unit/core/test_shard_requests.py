@@ -12,10 +12,10 @@ from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.config import Limits, PolicySpec
 from paramserve.core import shard as shard_module
+from paramserve.core.answering import gathered
 from paramserve.core.consistency import Async, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
 from paramserve.core.shard import SESSION_KEEP_S
-from paramserve.core.stepping import gathered
 from paramserve.messages import (
     Assign,
     Define,

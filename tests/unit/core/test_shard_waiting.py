@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.core.rig import Bounded, Rig, block_spec, done, payload
+from tests.unit.core.rig import Rig, block_spec, done, payload
 
-from paramserve.core.consistency import Consistency
+from paramserve.core.consistency import BoundedStaleness
+from paramserve.core.decisions import Policy
 from paramserve.messages import Done, Gradient, Place, Step
 
 FAST, SLOW, READER = 1, 2, 9
 
 
 def rig(bound: int) -> Rig:
-    one = Rig(Bounded(bound))
+    one = Rig(BoundedStaleness(bound))
     one.join(FAST, 0)
     one.join(SLOW, 1)
     one.join(READER)
@@ -22,7 +23,7 @@ def rig(bound: int) -> Rig:
 
 
 def test_bounded_is_a_policy() -> None:
-    assert isinstance(Bounded(1), Consistency)
+    assert isinstance(BoundedStaleness(1), Policy)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

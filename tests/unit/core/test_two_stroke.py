@@ -9,6 +9,7 @@ from msgspec import structs
 from tests.unit.core.rig import block_spec
 
 from paramserve.core.block import ShardBlock
+from paramserve.core.changes import since
 from paramserve.core.consistency import Sync
 from paramserve.core.two_stroke import (
     CLIP_EPSILON,
@@ -34,6 +35,10 @@ def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
     return Commit(0, clock, contributors, scale)
 
 
+def told(lead: Lead, message: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
+    return lead.on_ready(message, clock, since(0, SUM), lambda clients: True)
+
+
 # --- who decides, and when
 
 
@@ -42,56 +47,56 @@ def test_lead_of_spreads_groups() -> None:
 
 
 def test_lead_unanimous_shards_are_all_told_once() -> None:
-    lead = Lead(2, SUM)
-    assert lead.on_ready(ready(1, 5, 6), 0) == []
-    assert lead.on_ready(ready(0, 5, 6), 0) == [(0, commit(5, 6)), (1, commit(5, 6))]
+    lead = Lead(2)
+    assert told(lead, ready(1, 5, 6), 0) == []
+    assert told(lead, ready(0, 5, 6), 0) == [(0, commit(5, 6)), (1, commit(5, 6))]
 
 
 def test_lead_repeated_ready_of_the_last_clock_is_answered_again() -> None:
-    lead = Lead(2, SUM)
-    lead.on_ready(ready(1, 5), 0)
-    lead.on_ready(ready(0, 5), 0)
-    assert lead.on_ready(ready(1, 5), 1) == [(1, commit(5))]
+    lead = Lead(2)
+    told(lead, ready(1, 5), 0)
+    told(lead, ready(0, 5), 0)
+    assert told(lead, ready(1, 5), 1) == [(1, commit(5))]
 
 
 def test_lead_ready_of_another_clock_is_ignored() -> None:
-    lead = Lead(2, SUM)
-    assert lead.on_ready(ready(0, 5, clock=3), 4) == []
-    assert lead.on_ready(ready(0, 5, clock=5), 4) == []
-    assert lead.on_ready(ready(1, 5, clock=4), 4) == []
+    lead = Lead(2)
+    assert told(lead, ready(0, 5, clock=3), 4) == []
+    assert told(lead, ready(0, 5, clock=5), 4) == []
+    assert told(lead, ready(1, 5, clock=4), 4) == []
 
 
 def test_lead_differing_shards_are_asked_for_the_intersection() -> None:
-    lead = Lead(3, SUM)
-    lead.on_ready(ready(0, 5, 6), 0)
-    lead.on_ready(ready(1, 5), 0)
+    lead = Lead(3)
+    told(lead, ready(0, 5, 6), 0)
+    told(lead, ready(1, 5), 0)
     proposal = Propose(0, 0, (5,))
-    assert lead.on_ready(ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
-    assert lead.on_ready(ready(2, 5), 0) == []
-    assert [shard for shard, _ in lead.on_ready(ready(0, 5), 0)] == [0, 1, 2]
+    assert told(lead, ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
+    assert told(lead, ready(2, 5), 0) == []
+    assert [shard for shard, _ in told(lead, ready(0, 5), 0)] == [0, 1, 2]
 
 
 def test_lead_late_copy_of_an_older_ready_is_asked_again() -> None:
-    lead = Lead(2, SUM)
-    lead.on_ready(ready(0, 5), 0)
+    lead = Lead(2)
+    told(lead, ready(0, 5), 0)
     proposal = [(1, Propose(0, 0, (5,)))]
-    assert lead.on_ready(ready(1, 5, 6), 0) == proposal
-    assert lead.on_ready(ready(1, 5, 6), 0) == proposal
-    assert lead.on_ready(ready(1, 5), 0)[0] == (0, commit(5))
+    assert told(lead, ready(1, 5, 6), 0) == proposal
+    assert told(lead, ready(1, 5, 6), 0) == proposal
+    assert told(lead, ready(1, 5), 0)[0] == (0, commit(5))
 
 
 def test_lead_repeated_ready_asks_the_shards_that_are_silent() -> None:
-    lead = Lead(3, SUM)
-    assert lead.on_ready(ready(1, 5), 0) == []
+    lead = Lead(3)
+    assert told(lead, ready(1, 5), 0) == []
     proposal = Propose(0, 0, (5,))
-    assert lead.on_ready(ready(1, 5), 0) == [(0, proposal), (2, proposal)]
+    assert told(lead, ready(1, 5), 0) == [(0, proposal), (2, proposal)]
 
 
 def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
-    lead = Lead(2, SUM)
-    lead.on_ready(ready(1, 5), 0)
-    assert lead.on_ready(ready(0), 0) == [(1, Propose(0, 0, ()))]
-    assert lead.on_ready(ready(1), 0)[0] == (0, commit(scale=0.0))
+    lead = Lead(2)
+    told(lead, ready(1, 5), 0)
+    assert told(lead, ready(0), 0) == [(1, Propose(0, 0, ()))]
+    assert told(lead, ready(1), 0)[0] == (0, commit(scale=0.0))
 
 
 # --- what is decided
@@ -99,27 +104,27 @@ def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
 
 def test_decide_scale_is_the_policys() -> None:
     part = ready(0, 5, 6, weight=4.0)
-    assert decide([part], Sync(reduce="mean")) == commit(5, 6, scale=0.25)
-    assert decide([part], SUM) == commit(5, 6)
+    assert decide([part], since(0, Sync(reduce="mean"))) == commit(5, 6, scale=0.25)
+    assert decide([part], since(0, SUM)) == commit(5, 6)
 
 
 def test_decide_refusal_of_one_shard_is_everyones() -> None:
     refusal = ("HyperMismatch", "why", "fix")
-    decided = decide([ready(0, 5, skip=True), ready(1, 5, refusal=refusal)], SUM)
+    decided = decide([ready(0, 5, skip=True), ready(1, 5, refusal=refusal)], since(0, SUM))
     assert (decided.contributors, decided.refusal) == ((), refusal)
 
 
 def test_decide_skip_of_one_worker_skips_the_clock() -> None:
-    assert decide([ready(0, 5), ready(1, 5, skip=True)], SUM) == commit(scale=0.0)
+    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(scale=0.0)
 
 
 def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
     why = ("NonFinite", "the gradients of ranks [3] hold NaN", "do not")
-    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], SUM)
+    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], since(0, SUM))
     assert refused.contributors == ()
     assert refused.refusal == why
     parts = [ready(0, 5), ready(1, 5, finite=False)]
-    assert decide(parts, Sync(on_nonfinite="skip")) == commit(scale=0.0)
+    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
@@ -130,14 +135,14 @@ def test_decide_clips_by_the_norm_over_all_shards(reduce: Any) -> None:
     ]
     plain = 0.5 if reduce == "mean" else 1.0
     norm = sqrt(sum(squared)) * plain
-    assert decide(parts, Sync(reduce=reduce)).scale == pytest.approx(
+    assert decide(parts, since(0, Sync(reduce=reduce))).scale == pytest.approx(
         plain * 2.0 / (norm + CLIP_EPSILON)
     )
 
 
 def test_decide_small_norm_is_not_clipped() -> None:
     part = ready(0, 5, clip_norm=2.0, squared_norm=1.0)
-    assert decide([part], SUM).scale == 1.0
+    assert decide([part], since(0, SUM)).scale == 1.0
 
 
 # --- what cannot be one update

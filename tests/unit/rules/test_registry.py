@@ -92,7 +92,11 @@ def test_spec_of_numpy_numbers_is_of_floats() -> None:
     assert all(type(each) in (float, bool) for each in options.values())
 
 
-@pytest.mark.parametrize("wrong", [SGD, object(), "SGD", Mine(mode=cast(str, None))], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [SGD, object(), "SGD", Mine(mode=cast(str, None))],
+    ids=["class", "object", "text", "field"],
+)
 def test_spec_of_what_is_no_rule_is_a_type_error(wrong: Any) -> None:
     with pytest.raises(TypeError):
         spec(wrong)

@@ -1,0 +1,151 @@
+"""Asking a policy. What a user's policy raises, or answers wrongly, becomes `PolicyFailed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, TypeVar
+
+from paramserve.core.changes import Since
+from paramserve.core.decisions import (
+    Admission,
+    Admit,
+    Apply,
+    Buffer,
+    Drop,
+    OnPush,
+    Policy,
+    Pull,
+    Push,
+    Standing,
+    Wait,
+)
+from paramserve.core.guard import where
+from paramserve.errors import PolicyFailed
+
+T = TypeVar("T")
+
+
+def on_push(since: Since, push: Push, group: Standing) -> OnPush:
+    """What to do with a gradient.
+
+    Raises:
+        PolicyFailed: the policy raised, or gave no such answer. Nothing was applied.
+    """
+    if not since.guarded:
+        return since.policy.on_push(push, group)
+    answer: Any = _call(since, "on_push", lambda: since.policy.on_push(push, group))
+    match answer:
+        case Apply():
+            numbers: tuple[Any, ...] = tuple(answer)
+        case Buffer():
+            numbers = (answer.weight,)
+            if type(answer.size) is not int or answer.size < 1:
+                raise _wrong(since, "on_push", answer, "a size that is an int of at least 1")
+        case Drop():
+            numbers = ()
+        case _:
+            raise _wrong(since, "on_push", answer, "Apply, Buffer or Drop")
+    if not all(_good(each) for each in numbers):
+        raise _wrong(since, "on_push", answer, "numbers that are finite and not negative")
+    given: OnPush = answer
+    return given
+
+
+def on_pull(since: Since, pull: Pull, group: Standing) -> Admission:
+    """Whether a worker may read.
+
+    Raises:
+        PolicyFailed: the policy raised, or gave no such answer.
+    """
+    if not since.guarded:
+        return since.policy.on_pull(pull, group)
+    return _admission(since, "on_pull", lambda: since.policy.on_pull(pull, group))
+
+
+def on_clock(since: Since, group: Standing) -> Admission:
+    """Whether a clock may be decided.
+
+    Raises:
+        PolicyFailed: the policy raised, or gave no such answer.
+    """
+    if not since.guarded:
+        return since.policy.on_clock(group)
+    return _admission(since, "on_clock", lambda: since.policy.on_clock(group))
+
+
+def on_membership(since: Since, group: Standing) -> bool:
+    """Whether to apply what is in the buffer. A policy that fails here loses no gradient: yes."""
+    try:
+        return bool(since.policy.on_membership(group))
+    except Exception:
+        if not since.guarded:
+            raise
+        return True
+
+
+def scale(since: Since, weight: float) -> float:
+    """What the sum of a clock's gradients is multiplied by.
+
+    Raises:
+        PolicyFailed: the policy raised, or gave no finite number.
+    """
+    if not since.guarded:
+        return since.policy.scale(weight)
+    answer: Any = _call(since, "scale", lambda: since.policy.scale(weight))
+    if not _good(answer):
+        raise _wrong(since, "scale", answer, "a number that is finite and not negative")
+    return float(answer)
+
+
+def check(policy: Policy, workers: int) -> None:
+    """Whether a policy can work with this many workers.
+
+    Raises:
+        ValueError: it cannot. PolicyFailed: it raised something else.
+    """
+    try:
+        policy.check(workers)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}{where(error)}"
+        raise PolicyFailed(f"check of {policy!r} failed: {text}", fix=_FIX) from None
+
+
+def _admission(since: Since, hook: str, call: Callable[[], Any]) -> Admission:
+    answer = _call(since, hook, call)
+    if not isinstance(answer, Admit | Wait):
+        raise _wrong(since, hook, answer, "Admit or Wait")
+    if isinstance(answer, Wait):
+        ranks: Any = answer.workers
+        named = isinstance(ranks, tuple) and all(type(rank) is int for rank in ranks)
+        if not named or not (answer.until_s is None or _good(answer.until_s)):
+            expected = "Wait with a tuple of ranks, and until_s None or a number"
+            raise _wrong(since, hook, answer, expected)
+    return answer
+
+
+def _good(value: Any) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and isfinite(value)
+        and value >= 0
+    )
+
+
+def _call(since: Since, hook: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}{where(error)}"
+        raise PolicyFailed(f"{hook} of {since.policy!r} failed: {text}", fix=_FIX) from None
+
+
+def _wrong(since: Since, hook: str, answer: Any, expected: str) -> PolicyFailed:
+    text = f"{hook} of {since.policy!r} answered {answer!r}, expected {expected}"
+    return PolicyFailed(text, fix=_FIX)
+
+
+_FIX = "correct the policy, and start the servers with the corrected one"

@@ -1,0 +1,193 @@
+"""What a consistency policy is asked, what it may look at, and what it may answer.
+
+A policy is a frozen value object without state: all that it decides from is an argument, so that it
+can be tested without a cluster, and sent to a server by name and options. The built-in policies are
+in `core.consistency`; a user's own derives from `Policy`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+OnNonFinite = Literal["refuse", "skip"]
+
+
+class Push(NamedTuple):
+    """A gradient that has arrived."""
+
+    worker: int
+    """Its rank; -1: of a client that belongs to no rank."""
+    clock: int
+    """Steps that the worker had finished before."""
+    staleness: int
+    """Updates of the group on this shard since the values from which it was computed."""
+    weight: float = 1.0
+    """Samples behind it."""
+    factor: float = 1.0
+    """What the run was told to multiply this worker's gradients by (`worker_weight`)."""
+
+
+class Pull(NamedTuple):
+    """A worker wants to read."""
+
+    worker: int
+    clock: int
+    """Steps that it has finished, with the one that this very request ends."""
+
+
+class Standing(Protocol):
+    """How a group stands on a shard. A policy reads it and changes nothing."""
+
+    @property
+    def clocks(self) -> Mapping[int, int]:
+        """Steps that each worker has finished, of those that are live or waited for."""
+        ...
+
+    @property
+    def slowest(self) -> int:
+        """The smallest of them; if there are none any more, what it was last."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        ...
+
+    @property
+    def buffered(self) -> int:
+        """Gradients in the buffer (`Buffer`)."""
+        ...
+
+    @property
+    def brought(self) -> Collection[int]:
+        """Ranks whose gradients of the clock that is not decided yet are here (`collects`)."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the first of them came; 0.0 if there are none."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Median time in which a worker brought its gradients of late, after the clock before;
+        0.0: not known yet."""
+        ...
+
+
+class Apply(NamedTuple):
+    """Update the values with this gradient now."""
+
+    scale: float = 1.0
+    """Multiplies the gradient, finite and not negative."""
+    less_momentum: float = 0.0
+    """Is subtracted from the rule's momentum (SGD's `momentum`, Adam's `beta1`), not below 0."""
+    compensate: float = 0.0
+    """lambda of the correction g + lambda * g * g * (value now - value that the worker read)."""
+
+
+class Buffer(NamedTuple):
+    """Add it to a sum; with the `size`-th one, update the values with sum / number."""
+
+    size: int
+    weight: float = 1.0
+    """Multiplies the gradient, finite and not negative."""
+
+
+class Drop(NamedTuple):
+    """Never use it; it is counted, and the worker is told."""
+
+
+class Admit(NamedTuple):
+    """Go ahead: let the worker read, or decide the clock."""
+
+
+class Wait(NamedTuple):
+    """Not yet. It is asked again whenever something has changed."""
+
+    workers: tuple[int, ...]
+    """Ranks that are waited for, for messages."""
+    until_s: float | None = None
+    """Ask again when `Standing.waited_s` reaches this, too. Only from `on_clock`."""
+
+
+APPLY = Apply()
+DROP = Drop()
+ADMIT = Admit()
+OnPush = Apply | Buffer | Drop
+Admission = Admit | Wait
+
+
+class Policy:
+    """Base of all consistency policies: everybody's gradient is applied when it comes.
+
+    A subclass is a frozen dataclass whose fields are numbers, texts, bools or objects like these.
+    It defines what differs. A shard asks for each request; the methods must be fast, and must not
+    keep or change what they are given.
+
+    Attributes:
+        collects: gradients are kept, unapplied, until `on_clock` admits their clock; then their
+            sum times `scale` is applied on all shards, or on none. `on_push` is not asked.
+        keeps_reads: the shard keeps what each worker read last, for `Apply.compensate`: up to three
+            copies of the group's values for each worker.
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
+            applies nothing of it, and counts it.
+    """
+
+    collects: ClassVar[bool] = False
+    keeps_reads: ClassVar[bool] = False
+    on_nonfinite: OnNonFinite = "refuse"
+
+    @property
+    def partial(self) -> bool:
+        """Whether a clock may be decided without the gradients of some live workers."""
+        return type(self).on_clock is not Policy.on_clock
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        """What to do with a gradient."""
+        return APPLY
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        """Whether a worker may read now. A client without a rank always may."""
+        return ADMIT
+
+    def on_clock(self, group: Standing) -> Admission:
+        """Whether a clock may be decided with the gradients that are here: only if it `collects`.
+
+        Asked when one has come, when a worker has left, and at `Wait.until_s`.
+        """
+        missing = tuple(rank for rank in group.clocks if rank not in group.brought)
+        return Wait(missing) if missing else ADMIT
+
+    def on_membership(self, group: Standing) -> bool:
+        """Workers have come or gone: whether to update with what is in the buffer now.
+
+        Without this, a buffer that nobody fills any more would never be applied.
+        """
+        return not group.clocks
+
+    def scale(self, weight: float) -> float:
+        """What the sum of a clock's gradients is multiplied by; `weight` is their total weight."""
+        return 1.0 / weight
+
+    def check(self, workers: int) -> None:
+        """Raise `ValueError` if it cannot work with this many workers."""
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Refuse what is no int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def number(name: str, value: Any, *, above: float | None = None, least: float = 0.0) -> None:
+    """Refuse what is no finite number above `above`, or of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    low = value > above if above is not None else value >= least
+    if not (low and value < float("inf")):
+        what = f"above {above}" if above is not None else f"at least {least}"
+        raise ValueError(f"{name} must be {what} and finite, not {value!r}")

@@ -1,0 +1,79 @@
+"""What workers have read: copies of a group's values, for policies that ask how these changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.block import ShardBlock
+
+Array = npt.NDArray[Any]
+
+READS_MAX = 4
+"""Of one worker. Its next gradient comes from the newest read that was answered; with `overlap`
+one more is on its way. Of older reads, as of one who only looks, none is needed."""
+
+
+class Reads:
+    """Per rank, the values of the last reads by their version.
+
+    A worker's next gradient names the version that it was computed from: older copies are let go
+    then, and their memory is used again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
+        self._spare: list[dict[int, Array]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of all copies."""
+        kept = [copies for each in self._kept.values() for _, copies in each]
+        return sum(array.nbytes for copies in (*kept, *self._spare) for array in copies.values())
+
+    def keep(self, rank: int, version: int, blocks: Iterable[ShardBlock]) -> None:
+        """A worker reads these values now, and has those of the other blocks from before."""
+        kept = self._kept.setdefault(rank, deque())
+        now = {block.spec.block: block.value for block in blocks}
+        if kept and kept[-1][0] == version:
+            copies = kept[-1][1]
+        else:
+            now = (kept[-1][1] | now) if kept else now
+            if len(kept) >= READS_MAX:
+                self._spare.append(kept.popleft()[1])
+            copies = self._spare.pop() if self._spare else {}
+            for number in copies.keys() - now.keys():
+                del copies[number]
+            kept.append((version, copies))
+        for number, value in now.items():
+            copy = copies.get(number)
+            if copy is None:
+                copies[number] = value.copy()
+            else:
+                np.copyto(copy, value)
+
+    def of(self, rank: int, version: int) -> dict[int, Array]:
+        """By block, what a worker read at this version; empty if it did not."""
+        kept = self._kept.get(rank)
+        if not kept:
+            return {}
+        while len(kept) > 1 and kept[0][0] < version:  # the last one goes into the next
+            self._spare.append(kept.popleft()[1])
+        return kept[0][1] if kept[0][0] == version else {}
+
+    def only(self, ranks: Iterable[int]) -> None:
+        """Forget all other ranks."""
+        gone = set(self._kept).difference(ranks)
+        for rank in sorted(gone):
+            del self._kept[rank]
+        if gone:
+            self._spare.clear()
+
+    def forget(self, rank: int) -> None:
+        """This worker goes by a policy that needs no copies."""
+        if self._kept.pop(rank, None) is not None:
+            self._spare.clear()

@@ -1,0 +1,64 @@
+"""Changes of a group's policy on a shard; `core.changes` says how the shards agree."""
+
+from __future__ import annotations
+
+from paramserve.core import asking
+from paramserve.core.changes import Changing
+from paramserve.core.group import Group
+from paramserve.core.policies import build as build_policy
+from paramserve.core.shard_clocks import ShardClocks
+from paramserve.core.shard_session import Answer
+from paramserve.core.two_stroke import lead_of
+from paramserve.errors import ParamServeError
+from paramserve.messages import Done, Pause, Paused, SetPolicy, Switch
+
+
+class ShardChanges(ShardClocks):
+    """The part of a shard that changes policies."""
+
+    def _set_policy(self, message: SetPolicy) -> Answer:
+        group = self.group(message.group)
+        asking.check(build_policy(message.policy, self.policies), len(group.clocks))
+        if group.lead is not None:
+            changing = group.changing
+            if changing is not None and not self._is_over(group, changing):
+                raise ParamServeError(
+                    f"group {group.name!r} is about to change its policy to "
+                    f"{changing.policy.name}; its slowest worker is at clock {group.slowest}",
+                    fix="wait until the slowest worker is past the clock of that change",
+                )
+            number = group.changes.number + 1
+            group.changing = Changing(number, message.policy, self.shards)
+            self._pause_all(group, group.changing)
+        return Answer(Done(message.seq, group.version, group.slowest))
+
+    @staticmethod
+    def _is_over(group: Group, changing: Changing) -> bool:
+        """Whether every worker steps by the new policy already, as far as this shard knows."""
+        decided = changing.decided
+        return decided is not None and group.slowest >= decided.clock
+
+    def _pause_all(self, group: Group, changing: Changing) -> None:
+        changing.repeat_at = self._now + self.resend_s
+        self._to_shards(changing.pauses(group.id))
+
+    def _on_pause(self, group: Group, message: Pause) -> None:
+        changes = group.changes
+        if message.number <= changes.number:
+            return  # It was decided before.
+        if changes.paused is None:
+            window = max((each.window for each in self.sessions.values()), default=1)
+            changes.paused = Paused(group.id, message.number, self.number, group.frontier(), window)
+        self._tell_paused(group, changes.paused)
+
+    def _tell_paused(self, group: Group, paused: Paused) -> None:
+        group.changes.repeat_at = self._now + self.resend_s
+        self._to_shard(lead_of(group.id, self.shards), paused)
+
+    def _on_switch(self, group: Group, message: Switch) -> None:
+        change = message.change
+        if change.number != group.changes.number + 1:
+            return  # Known before.
+        group.changes.take(change, build_policy(change.policy, self.policies))
+        group.settle()
+        self._clocks_changed(group)

@@ -1,0 +1,222 @@
+"""Synchronous clocks on a shard: gradients are collected, and applied when the lead has decided.
+
+`core.two_stroke` says how the shards agree.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from paramserve.core import asking, collecting, stepping
+from paramserve.core.changes import Since
+from paramserve.core.decisions import ADMIT, Admit
+from paramserve.core.group import Group, Proposed
+from paramserve.core.shard_members import AWAITED
+from paramserve.core.shard_session import Answer, Request, ShardSession
+from paramserve.core.shard_waiting import ShardWaiting
+from paramserve.core.two_stroke import lead_of
+from paramserve.errors import PolicyFailed
+from paramserve.messages import (
+    Commit,
+    Done,
+    Pause,
+    Paused,
+    PeerMessage,
+    Propose,
+    Ready,
+    Step,
+    Switch,
+)
+
+ASK_AGAIN_S = 1e-4
+"""A policy that waits for a time is not asked again sooner than this."""
+
+
+class ShardClocks(ShardWaiting):
+    """The part of a shard that collects, and speaks with the other shards."""
+
+    @abstractmethod
+    def _on_pause(self, group: Group, message: Pause) -> None: ...
+
+    @abstractmethod
+    def _on_switch(self, group: Group, message: Switch) -> None: ...
+
+    def _bring(
+        self,
+        group: Group,
+        session: ShardSession,
+        request: Request,
+        parts: list[stepping.Part],
+        guest: bool,
+    ) -> Answer | None:
+        """Collect a step for the present clock; answered when the clock is decided.
+
+        A guest is not waited for, and counts from the clock on that it is in. A step of the next
+        clock waits: the present one was decided without this worker, and the
+        news is on its way. One of an older clock came too late. The first step of a newer
+        incarnation may find the clock with its predecessor's gradients, or just closed with them,
+        or without any while the rank had ended.
+        """
+        step, rank = request.message, session.rank
+        assert isinstance(step, Step)
+        collect = group.collect
+        if step.tick and (guest or rank in group.clocks):
+            if step.clock < group.committed:
+                group.brought_by[rank] = session.client
+                return collecting.late(self, group, request, session, group.committed)
+            ahead = self.shards > 1 or rank in collect.held  # of an older incarnation
+            if step.clock == group.committed + 1 and ahead:
+                self._hold(group, session, request)
+                return None
+            answer = collecting.alone(self, group, session, request, parts)
+            if answer is not None:
+                group.brought_by[rank] = session.client
+                self._release_waiting(group)
+                return answer
+            older = collect.held.get(rank)
+            first = session.incarnation > 1 and group.brought_by.get(rank) != session.client
+            if first and older is not None and step.clock == group.committed:
+                collect.make_way(rank)
+                forgotten = self.sessions.get(older.client)
+                if forgotten is not None:
+                    self._let_go(forgotten, self.members[rank])
+        stepping.flush(group)  # of a policy before
+        collecting.collect(group, session, request, parts, guest)
+        group.brought_by[rank] = session.client
+        group.came()
+        session.held = request
+        partial = group.at(group.committed).policy.partial
+        if collect.sent is not None and (partial or collect.has(group.clocks)):
+            collect.sent = None  # The lead is told of what has come since.
+        self._maybe_ready(group)
+        return None
+
+    def _maybe_ready(self, group: Group) -> None:
+        """Tell the lead that the gradients of this clock that its policy waits for are here."""
+        collect = group.collect
+        if not collect.held or collect.sent is not None:
+            return
+        since = group.at(group.committed)
+        if not since.policy.collects:
+            return
+        group.now = self._now
+        try:
+            # Guests alone wait for nobody.
+            admission = asking.on_clock(since, group) if group.clocks else ADMIT
+        except PolicyFailed as error:
+            self._send_ready(group, collect.clients(), error)
+            return
+        if isinstance(admission, Admit):
+            self._send_ready(group, collect.clients())
+        else:
+            collect.missing = admission.workers
+            until = admission.until_s
+            later = self._now + ASK_AGAIN_S  # rounding may put its time a little too early
+            collect.due = None if until is None else max(collect.since + until, later)
+
+    def _send_ready(
+        self, group: Group, contributors: tuple[int, ...], failed: PolicyFailed | None = None
+    ) -> None:
+        ready = collecting.ready(group, self.number, contributors)
+        if failed is not None and not ready.refusal:
+            text = (type(failed).__name__, failed.failed, failed.fix)
+            ready = structs.replace(ready, refusal=text)
+        group.collect.sent = ready
+        group.collect.due = None
+        group.collect.repeat_at = self._now + self.resend_s
+        self._to_shard(lead_of(group.id, self.shards), ready)
+
+    def _to_shard(self, shard: int, message: PeerMessage) -> None:
+        if shard == self.number:
+            self._from_shard(message)
+        else:
+            self._effects.peers.append((shard, message))
+
+    def _to_shards(self, messages: Mapping[int, PeerMessage]) -> None:
+        for shard, message in messages.items():
+            self._to_shard(shard, message)
+
+    def _on_ready(self, group: Group, message: Ready) -> None:
+        if group.lead is None:
+            return
+        since = group.at(group.committed)
+
+        def enough(clients: frozenset[int]) -> bool:
+            return self._enough(group, since, clients)
+
+        for shard, answer in group.lead.on_ready(message, group.committed, since, enough):
+            self._to_shard(shard, answer)
+
+    def _enough(self, group: Group, since: Since, clients: frozenset[int]) -> bool:
+        """Whether a clock that does not wait for everybody may be decided with only these."""
+        if not since.policy.partial:
+            return True
+        brought = {rank for rank, each in group.collect.held.items() if each.client in clients}
+        if not any(rank in group.clocks for rank in group.collect.held):
+            return True  # who counts is not kept waiting: what nobody may wait for is closed
+        if not brought:
+            return False
+        try:
+            return isinstance(asking.on_clock(since, Proposed(group, brought)), Admit)
+        except PolicyFailed:
+            return True  # which its own `Ready` says
+
+    def _on_propose(self, group: Group, message: Propose) -> None:
+        collect = group.collect
+        partial = group.at(group.committed).policy.partial
+        settled = collect.sent is not None or collect.has(group.clocks)
+        # Of a rank that still counts, this shard and another have two incarnations'.
+        differs = not partial and any(
+            rank in group.clocks and each.client not in message.contributors
+            for rank, each in collect.held.items()
+        )
+        if message.clock == group.committed and settled and not differs:
+            agreed = (c for c in collect.clients() if c in message.contributors)
+            self._send_ready(group, tuple(agreed))
+
+    def _commit(self, group: Group, commit: Commit) -> None:
+        if commit.clock != group.committed:
+            return  # Answered before.
+        held = group.collect.everything()
+        chosen = group.collect.chosen(commit.contributors)
+        group.collect.clear()
+        collecting.apply_commit(group, commit, chosen)
+        for each in chosen.values():  # also of those who have left since
+            group.mark(each.client, each.step.mark)
+        group.commit(rank for rank in chosen if self.members[rank].state in AWAITED)
+        waiting = []
+        for each in held:
+            session = self.sessions.get(each.client)
+            if session is not None and session.held is not None:
+                waiting.append(session)
+                answer = collecting.after_commit(self, group, commit, each.step, session)
+                if isinstance(answer.message, Done):
+                    answer = self._with_news(group, session, answer)
+                self._answer(session, answer)
+        for session in waiting:
+            self._drain(session)
+        self._clocks_changed(group)
+
+    def _from_shard(self, message: PeerMessage) -> None:
+        number = message.change.group if isinstance(message, Switch) else message.group
+        group = self.groups.get(number)
+        if group is None:
+            return  # Its define is still on the way; the sender repeats.
+        group.now = self._now
+        match message:
+            case Ready():
+                self._on_ready(group, message)
+            case Propose():
+                self._on_propose(group, message)
+            case Commit():
+                self._commit(group, message)
+            case Pause():
+                self._on_pause(group, message)
+            case Paused():
+                if group.changing is not None:
+                    self._to_shards(group.changing.on_paused(message))
+            case Switch():
+                self._on_switch(group, message)

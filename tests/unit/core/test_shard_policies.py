@@ -1,0 +1,546 @@
+"""What a shard does under each kind of policy, and how all shards change to another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, payload, refused
+
+from paramserve.core.changes import CHANGES_MAX
+from paramserve.core.consistency import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    Sync,
+)
+from paramserve.core.decisions import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
+from paramserve.core.policies import spec
+from paramserve.messages import Done, Inquire, Refused, SetPolicy, Waiting
+from paramserve.rules import SGD
+
+A, B, C = 1, 2, 3
+SUM = Sync(reduce="sum")
+
+
+def rig(policy: Policy, *, shards: int = 1, workers: int = 3, **block: Any) -> Rig:
+    """`workers` clients 1, 2, ... as ranks 0, 1, ...; a block with one element on each shard."""
+    one = Rig(policy, shards=shards, workers=workers)
+    for rank in range(workers):
+        one.join(rank + 1, rank)
+    one.define(A, block_spec(*[(1,)] * shards, cuts=range(shards + 1), **block))
+    return one
+
+
+def push(one: Rig, client: int, clock: int = 0, *shards: int, **options: Any) -> None:
+    """A gradient of 1.0 to these shards, or to all; the clock ends."""
+    for shard in shards or range(len(one.shards)):
+        one.step(client, {0: [1.0]}, shard=shard, clock=clock, **options)
+
+
+def last(one: Rig, client: int, shard: int = 0) -> Any:
+    return one.answers(client, shard)[-1]
+
+
+# --- backup workers and deadlines
+
+
+def test_backup_decides_without_the_last_worker_which_goes_on_with_the_present_clock() -> None:
+    one = rig(Sync(reduce="sum", backup=1))
+    push(one, A)
+    assert one.value() == [0.0]
+    push(one, B)
+    assert one.value() == [2.0]
+    push(one, A, 1)
+    push(one, B, 1)
+    push(one, C)
+    late = last(one, C)
+    assert (late.skipped, late.at) == (True, 2)
+    assert one.value() == [4.0]
+    push(one, C, 2)
+    push(one, A, 2)
+    assert one.value() == [6.0], "it takes part again"
+    assert one.shards[0].report()[0].dropped == ((2, 1),)
+
+
+def test_backup_late_on_one_shard_and_in_time_on_the_other_is_in_no_clock() -> None:
+    one = rig(Sync(reduce="sum", backup=1), shards=2)
+    push(one, A)
+    push(one, B)
+    push(one, C, 0, 1)
+    one.deliver()
+    push(one, C, 0, 0)
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[2.0], [2.0]]
+    assert [last(one, C, shard).skipped for shard in (0, 1)] == [True, True]
+
+
+def test_backup_shards_that_hold_different_pairs_agree_on_enough_of_them() -> None:
+    one = rig(Sync(reduce="sum", backup=1), shards=2)
+    push(one, A, 0, 0)
+    push(one, B, 0, 0)
+    push(one, B, 0, 1)
+    push(one, C, 0, 1)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[0.0], [0.0]], "only B is on both"
+    push(one, A, 0, 1)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[2.0], [2.0]]
+    push(one, C, 0, 0)
+    assert last(one, C, 0).skipped
+    assert last(one, C, 1).skipped
+
+
+def test_backup_never_decides_with_nobody() -> None:
+    one = rig(Sync(backup=1), workers=2)
+    one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
+    assert one.shards[0].groups[0].committed == 0
+    push(one, A)
+    assert one.value() == [1.0]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_timeout_decides_with_those_who_came(shards: int) -> None:
+    one = rig(Sync(reduce="sum", timeout_s=1.0), shards=shards)
+    one.now = 5.0
+    push(one, A)
+    one.now = 5.5
+    push(one, B)
+    one.deliver()
+    assert one.value() == [0.0]
+    one.now = 6.0
+    for shard in range(shards):
+        effects = one.happen(DeadlineReached(), shard)
+        assert effects.deadline is None or effects.deadline > 6.0
+    one.deliver()
+    assert [one.value(shard=shard) for shard in range(shards)] == [[2.0]] * shards
+
+
+def test_timeout_is_the_shards_deadline_from_the_first_gradient_on() -> None:
+    one = rig(Sync(timeout_s=1.0))
+    one.now = 5.0
+    assert one.step(A, {0: [1.0]}).deadline == 6.0
+
+
+def test_adaptive_timeout_follows_the_median_of_late_steps() -> None:
+    one = rig(Sync(reduce="sum", timeout_s=Adaptive(factor=2.0, least_s=0.01)))
+    for clock in range(4):
+        for client in (A, B, C):
+            one.now += 0.1
+            push(one, client, clock)
+    # After a commit they came 0.1, 0.2 and 0.3 s later: the median is 0.2.
+    one.now += 0.1
+    began = one.now
+    assert one.step(A, {0: [1.0]}, clock=4).deadline == pytest.approx(began + 0.4)
+
+
+# --- each by itself
+
+
+def test_drop_after_applies_up_to_it_and_drops_beyond() -> None:
+    one = rig(Async(drop_after=1))
+    push(one, A)
+    push(one, A, 1, base=1)
+    assert done(one.step(B, {0: [1.0]}, base=1)).staleness == 1
+    assert one.value() == [3.0]
+    stale = done(one.step(C, {0: [1.0]}, base=1))
+    assert (stale.skipped, stale.staleness) == (True, 2)
+    assert one.value() == [3.0]
+    assert one.shards[0].report()[0].dropped == ((2, 1),)
+
+
+def test_factor_of_a_worker_scales_its_gradients() -> None:
+    one = rig(Async())
+    push(one, A, factor=0.5)
+    push(one, B, factor=2.0)
+    assert one.value() == [2.5]
+    assert "factor" in str(refused(one.step(C, {0: [1.0]}, factor=float("nan"))))
+
+
+def test_factor_in_sync_weighs_the_mean() -> None:
+    one = rig(Sync())
+    for client, factor in ((A, 1.0), (B, 1.0), (C, 2.0)):
+        one.step(client, {0: [float(client)]}, factor=factor)
+    assert one.value() == [(1.0 + 2.0 + 2 * 3.0) / 4]
+
+
+def test_buffer_applies_the_mean_of_each_three() -> None:
+    one = rig(Buffered(3, damping=None))
+    for client, gradient in ((A, 1.0), (B, 2.0)):
+        done(one.step(client, {0: [gradient]}))
+    assert one.value() == [0.0]
+    assert one.shards[0].report()[0].buffered == 2
+    assert payload(one.step(C, {0: [6.0]}, [0]))[0] == 3.0
+    assert one.shards[0].groups[0].version == 1
+
+
+def test_buffer_is_applied_when_the_last_worker_leaves() -> None:
+    one = rig(Buffered(5, damping=None))
+    done(one.step(A, {0: [1.0]}))
+    done(one.step(B, {0: [3.0]}))
+    for client in (A, B):
+        one.happen(ClientBye(client))
+    assert one.value() == [0.0]
+    one.happen(ClientBye(C))
+    assert one.value() == [2.0]
+
+
+def test_compensation_uses_the_values_that_this_worker_read() -> None:
+    one = rig(DelayCompensated(lam=0.5), rule=SGD(lr=1.0))
+    done(one.step(A, pull=[0], tick=False))
+    done(one.step(B, {0: [2.0]}, [0]))  # value -2, read by B
+    done(one.step(A, {0: [3.0]}, [0]))  # 3 + 0.5 * 9 * (-2 - 0) = -6
+    assert one.value() == [4.0]
+    done(one.step(B, {0: [1.0]}, base=1, clock=1))  # 1 + 0.5 * (4 - -2) = 4
+    assert one.value() == [0.0]
+    assert one.shards[0].report()[0].kept_bytes > 0
+
+
+def test_corrected_momentum_is_lowered_by_what_the_workers_bring() -> None:
+    one = rig(Async(momentum="corrected"), workers=2, rule=SGD(lr=1.0, momentum=0.9))
+    for clock in range(3):
+        push(one, A, clock)
+    total, momentum = 0.0, 0.0
+    for _ in range(3):
+        momentum = 0.4 * momentum + 1.0
+        total -= momentum
+    assert one.value() == pytest.approx([total])
+
+
+# --- a policy of a user's
+
+
+@dataclass(frozen=True)
+class Moody(Policy):
+    """Answers what it is told to, or raises."""
+
+    answer: str = "nan"
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        if self.answer == "raise":
+            raise KeyError("nobody")
+        if self.answer == "none":
+            return None  # type: ignore[return-value]  # the very mistake
+        return Apply(float(self.answer))
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        return Wait(tuple(group.clocks))
+
+
+@pytest.mark.parametrize("answer", ["nan", "-1", "inf", "none", "raise"])
+def test_policy_with_a_wrong_answer_refuses_the_push_and_applies_nothing(answer: str) -> None:
+    one = rig(Moody(answer))
+    error = refused(one.step(A, {0: [1.0]}))
+    assert type(error).__name__ == "PolicyFailed"
+    assert error.applied == "no"
+    assert "Moody" in str(error)
+    assert one.value() == [0.0]
+
+
+def nan(staleness: int) -> float:
+    return float("nan")
+
+
+def test_damping_that_returns_nan_is_refused() -> None:
+    one = rig(Async(damping=nan))
+    assert type(refused(one.step(A, {0: [1.0]}))).__name__ == "PolicyFailed"
+
+
+def test_policy_that_never_admits_leaves_the_pull_waiting_and_says_for_whom() -> None:
+    one = rig(Moody("1"))
+    assert one.step(A, {0: [1.0]}, [0]).replies == []
+    effects = one.happen(Inquired(A, Inquire(0)))
+    waiting = effects.replies[0][1].message
+    assert isinstance(waiting, Waiting)
+    assert waiting.missing == ((0, 1), (1, 0), (2, 0))
+    assert "Moody does not let worker 0 read at clock 1" in waiting.reason
+
+
+# --- another policy
+
+
+def change(one: Rig, policy: Policy, client: int = 9) -> None:
+    one.join(client)
+    for shard in range(len(one.shards)):
+        done(one.send(client, SetPolicy(0, 0, spec(policy)), shard))
+    one.deliver()
+
+
+def switched(one: Rig) -> list[int]:
+    """The clock of the newest change, by shard."""
+    reports = [shard.report()[0].change for shard in one.shards]
+    return [-1 if change is None else change.clock for change in reports]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_change_from_async_to_sync_holds_from_one_clock_on_on_all_shards(shards: int) -> None:
+    one = rig(Async(), shards=shards, workers=2)
+    push(one, A)
+    push(one, A, 1, 0)
+    change(one, SUM)
+    assert switched(one) == [6] * shards, "clock 2 was not begun, and 4 steps may be on the way"
+    if shards > 1:
+        push(one, A, 1, 1)
+    for clock in range(2, 6):
+        push(one, A, clock)
+    assert one.value() == [6.0], "A goes on as before"
+    push(one, A, 6)
+    for clock in range(6):
+        push(one, B, clock)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in range(shards)] == [[12.0]] * shards
+    push(one, B, 6)
+    one.deliver()
+    assert [one.value(shard=shard) for shard in range(shards)] == [[14.0]] * shards
+    assert one.shards[0].groups[0].committed == 7
+
+
+def test_change_in_the_middle_of_a_synchronous_clock_waits_for_its_end() -> None:
+    one = rig(SUM, shards=2, workers=2)
+    push(one, A, 0, 0)
+    change(one, Async())
+    (clock,) = set(switched(one))
+    assert clock == 5
+    push(one, A, 0, 1)
+    push(one, B)
+    one.deliver()
+    for number in range(1, clock):
+        push(one, A, number)
+        assert one.value() == [2.0 * number]
+        push(one, B, number)
+        one.deliver()
+    push(one, A, clock)
+    assert [one.value(shard=shard) for shard in (0, 1)] == [[11.0], [11.0]]
+
+
+def test_change_is_told_once_to_each_client_before_its_clock() -> None:
+    one = rig(Async(), workers=2)
+    change(one, BoundedStaleness(0))
+    push(one, A)
+    push(one, A, 1)
+    told = [message.news for message in one.answers(A) if isinstance(message, Done)]
+    assert [len(news) for news in told[-2:]] == [1, 0]
+    assert told[-2][0].clock == 4
+    assert told[-2][0].policy.name == "BoundedStaleness"
+
+
+def test_change_lost_messages_are_repeated_until_all_shards_know() -> None:
+    one = rig(Async(), shards=2, workers=1)
+    one.join(9)
+    for shard in (0, 1):
+        done(one.send(9, SetPolicy(0, 0, spec(SUM)), shard))
+    for _ in range(3):
+        one.wire.clear()  # all is lost
+        one.now += RESEND_S
+        for shard in (0, 1):
+            one.happen(DeadlineReached(), shard)
+    one.deliver()
+    assert switched(one) == [4, 4]
+
+
+def test_change_steps_of_the_pause_wait_and_are_executed_after_it() -> None:
+    one = rig(Async(), shards=2, workers=1)
+    one.join(9)
+    for shard in (0, 1):
+        one.send(9, SetPolicy(0, 0, spec(SUM)), shard)
+    kept, one.wire = one.wire, []
+    assert one.step(A, {0: [1.0]}).replies == [], "the lead has paused"
+    one.wire = kept
+    one.deliver()
+    assert one.value() == [1.0]
+
+
+def test_change_that_is_under_way_lets_no_second_one_begin() -> None:
+    one = rig(Async(), workers=2)
+    change(one, SUM)
+    error = refused(one.send(9, SetPolicy(0, 0, spec(Async()))))
+    assert "about to change its policy to Sync" in str(error)
+    for clock in range(5):
+        push(one, A, clock)
+        push(one, B, clock)
+    done(one.send(9, SetPolicy(0, 0, spec(Async()))))
+
+
+def test_change_to_what_cannot_be_is_refused() -> None:
+    one = rig(Async(), workers=2)
+    one.join(9)
+    assert "backup" in str(refused(one.send(9, SetPolicy(0, 0, spec(Sync(backup=2))))))
+    unknown = refused(one.send(9, SetPolicy(0, 0, spec(Moody()))))
+    assert type(unknown).__name__ == "UnknownRule"
+    push(one, A)
+    assert one.value() == [1.0]
+
+
+# --- marks, sizes
+
+
+def test_marks_tell_what_is_in_the_values() -> None:
+    one = rig(Async())
+    push(one, A, mark=(7, 32))
+    push(one, A, 1, mark=(7, 64))
+    push(one, B, mark=(8, 10))
+    assert one.shards[0].report()[0].marks == ((A, 7, 64), (B, 8, 10))
+
+
+def test_marks_in_sync_wait_for_the_commit() -> None:
+    one = rig(SUM, workers=2)
+    push(one, A, mark=(7, 32))
+    assert one.shards[0].report()[0].marks == ()
+    push(one, B, mark=(8, 32))
+    assert one.shards[0].report()[0].marks == ((A, 7, 32), (B, 8, 32))
+
+
+def test_slowest_clock_is_kept_up_to_date_without_looking_at_all() -> None:
+    one = rig(Async(), workers=3)
+    group = one.shards[0].groups[0]
+    random = np.random.default_rng(1)
+    clocks = [0, 0, 0]
+    for _ in range(300):
+        rank = int(random.integers(3))
+        push(one, rank + 1, clocks[rank])
+        clocks[rank] += 1
+        assert group.slowest == min(clocks)
+
+
+def test_older_incarnation_is_refused_after_its_policy_made_it_wait() -> None:
+    one = rig(BoundedStaleness(0), workers=2)
+    assert one.step(A, {0: [1.0]}, [0]).replies == []
+    one.happen(ClientHere(8, 2, 0, 4))
+    answer = one.answers(A)[-1]
+    assert isinstance(answer, Refused)
+    assert answer.applied == "yes"
+
+
+def test_refused_step_ends_its_clock_all_the_same() -> None:
+    one = rig(BoundedStaleness(0), workers=2)
+    assert one.step(B, {0: [1.0]}, [0]).replies == []
+    effects = one.step(A, {0: [float("nan")]})
+    kinds = {client: type(answer.message) for client, answer in effects.replies}
+    assert kinds == {A: Refused, B: Done}, "B waited for A's clock only"
+    done(one.step(A, pull=[0], clock=1, tick=False))
+
+
+def test_change_that_a_straggler_was_asleep_for_is_told_with_the_next_one() -> None:
+    one = rig(Sync(reduce="sum", backup=1))
+    for changed, client in ((Sync(reduce="mean", backup=1), 8), (Async(), 9)):
+        change(one, changed, client)
+        for _ in range(5):
+            clock = one.shards[0].groups[0].committed
+            push(one, A, clock)
+            push(one, B, clock)
+    push(one, C)
+    assert [each.number for each in last(one, C).news] == [1, 2]
+
+
+def test_compensation_of_a_block_that_was_read_with_an_older_version() -> None:
+    one = Rig(DelayCompensated(lam=0.5), workers=2)
+    one.join(A, 0)
+    one.join(B, 1)
+    for number in (0, 1):
+        one.define(A, block_spec((1,), number=number))
+    done(one.step(A, pull=[0, 1], tick=False))
+    done(one.step(B, {0: [1.0]}, [0]))
+    done(one.step(A, {0: [1.0]}, [0], base=0))  # 1 + 0.5 * (1 - 0): A reads block 0 only
+    done(one.step(B, {0: [1.0]}, clock=1, base=2))
+    done(one.step(A, {1: [2.0]}, clock=1, base=2))
+    assert one.value(1) == [2.0], "nobody had changed it since A read it"
+
+
+def test_copies_are_few_and_end_with_the_policy() -> None:
+    one = rig(DelayCompensated(), workers=2)
+    for clock in range(20):
+        done(one.step(A, {0: [1.0]}, clock=clock))
+        done(one.step(B, pull=[0], tick=False))
+    assert one.shards[0].report()[0].kept_bytes <= 5 * 8
+    change(one, Async())
+    for clock in range(30):
+        push(one, B, clock)
+        one.step(B, pull=[0], tick=False, clock=clock + 1)
+    assert one.shards[0].report()[0].kept_bytes == 0
+
+
+@dataclass(frozen=True)
+class Fussy(Policy):
+    """Its check fails, and it fails when it is asked why somebody waits."""
+
+    def check(self, workers: int) -> None:
+        raise ZeroDivisionError("no workers")
+
+
+def test_policy_whose_check_fails_refuses_the_change() -> None:
+    one = Rig(Async(), workers=1, policies={"Fussy": Fussy})
+    one.join(A, 0)
+    one.define(A, block_spec((1,)))
+    error = refused(one.send(A, SetPolicy(0, 0, spec(Fussy()))))
+    assert type(error).__name__ == "PolicyFailed"
+    assert "no workers" in str(error)
+
+
+def test_rank_that_was_given_up_before_it_came_is_a_guest_when_it_comes() -> None:
+    one = Rig(BoundedStaleness(0), workers=2)
+    one.join(A, 0)
+    one.define(A, block_spec((1,)))
+    one.tell(one.members((A, 1, "live"), (0, 0, "left")))
+    for clock in range(3):
+        done(one.step(A, {0: [1.0]}, [0], clock=clock))
+    one.join(B, 1)
+    one.tell(one.members((A, 1, "live"), (B, 1, "live")))
+    done(one.step(A, {0: [1.0]}, [0], clock=3))
+    assert done(one.step(B, pull=[0], tick=False)).at == 4
+    assert one.step(A, {0: [1.0]}, [0], clock=4).replies == [], "now it is waited for"
+
+
+def test_changes_that_are_remembered_are_bounded() -> None:
+    one = rig(Async(), workers=1)
+    clock = 0
+    for number in range(40):
+        change(one, SUM if number % 2 else Async(), client=9 + number)
+        for _ in range(6):
+            push(one, A, clock)
+            clock += 1
+    report = one.shards[0].report()[0]
+    assert len(report.changes) == len(one.shards[0].groups[0].changes.later) == CHANGES_MAX
+    assert report.changes[-1].number == 40
+    assert one.value() == [float(clock)]
+
+
+def test_mark_of_a_step_is_kept_when_its_worker_has_left_before_the_clock_is_decided() -> None:
+    one = rig(SUM, workers=2)
+    push(one, B, mark=(1, 8))
+    one.happen(ClientBye(B))
+    push(one, A)
+    assert one.value() == [2.0]
+    assert (B, 1, 8) in one.shards[0].report()[0].marks
+
+
+@dataclass(frozen=True)
+class Garbled(Policy):
+    """Waits for what nobody can wait for."""
+
+    collects: ClassVar[bool] = True
+    until_s: float = float("nan")
+
+    def on_clock(self, group: Standing) -> Admission:
+        return Wait((), self.until_s)
+
+
+@pytest.mark.parametrize("until_s", [float("nan"), -1.0, "x"])
+def test_policy_that_waits_until_no_time_refuses_the_clock(until_s: Any) -> None:
+    one = rig(Garbled(until_s=until_s), workers=2)
+    effects = one.step(A, {0: [1.0]})
+    assert type(refused(effects)).__name__ == "PolicyFailed"
+    assert effects.deadline is None
+    assert one.value() == [0.0]
+
+
+def test_compensation_that_overflows_is_refused_and_applies_nothing() -> None:
+    one = rig(DelayCompensated(lam=1e300), workers=2)
+    done(one.step(A, pull=[0], tick=False))
+    done(one.step(B, {0: [1.0]}))
+    error = refused(one.step(A, {0: [1e10]}))
+    assert type(error).__name__ == "NonFinite"
+    assert one.value() == [1.0]
