@@ -9,7 +9,7 @@ from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 from tests.contract.town import Town
 
 from paramserve import server
-from paramserve.client import by_block, steps
+from paramserve.client import life, steps
 
 MakeCluster = Callable[..., RoleCluster]
 
@@ -18,7 +18,7 @@ MakeCluster = Callable[..., RoleCluster]
 def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
     monkeypatch.setattr(steps, "INQUIRE_S", 0.05)
-    monkeypatch.setattr(by_block, "CLOSE_S", 0.2)
+    monkeypatch.setattr(life, "CLOSE_S", 0.2)
     monkeypatch.setattr(server, "PEER_CONNECT_S", 0.3)
     with clusters() as make:
         yield make

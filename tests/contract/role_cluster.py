@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,14 @@ from paramserve.config import (
 )
 from paramserve.control import ControlLink
 from paramserve.coordinator import CoordinatorRole
-from paramserve.core.consistency import Async, Consistency
-from paramserve.core.consistency import spec as policy_spec
+from paramserve.core.consistency import Async
+from paramserve.core.decisions import Policy
+from paramserve.core.policies import spec as policy_spec
+from paramserve.core.registered import Registered, registered
 from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
 from paramserve.rules import SGD, Adam, Add
-from paramserve.rules.registry import NONE
 from paramserve.server import ServerRole
 from paramserve.transport.arena import Arena
 from paramserve.transport.dial import dial
@@ -121,15 +122,15 @@ class RoleCluster:
         *,
         servers: int = 1,
         workers: int = 0,
-        policy: Consistency | None = None,
+        policy: Policy | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines = DEADLINES,
         restarts: bool = False,
-        rules: Mapping[str, type[Any]] = NONE,
+        registers: Sequence[Any] = (),
     ) -> None:
         self.kind = kind
         self._restarts = restarts
-        self._rules = rules
+        self._registered: Registered = registered(registers)
         self.token = secrets.token_bytes(32)
         self.credentials = Credentials(self.token)
         self.limits = limits if limits is not None else Limits()
@@ -184,10 +185,10 @@ class RoleCluster:
 
         async def start() -> tuple[ServerRole, list[Any]]:
             if self.kind == "inprocess":
-                role = InProcessRole(config, self.credentials, control, rules=self._rules)
+                role = InProcessRole(config, self.credentials, control, registered=self._registered)
                 path = os.path.join(self.directory, f"s{shard}.sock")
                 return role, [await listen_unix(path, TakesTurns(role), self.limits), role.entrance]
-            role = ServerRole(config, self.credentials, control, rules=self._rules)
+            role = ServerRole(config, self.credentials, control, registered=self._registered)
             bind = config.tcp_bind
             place = (self.directory, f"s{shard}", bind, self.credentials)
             return role, await listen(*place, role, self.limits)

@@ -15,8 +15,8 @@ from tests.contract.role_cluster import RoleCluster
 
 from paramserve import server
 from paramserve.client import BlockPush, Client
-from paramserve.config import Limits, PolicySpec
-from paramserve.core.consistency import build as build_policy
+from paramserve.config import ConsistencySpec, Limits, PolicySpec
+from paramserve.core.policies import build as build_policy
 from paramserve.errors import (
     ConnectTimeout,
     DefineMismatch,
@@ -250,8 +250,8 @@ def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> No
         (lambda: Adam(betas=(0.9, 1.0)), "beta"),
         (lambda: SGD(lr=0.1, speed=3), "speed"),
         (lambda: build_rule(PolicySpec("SGD", {"lr": 0.1, "speed": 3.0})), "speed"),
-        (lambda: build_policy(PolicySpec("Sync", {"reduce": "most"})), "reduce must be"),
-        (lambda: build_policy(PolicySpec("Async", {"bound": 3.0})), "bound"),
+        (lambda: build_policy(ConsistencySpec("Sync", {"reduce": "most"})), "reduce must be"),
+        (lambda: build_policy(ConsistencySpec("Async", {"bound": 3.0})), "bound"),
     ],
 )
 def test_unknown_or_impossible_options_are_refused_when_built(

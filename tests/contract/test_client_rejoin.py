@@ -13,7 +13,8 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.exchange import Exchange
 from paramserve.control import ControlLink
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken, Timeout, WorkerFenced
 from paramserve.messages import CoordinatorNotice, ServerBeat, ShardRequest, WorkerBeat
 from paramserve.rules import Add
@@ -63,7 +64,7 @@ MakePair = Callable[..., Pair]
 
 @pytest.fixture(params=["unix", "tcp"])
 def make_pair(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> MakePair:
-    def make(policy: Consistency, *, restart_s: float = 30.0) -> Pair:
+    def make(policy: Policy, *, restart_s: float = 30.0) -> Pair:
         return Pair(
             make_cluster(
                 request.param,
@@ -196,7 +197,7 @@ def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
 
 @pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_ghost_is_refused_before_and_after_the_new_worker_comes(
-    make_pair: MakePair, policy: Consistency
+    make_pair: MakePair, policy: Policy
 ) -> None:
     pair = make_pair(policy)
     ghost = pair.mortal

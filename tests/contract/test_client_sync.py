@@ -12,7 +12,8 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, in_threads, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
 from paramserve.errors import (
     HyperMismatch,
     NonFinite,
@@ -57,7 +58,7 @@ MakeTeam = Callable[..., Team]
 
 @pytest.fixture
 def make_team(make_cluster: MakeCluster, kind: str, shards: int) -> MakeTeam:
-    def make(policy: Consistency | None = None) -> Team:
+    def make(policy: Policy | None = None) -> Team:
         policy = policy if policy is not None else Sync(reduce="sum")
         return Team(make_cluster(kind, servers=shards, workers=WORKERS, policy=policy))
 
@@ -214,7 +215,7 @@ def test_hyper_mismatch_names_ranks_and_values_and_applies_nothing(team: Team) -
 
 @pytest.mark.parametrize("policy", [Sync(), Async()], ids=["sync", "async"])
 def test_nonfinite_gradient_is_refused_with_rank_and_name(
-    make_team: MakeTeam, policy: Consistency
+    make_team: MakeTeam, policy: Policy
 ) -> None:
     team = make_team(policy)
     team.define()

@@ -6,6 +6,7 @@ because a clock's gradients travel in one message.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,9 +48,15 @@ class Client(BlockClient):
         super().__init__(*args, **kwargs)
         self._viewed: dict[int, Ticket] = {}
         """By block: the ticket whose values a pull with copy=False left in their slot."""
+        self._weights: dict[str, float] = {}
+        """By group: what was said of the step that gradients are put together for."""
 
     def push(
-        self, name: str | Mapping[str, npt.ArrayLike], gradient: npt.ArrayLike | None = None
+        self,
+        name: str | Mapping[str, npt.ArrayLike],
+        gradient: npt.ArrayLike | None = None,
+        *,
+        weight: float | None = None,
     ) -> Ticket:
         """Send gradients; the servers apply the rule. Returns when their bytes are captured.
 
@@ -59,27 +66,56 @@ class Client(BlockClient):
         Args:
             name: of one parameter, or a mapping from names to gradients of one group.
             gradient: shape [*value shape], floating point.
+            weight: number of samples behind it, above 0; 1 if None. Under a policy that collects
+                it is that of the whole step.
         Returns:
             Ticket of the outcome.
         Raises:
             UnknownName, ShapeMismatch, DtypeMismatch, NonFinite: nothing was applied.
+            ValueError: the weight, or another one was given in this step. Nothing was applied.
         """
         self._check()
+        _check_weight(weight)
         with self._lock:
             blocks, arrays = self._resolve(name, gradient)
-            if self._collects:
+            if self._collects(blocks[0]):
                 self._steps.raise_unread()
-                self._gradients.stage(blocks, arrays)
-                return self._steps.stage(blocks[0])
+                return self._stage(blocks, arrays, weight)
             self._steps.begin()
             pushes, finite = self._gradients.capture(blocks, arrays)
-            return self._steps.send("push", blocks[0], pushes, (), StepOptions(skip=not finite))
+            options = StepOptions(weight=1.0 if weight is None else weight, skip=not finite)
+            return self._steps.send("push", blocks[0], pushes, (), options)
+
+    def _collects(self, block: Block) -> bool:
+        """Whether pushes to a block's group are put together until its tick; also the rest of a
+        step that was begun so, before its policy changed."""
+        return self._steps.terms_of(block).collects or self._gradients.has_staged(block.group_name)
+
+    def _stage(
+        self, blocks: Sequence[Block], arrays: Mapping[str, Array], weight: float | None
+    ) -> Ticket:
+        """Keep gradients until their group's tick."""
+        group = blocks[0].group_name
+        self._check_said(group, weight)
+        self._gradients.stage(blocks, arrays)
+        if weight is not None:
+            self._weights[group] = weight
+        return self._steps.stage(blocks[0])
+
+    def _check_said(self, group: str, weight: float | None) -> None:
+        said = self._weights.get(group)
+        if weight is not None and said is not None and weight != said:
+            raise ValueError(
+                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
+                "a step has one weight; give it with one push, or with tick"
+            )
 
     def push_pull(
         self,
         gradients: Mapping[str, npt.ArrayLike],
         *,
         tick: bool = False,
+        weight: float | None = None,
         copy: bool = True,
         timeout_s: float | None = None,
     ) -> dict[str, Array]:
@@ -87,6 +123,7 @@ class Client(BlockClient):
 
         Args:
             tick: end the step as well. Under Sync, a push without it is not yet in the values.
+            weight: as for `push`.
             copy: as for `pull`.
         Returns:
             By name, the values.
@@ -94,21 +131,22 @@ class Client(BlockClient):
             As `push` and `pull`.
         """
         self._check()
+        _check_weight(weight)
         with self._lock:
             blocks, arrays = self._resolve(gradients, None)
             self._steps.begin(timeout_s)
-            if self._collects:
-                self._gradients.stage(blocks, arrays)
-                self._steps.stage(blocks[0])
-            if self._collects and not tick:
+            collects = self._collects(blocks[0])
+            if collects:
+                self._stage(blocks, arrays, weight)
+            if collects and not tick:
                 tickets = self._send_pulls(blocks, timeout_s)
-            elif self._collects:
+            elif collects:
                 self._drop_views(blocks)
                 tickets = [(self._end_step("push", blocks[0], blocks), blocks)]
             else:
                 pushes, finite = self._gradients.capture(blocks, arrays)
                 self._drop_views(blocks)
-                options = StepOptions(tick=tick, skip=not finite)
+                options = StepOptions(tick, 1.0 if weight is None else weight, not finite)
                 ticket = self._steps.send("push", blocks[0], pushes, blocks, options)
                 tickets = [(ticket, blocks)]
         return self._read_pulls(tickets, list(gradients), None, copy, timeout_s)
@@ -232,25 +270,37 @@ class Client(BlockClient):
                         active.append(piece.index)
                 self.store(block, 0, flat, active=tuple(active), timeout_s=timeout_s)
 
-    def tick(self, group: str = "default") -> Ticket:
+    def tick(self, group: str = "default", *, weight: float | None = None) -> Ticket:
         """End this client's step on a group: its clock grows by one.
 
         Under Sync, what was pushed since the last tick is this worker's part of the clock; the
         ticket's outcome is there when all live workers have ended it.
+
+        Args:
+            weight: under Sync, number of samples behind the step, above 0; what its pushes said,
+                or 1, if None.
+        Raises:
+            UnknownName, NonFinite: nothing was applied.
+            ValueError: the weight, or a push of this step had another one. Nothing was applied.
         """
         self._check()
+        _check_weight(weight)
         with self._lock:
             block = self._group_block(group)
             if block is None:
                 raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
+            self._check_said(group, weight)
             self._steps.begin()
+            if weight is not None:
+                self._weights[group] = weight
             return self._end_step("tick", block, ())
 
     def _end_step(self, what: str, block: Block, pull: Sequence[Block]) -> Ticket:
         """Send what was staged for a block's group, with a tick."""
+        weight = self._weights.pop(block.group_name, 1.0)
         try:
             pushes, finite = self._gradients.staged(block.group_name)
-            options = StepOptions(tick=True, skip=not finite)
+            options = StepOptions(True, weight, not finite)
             return self._steps.send(what, block, pushes, pull, options)
         except ParamServeError as error:
             self._steps.fail_staged(block.group_name, error)
@@ -349,3 +399,8 @@ class Client(BlockClient):
                 ticket = self._viewed.pop(block.id, None)
                 if ticket is not None and ticket not in self._viewed.values():
                     ticket.release()
+
+
+def _check_weight(weight: float | None) -> None:
+    if weight is not None and not 0.0 < weight < math.inf:
+        raise ValueError(f"weight must be > 0 and finite, not {weight}")

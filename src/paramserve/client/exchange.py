@@ -1,4 +1,4 @@
-"""One client's exchange with all shards: links, sessions, slots; sends, waits and reconnects.
+"""One client's exchange with all shards: it sends requests, waits for answers, and sends again.
 
 It is synchronous: whoever waits polls the sockets in its own thread. Of several waiting threads one
 polls and the others wait for what it reads. It knows nothing of names, rules or groups' meaning.
@@ -9,61 +9,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
+from paramserve.client.links import WINDOW, Connect, Links, ReachedShard, Slot
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.core.partition import Block
-from paramserve.core.session import ClientSession, Operation, Sent, SlotPool
-from paramserve.errors import (
-    ClientClosed,
-    ConnectTimeout,
-    Overloaded,
-    ParamServeError,
-    ProtocolError,
-    PushTimeout,
-    ServerGone,
-    rebuild,
-)
+from paramserve.core.session import Operation, SlotPool
+from paramserve.errors import ClientClosed, ParamServeError, PushTimeout, rebuild
 from paramserve.messages import (
     AskReport,
-    Assign,
     Bye,
-    Define,
     Done,
-    Fetch,
-    Hello,
     Inquire,
     Joined,
     ServerBeat,
     ShardReply,
     ShardRequest,
-    Step,
-    TakeSnapshot,
     Waiting,
     decoder,
     encode,
 )
 from paramserve.transport import forks
-from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.link import Link
+
+__all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
 
 logger = logging.getLogger("paramserve")
 
-Bytes = npt.NDArray[np.uint8]
-Array = npt.NDArray[Any]
-
 FIRST_ARENA_BYTES = 1 << 20
-ARENA_GROWTH_BYTES = 64 << 20
-"""A new arena is as large as all before it, but no more than this or a quarter of them, unless one
-slot needs more: so few arenas hold a large model, and little is allocated for nothing."""
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 POLL_SLICE_S = 0.25
@@ -76,62 +52,11 @@ virtual machine; a worker that computes in between never has quick answers twice
 QUICK_TCP_S = 300e-6
 SPIN_TCP_S = 200e-6
 """The same where a server is reached over TCP: there a small step takes longer."""
-WINDOW = 4
-"""Requests of this client that one shard may have unanswered."""
 
 _decode = decoder(ShardReply).decode
 
 
-class Connect(Protocol):
-    """What reaches a shard: `Link.connect`, or what stands in for it within one process."""
-
-    def __call__(
-        self,
-        addresses: Sequence[str],
-        hello: Hello,
-        *,
-        credentials: Credentials,
-        arenas: Sequence[Arena],
-        timeout_s: float,
-        limits: Limits,
-    ) -> Link: ...
-
-
-class Slot:
-    """Bytes of an arena, taken by this client until given back."""
-
-    __slots__ = ("_array", "arena", "bytes", "offset")
-
-    def __init__(self, arena: int, offset: int, memory: Bytes) -> None:
-        self.arena = arena
-        self.offset = offset
-        self.bytes = memory
-        self._array: Array | None = None
-
-    def array(self, block: Block) -> Array:
-        """The slot as [block.size] of the block's dtype."""
-        array = self._array
-        if array is None or array.size != block.size or array.dtype != block.dtype:
-            array = self._array = np.frombuffer(self.bytes, block.dtype, block.size)
-        return array
-
-
-class _Shard:
-    """One shard as this client reaches it."""
-
-    def __init__(self, number: int, addresses: Sequence[str], window: int) -> None:
-        self.number = number
-        self.addresses = addresses
-        self.session = ClientSession(number, window)
-        self.link: Link | None = None
-        self.fileno = -1
-        """The link's, as it was registered: a link that broke has none any more."""
-        self.gone: ParamServeError | None = None
-        self.told: Waiting | ServerBeat | None = None
-        """Last answer to a question that is not numbered."""
-
-
-class Exchange:
+class Exchange(Links):
     """Requests to shards and their answers.
 
     Args:
@@ -149,39 +74,19 @@ class Exchange:
         deadlines: Deadlines,
         connect: Connect = Link.connect,
     ) -> None:
-        self.blocks: dict[int, Block] = {}
-        """By id: what the parts of a request are measured by."""
-        self.shards = [_Shard(k, each, WINDOW) for k, each in enumerate(joined.servers)]
-        self._hello = Hello(
-            "client", joined.client, joined.incarnation, rank, WINDOW, cluster=joined.cluster
-        )
-        self._credentials = credentials
-        self._limits = limits
-        self._deadlines = deadlines
-        self.io_timeout_s = deadlines.request_s
-        """A payload of which a server takes nothing for this long is sent again, on a new
-        connection; so that no call waits much longer for it than its own deadline."""
-        self._dial = connect
-        self._pool = SlotPool(self._slot)
-        self._arenas: dict[int, Arena] = {}
-        self._lock = threading.RLock()
+        super().__init__(joined, rank, credentials, limits, deadlines, connect)
         self._condition = threading.Condition(self._lock)
         """Of the lock; notified when a thread has read something."""
         self._waiters = 0
         self._polling = False
-        self._closed = False
+        self.waited_s = 0.0
+        """Seconds that calls have waited for answers; where several threads wait, each counts."""
         self._reason: ParamServeError | None = None
         """Why it was closed, if not because somebody wanted it."""
         self._pid = os.getpid()
-        self._poll = select.poll()
         self._quick_s, self._spin_s = QUICK_S, SPIN_S
         self._quick = False
         """Whether the last answers came quickly, so that the next ones may be worth a spin."""
-        self._by_fileno: dict[int, _Shard] = {}
-        self._down: set[int] = set()
-        """Shards whose link is broken and not yet made anew."""
-        self._gone: ParamServeError | None = None
-        """Why the last shard that was given up is gone."""
         self._add_arena(FIRST_ARENA_BYTES)
         try:
             for shard in self.shards:
@@ -192,105 +97,13 @@ class Exchange:
             raise
         forks.watch(self)
 
-    # --- slots -------------------------------------------------------------------------------
-
-    def take(self, nbytes: int) -> Slot:
-        """A slot of `nbytes`, its contents undefined.
-
-        Raises:
-            Overloaded: there is no memory for it, or a server refuses to map more.
-        """
-        with self._lock:
-            slot = self._pool.take(nbytes)
-            if slot is None:
-                have = sum(arena.nbytes for arena in self._arenas.values())
-                needed = nbytes + 2 * RESERVED_BYTES
-                growth = min(have, max(ARENA_GROWTH_BYTES, have // 4))
-                try:
-                    self._add_arena(max(needed, growth))
-                except Overloaded:
-                    if growth <= needed:
-                        raise
-                    self._add_arena(needed)
-                slot = self._pool.take(nbytes)
-                assert slot is not None
-            return slot
-
-    def _slot(self, arena: int, offset: int, size: int) -> Slot:
-        return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
-
-    def give_back(self, slots: Iterable[Slot]) -> None:
-        """The caller, their owner, lets go of these slots."""
-        with self._lock:
-            if not self._closed:
-                for slot in slots:
-                    self._pool.give_back(slot)
-
-    def _add_arena(self, nbytes: int) -> None:
-        arena = Arena.create(nbytes, len(self._arenas) + 1)
-        try:
-            for shard in self.shards:
-                if shard.link is not None and shard.link.shared:
-                    self._attach(shard, shard.link, arena)
-        except BaseException:
-            arena.close()
-            raise
-        self._arenas[arena.number] = arena
-        self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
-
-    def _attach(self, shard: _Shard, link: Link, arena: Arena) -> None:
-        deadline = time.monotonic() + self._deadlines.request_s
-        while True:
-            try:
-                link.attach(arena, timeout_s=self._deadlines.reconnect_s)
-            except ConnectTimeout as error:
-                if self._hung_up(shard):
-                    self._give_up(shard, error)
-                elif time.monotonic() < deadline:
-                    continue  # It lives, and is busy.
-                else:
-                    raise
-            except ProtocolError as error:
-                # The server has ended the link already: the next one brings all arenas along.
-                logger.debug("shard %d did not take an arena: %s", shard.number, error)
-                self._disconnect(shard)
-            return
-
-    def _hung_up(self, shard: _Shard) -> bool:
-        """Whether the other end of a shard's link is closed."""
-        poll = select.poll()  # One of its own: another thread may wait on the common one.
-        poll.register(shard.fileno, 0)  # Ends and errors are told in any case.
-        return bool(poll.poll(0))
-
-    # --- links -------------------------------------------------------------------------------
-
-    def _connect(self, shard: _Shard, timeout_s: float) -> None:
-        shard.link = link = self._dial(
-            shard.addresses,
-            self._hello,
-            credentials=self._credentials,
-            arenas=list(self._arenas.values()),
-            timeout_s=timeout_s,
-            limits=self._limits,
-        )
+    def _connect(self, shard: ReachedShard, timeout_s: float) -> Link:
+        link = super()._connect(shard, timeout_s)
         if not link.shared:
             self._quick_s, self._spin_s = QUICK_TCP_S, SPIN_TCP_S
-        self._down.discard(shard.number)
-        shard.fileno = link.fileno()
-        self._by_fileno[shard.fileno] = shard
-        self._poll.register(shard.fileno, select.POLLIN)
+        return link
 
-    def _disconnect(self, shard: _Shard) -> None:
-        """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
-        link, shard.link = shard.link, None
-        if shard.gone is None:
-            self._down.add(shard.number)
-        if link is not None:
-            del self._by_fileno[shard.fileno]
-            self._poll.unregister(shard.fileno)
-            link.close()
-
-    def _reconnect(self, shard: _Shard, why: Exception) -> None:
+    def _reconnect(self, shard: ReachedShard, why: Exception) -> None:
         """Make a broken link anew and send again what is unanswered; or give the shard up."""
         self._disconnect(shard)
         if self._closed:
@@ -309,23 +122,6 @@ class Exchange:
             logger.debug("shard %d is given up: %s; before: %s", shard.number, error, why)
             self._give_up(shard, error)
 
-    def _give_up(self, shard: _Shard, error: Exception) -> None:
-        """A shard is lost, and with it the cluster: nothing that was sent to any shard is waited
-        for any more, since the others may wait for this one's part in a synchronous clock."""
-        self._disconnect(shard)
-        unknown = isinstance(error, OSError) or type(error).__name__ == "ConnectTimeout"
-        if unknown or not isinstance(error, ParamServeError):
-            error = ServerGone(
-                f"server of shard {shard.number} at {shard.addresses[0]} does not answer",
-                applied="unknown",
-                fix="look why its process ended; its values are lost, start again",
-            )
-        error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
-        shard.gone = self._gone = error
-        self._down.discard(shard.number)
-        for each in self.shards:
-            each.session.abandon(error)
-
     # --- sending -----------------------------------------------------------------------------
 
     def make_room(self, timeout_s: float) -> None:
@@ -342,12 +138,14 @@ class Exchange:
                 return
 
     def _wait_for_room(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
         with self._lock:
             while True:
                 self._check_gone()
                 full = next((shard for shard in self.shards if shard.session.full), None)
                 if full is None:
+                    self.waited_s += time.monotonic() - began
                     return
                 if not self._progress(deadline):
                     raise PushTimeout(
@@ -386,43 +184,6 @@ class Exchange:
                 except ConnectionError:
                     self._disconnect(shard)
 
-    def _transmit(self, shard: _Shard, message: ShardRequest) -> None:
-        link = shard.link
-        if link is None:
-            raise ConnectionError("not connected")
-        if link.shared:
-            link.send(encode(message))
-            return
-        inline, parts = self._inline(shard.number, message)
-        link.io_timeout_s = self.io_timeout_s
-        link.send(encode(inline), parts)
-
-    def _inline(self, shard: int, message: ShardRequest) -> tuple[ShardRequest, list[Bytes]]:
-        """The same request with its bytes in the frame instead of an arena."""
-        if isinstance(message, Step):
-            push = tuple(structs.replace(header, arena=0) for header in message.push)
-            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
-            parts = [self._part(shard, g.block, g.arena, g.offset) for g in message.push]
-            return structs.replace(message, push=push, pull=pull), parts
-        if isinstance(message, TakeSnapshot):
-            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
-            return structs.replace(message, pull=pull), []
-        if isinstance(message, Define):
-            number = message.spec.block
-            parts = [self._part(shard, number, message.arena, message.offset)]
-            return structs.replace(message, arena=0), parts
-        if isinstance(message, Assign):
-            parts = [self._part(shard, message.block, message.arena, message.offset)]
-            return structs.replace(message, arena=0), parts
-        if isinstance(message, Fetch):
-            return structs.replace(message, arena=0), []
-        return message, []
-
-    def _part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
-        block = self.blocks[number]
-        low, high = block.range(shard)
-        return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
-
     # --- waiting -----------------------------------------------------------------------------
 
     def wait(self, operation: Operation, timeout_s: float) -> bool:
@@ -431,10 +192,12 @@ class Exchange:
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
         with self._lock:
             while not operation.complete and self._progress(deadline):
                 pass
+            self.waited_s += time.monotonic() - began
             return operation.complete
 
     def poll(self, operation: Operation) -> bool:
@@ -474,7 +237,7 @@ class Exchange:
                 self._condition.notify_all()
         return True
 
-    def _ready(self, timeout_s: float) -> list[_Shard]:
+    def _ready(self, timeout_s: float) -> list[ReachedShard]:
         """Shards with something to read; those whose link is down among them."""
         if self._down:
             return [self.shards[number] for number in sorted(self._down)]
@@ -494,7 +257,7 @@ class Exchange:
         self._quick = False
         return []
 
-    def _read(self, ready: list[_Shard]) -> None:
+    def _read(self, ready: list[ReachedShard]) -> None:
         for shard in ready:
             try:
                 if shard.link is None:
@@ -510,7 +273,7 @@ class Exchange:
                     raise
                 self._give_up(shard, error)
 
-    def _take(self, shard: _Shard, header: bytes) -> None:
+    def _take(self, shard: ReachedShard, header: bytes) -> None:
         assert shard.link is not None
         reply = _decode(header)
         if type(reply) is not Done:
@@ -526,13 +289,6 @@ class Exchange:
             else:
                 shard.link.read_payload(self._destinations(shard.number, sent))
         shard.session.on_reply(reply)
-
-    def _destinations(self, shard: int, sent: Sent) -> list[Bytes]:
-        message = sent.message
-        if isinstance(message, Step | TakeSnapshot):
-            return [self._part(shard, p.block, p.arena, p.offset) for p in message.pull]
-        assert isinstance(message, Fetch)
-        return [self._part(shard, message.block, message.arena, message.offset)]
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
@@ -553,7 +309,7 @@ class Exchange:
             return [answer for answer in answers if isinstance(answer, ServerBeat)]
 
     def _ask(
-        self, shards: Sequence[_Shard], question: Inquire | AskReport, timeout_s: float
+        self, shards: Sequence[ReachedShard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
         for shard in shards:
             shard.told = None
@@ -568,7 +324,7 @@ class Exchange:
             if not waiting or not self._progress(deadline):
                 return [shard.told for shard in shards if shard.told is not None]
 
-    def _question(self, shard: _Shard, link: Link, question: Inquire | AskReport) -> None:
+    def _question(self, shard: ReachedShard, link: Link, question: Inquire | AskReport) -> None:
         try:
             link.send(encode(question))
         except ConnectionError:
@@ -576,12 +332,14 @@ class Exchange:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every request has been answered; False after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
+        settled = True
         with self._lock:
-            while any(shard.session.unanswered for shard in self.shards):
-                if not self._progress(deadline):
-                    return False
-            return True
+            while settled and any(shard.session.unanswered for shard in self.shards):
+                settled = self._progress(deadline)
+            self.waited_s += time.monotonic() - began
+            return settled
 
     def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
 from paramserve.client.steps import BlockPush, check_rule
-from paramserve.core.consistency import Consistency
 from paramserve.core.partition import Block
 from paramserve.core.two_stroke import CLIP_EPSILON
 from paramserve.errors import NonFinite, ShapeMismatch
@@ -40,12 +39,17 @@ class Gradients:
 
     Each method that checks says whether all numbers were finite; under a policy that refuses, it
     raises `NonFinite` instead, and everything is as it was before.
+
+    Args:
+        refuses: whether the policy of a block's group, for the step under way, does.
     """
 
-    def __init__(self, exchange: Exchange, names: Names, policy: Consistency, rank: int) -> None:
+    def __init__(
+        self, exchange: Exchange, names: Names, refuses: Callable[[Block], bool], rank: int
+    ) -> None:
         self._exchange = exchange
         self._names = names
-        self._refuses = policy.on_nonfinite == "refuse"
+        self._refuses = refuses
         self._rank = rank
         self._given: dict[int, Slot] = {}
         """By block: what `slot` has given out and no step has taken yet."""
@@ -73,7 +77,7 @@ class Gradients:
         """
         self._check_given(push)
         bad = _first_nonfinite(push)
-        if bad is not None and self._refuses:
+        if bad is not None and self._refuses(push[0].block):
             raise self._nonfinite(bad)
         return [(each, self._given.pop(each.block.id)) for each in push], bad is None
 
@@ -129,7 +133,7 @@ class Gradients:
                         bad = piece.name
             whole = None if len(active) == len(block.pieces) else tuple(active)
             pushes.append((BlockPush(block, flat, whole), filling.slot))
-        if bad is not None and self._refuses:
+        if bad is not None and self._refuses(blocks[0]):
             self._undo(fillings)
             raise self._nonfinite(bad)
         return pushes, bad is None
@@ -162,7 +166,7 @@ class Gradients:
                     finite = piece.fill(flat, gradient, piece.index in filling.lent)
                 if not finite and bad is None:
                     bad = piece.name
-        if bad is not None and self._refuses:
+        if bad is not None and self._refuses(blocks[0]):
             self._undo(new)
             raise self._nonfinite(bad)
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
@@ -175,6 +179,10 @@ class Gradients:
             filling.lent = set()
             self._staged.setdefault(block.group_name, {})[block.id] = filling
 
+    def has_staged(self, group: str) -> bool:
+        """Whether something waits for a group's tick."""
+        return group in self._staged
+
     def staged(self, group: str) -> tuple[Pushes, bool]:
         """What was staged for a group: to be sent with its tick."""
         pushes: Pushes = []
@@ -183,7 +191,7 @@ class Gradients:
             whole = None if len(pieces) == len(block.pieces) else tuple(sorted(pieces))
             pushes.append((BlockPush(block, slot.array(block), whole), slot))
         bad = _first_nonfinite([push for push, _ in pushes])
-        if bad is not None and self._refuses:
+        if bad is not None and self._refuses(pushes[0][0].block):
             self._exchange.give_back([slot for _, slot in pushes])
             raise self._nonfinite(bad)
         return pushes, bad is None

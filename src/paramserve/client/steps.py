@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -11,7 +13,9 @@ from paramserve.client.exchange import Exchange, Slot, again
 from paramserve.client.ticket import Ticket
 from paramserve.config import PolicySpec
 from paramserve.core.partition import Block
+from paramserve.core.policies import Terms
 from paramserve.core.session import Operation
+from paramserve.core.terms import GroupTerms
 from paramserve.errors import (
     DefineTimeout,
     ParamServeError,
@@ -20,7 +24,7 @@ from paramserve.errors import (
     Timeout,
 )
 from paramserve.ids import NO_RANK
-from paramserve.messages import Gradient, Place, ShardRequest, Step
+from paramserve.messages import Gradient, GroupPolicy, Place, ShardRequest, Step
 from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.registry import build as build_rule
@@ -32,6 +36,8 @@ INQUIRE_S = 1.0
 READS = ("pull", "fetch", "snapshot")
 TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
 """What is raised when an answer is late; for all else `PushTimeout`."""
+ENTERING_WEIGHT = 1e-30
+"""Of an empty step: it counts for nothing in a mean, and must be above 0."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
 
@@ -67,12 +73,31 @@ class Steps:
 
     `clocks` counts the ended steps by group name, `versions` has the version read last by group
     number and shard.
+
+    What answers say besides counts as soon as they are read, by whichever thread: a clock with
+    which the worker goes on, another policy, that it is to end.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, timeout_s: float) -> None:
+    def __init__(self, exchange: Exchange, rank: int, timeout_s: float, terms: GroupTerms) -> None:
         self.timeout_s = timeout_s
         self.clocks: dict[str, int] = {}
         self.versions: dict[int, list[int]] = {}
+        self.factor = 1.0
+        """What the servers multiply this client's gradients by."""
+        self.next_mark: Callable[[], tuple[int, int] | None] | None = None
+        """Gives the mark of each step that ends a clock, in order."""
+        self.missed = 0
+        """Clocks that this client had no part in, because the others went on without it."""
+        self.retiring = False
+        """Whether the run wants this worker to end."""
+        self.joined_late = False
+        """Whether the others were there first: nobody waits for this worker until it enters."""
+        self._inside: set[str] = set()
+        """Groups that a late worker has entered."""
+        self._resting: set[str] = set()
+        self._terms = terms
+        self._heard_lock = threading.Lock()
+        """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -120,21 +145,25 @@ class Steps:
         """
         captured = [slot for _, slot in pushes]
         slots: list[Slot] = []
+        name = block.group_name
+        clock = self.clocks.get(name, 0)
         try:
+            if options.tick:
+                self.enter(block, self.timeout_s)
+                clock = self.clocks.get(name, 0)
             for each in pull:
                 slots.append(self._exchange.take(each.nbytes))
-            requests = self._requests(block, pushes, pull, slots, options)
+            requests = self._requests(block, clock, pushes, pull, slots, options)
             operation = Operation(self._shards)
             ticket = Ticket(self, what, block.group, tuple(zip(pull, slots, strict=True)))
             ticket.operation = operation
-            self._bind(ticket, operation, captured)
+            self._bind(ticket, operation, captured, name, clock + options.tick)
             self._exchange.submit(requests, operation)
         except (ParamServeError, ValueError):
             self._exchange.give_back([*captured, *slots])
             raise
         if options.tick:
-            name = block.group_name
-            self.clocks[name] = self.clocks.get(name, 0) + 1
+            self.go_on(name, clock + 1)
             for staged in self._staged.pop(name, ()):
                 staged.operation = operation
         return ticket
@@ -142,6 +171,7 @@ class Steps:
     def _requests(
         self,
         block: Block,
+        clock: int,
         pushes: Captured,
         pull: Sequence[Block],
         slots: Sequence[Slot],
@@ -149,10 +179,10 @@ class Steps:
     ) -> list[Step]:
         """One step as each shard gets it."""
         group = block.group
-        clock = self.clocks.get(block.group_name, 0)
         tick, weight, skip, clip_norm = options
         push_parts = () if skip else [self._gradient_parts(*each) for each in pushes]
         pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
+        mark = self.next_mark() if tick and self.next_mark is not None else None
         return [
             Step(
                 0,
@@ -165,9 +195,54 @@ class Steps:
                 weight,
                 skip,
                 clip_norm,
+                self.factor,
+                mark,
             )
             for shard, base in enumerate(self.versions[group])
         ]
+
+    def is_guest(self, group: str) -> bool:
+        """Whether nobody waits for this worker in a group: it came late there, or rests."""
+        return group in self._resting or (self.joined_late and group not in self._inside)
+
+    def enter(self, block: Block, limit_s: float) -> bool:
+        """Be waited for in a block's group from now on, at the clock under way.
+
+        Where gradients are collected, a guest's step counts only if all shards have it in time. So
+        an empty one goes first, again until it was in time: no gradient is dropped on the way in.
+
+        Returns:
+            Whether this worker was a guest: the values may have changed since it read them.
+        Raises:
+            PushTimeout: the others' clock was not decided in `limit_s`.
+        """
+        name = block.group_name
+        if not self.is_guest(name):
+            return False
+        until = time.monotonic() + limit_s
+        while self.terms_of(block).collects and not self._knock(block, until):
+            pass
+        self._inside.add(name)
+        self._resting.discard(name)
+        return True
+
+    def _knock(self, block: Block, until: float) -> bool:
+        """End one clock with nothing; whether it was in time."""
+        name = block.group_name
+        clock = self.clocks.get(name, 0)
+        operation = Operation(self._shards)
+        ticket = Ticket(self, "step", block.group)
+        ticket.operation = operation
+        self._bind(ticket, operation, [], name, clock + 1)
+        options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
+        self.begin(max(until - time.monotonic(), 0.0))
+        self._exchange.submit(self._requests(block, clock, (), (), (), options), operation)
+        self.go_on(name, clock + 1)
+        return not ticket.result(max(until - time.monotonic(), 0.0)).skipped
+
+    def rests(self, group: str) -> None:
+        """The shards know that this worker takes no part in a group for now."""
+        self._resting.add(group)
 
     def stage(self, block: Block) -> Ticket:
         """The ticket of a push that is sent with the group's next tick."""
@@ -182,16 +257,58 @@ class Steps:
         for ticket in self._staged.pop(group, ()):
             ticket.operation = operation
 
-    def _bind(self, ticket: Ticket, operation: Operation, slots: list[Slot]) -> None:
-        """What happens when the answers are there, whoever reads them."""
+    def _bind(
+        self, ticket: Ticket, operation: Operation, slots: list[Slot], group: str, after: int
+    ) -> None:
+        """What happens when the answers are there, whoever reads them.
+
+        Args:
+            after: the clock of this client after the step, if the answers say nothing else.
+        """
 
         def complete() -> None:
             if slots:
                 self._exchange.give_back(slots)
+            for reply in operation.replies.values():
+                if reply.at >= 0 or reply.retire or reply.news:
+                    self._hear(operation, group, after)
+                    break
             if operation.error is not None:
                 self._unread[ticket] = None
 
         operation.then(complete)
+
+    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
+        """Take what the answers say besides; of a step (`group`) also where it goes on."""
+        replies = operation.replies.values()
+        with self._heard_lock:
+            for reply in replies:
+                self.retiring = self.retiring or reply.retire
+                for news in reply.news:
+                    self._terms.changed(news)
+            if group is None:
+                return
+            own = max(self.clocks.get(group, 0), after)
+            at = max(reply.at for reply in replies)
+            if at > own:
+                self.clocks[group] = at
+                if any(reply.skipped for reply in replies) and not self.is_guest(group):
+                    self.missed += at - own
+
+    def go_on(self, group: str, clock: int) -> None:
+        """This client's clock of a group is at least this from now on."""
+        with self._heard_lock:
+            if clock > self.clocks.get(group, 0):
+                self.clocks[group] = clock
+
+    def learn(self, news: GroupPolicy) -> None:
+        """A group's policy has changed, as a shard has told."""
+        with self._heard_lock:
+            self._terms.changed(news)
+
+    def terms_of(self, block: Block) -> Terms:
+        """What holds for this client's next step of a block's group."""
+        return self._terms.at(block.group, self.clocks.get(block.group_name, 0))
 
     def _gradient_parts(self, push: BlockPush, slot: Slot) -> tuple[Gradient, ...]:
         """The header parts of a gradient, for each shard."""
@@ -234,7 +351,12 @@ class Steps:
                 lets go of the client's lock.
         """
         operation = Operation(self._shards)
-        operation.then(lambda: self._exchange.give_back(slots))
+
+        def complete() -> None:
+            self._exchange.give_back(slots)
+            self._hear(operation, None, 0)
+
+        operation.then(complete)
         try:
             self.begin(limit_s)
             self._exchange.submit(requests, operation)

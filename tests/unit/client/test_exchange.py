@@ -6,13 +6,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.client.fakes import Links
 
 from paramserve.client import exchange as module
 from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange
-from paramserve.config import Deadlines, Limits, PolicySpec
+from paramserve.config import ConsistencySpec, Deadlines, Limits
 from paramserve.core.session import Operation
 from paramserve.errors import (
     ClientClosed,
@@ -33,7 +34,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.links = Links()
-        joined = Joined(1, 5, 0, 1, 0, ADDRESSES, PolicySpec("Async"))
+        joined = Joined(1, 5, 0, 1, 0, ADDRESSES, ConsistencySpec("Async"))
         deadlines = Deadlines(start_s=1.0, reconnect_s=0.1, request_s=1.0)
         self.exchange = Exchange(joined, -1, b"", Limits(), deadlines, self.links)
         self.completed: list[Operation] = []
@@ -104,6 +105,27 @@ def test_wait_that_times_out_can_be_repeated(bench: Bench) -> None:
     assert not bench.exchange.wait(operation, 0.0)
     bench.answer(1)
     assert bench.exchange.wait(operation, 1.0)
+
+
+def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+    ready = bench.exchange._ready
+
+    def after_2_s(timeout_s: float) -> object:
+        clock.now += 2.0
+        return ready(timeout_s)
+
+    monkeypatch.setattr(bench.exchange, "_ready", after_2_s)
+    first, second = bench.submit(), bench.submit()
+    bench.answer(1)
+    assert bench.exchange.wait(first, 10.0)
+    assert bench.exchange.wait(first, 10.0), "it is there: nobody waits"
+    assert bench.exchange.waited_s == 2.0
+    bench.answer(2)
+    assert bench.exchange.settle(10.0)
+    assert bench.exchange.waited_s == 4.0
+    assert second.complete
 
 
 # --- slots ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.unit.client.fakes import Memory, block_of
 from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
 from paramserve.client.names import Names
 from paramserve.client.steps import BlockPush
-from paramserve.core.consistency import Async, OnNonFinite
+from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch
 
 BLOCK = block_of({"a": (3,), "b": (2,)})
@@ -20,12 +20,16 @@ TWO = np.full(2, 2.0)
 class Bench:
     """Gradients with their memory and the blocks that are known."""
 
-    def __init__(self, on_nonfinite: OnNonFinite = "refuse") -> None:
+    def __init__(self, refuses: bool = True) -> None:
         self.memory, self.names = Memory(), Names()
         self.names.add(BLOCK)
         self.memory.blocks[BLOCK.id] = BLOCK
-        policy = Async(on_nonfinite=on_nonfinite)
-        self.gradients = Gradients(self.memory, self.names, policy, 3)  # type: ignore[arg-type]
+        self.refuses = refuses
+        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # type: ignore[arg-type]
+
+    def asked(self, block: Block) -> bool:
+        assert block is BLOCK
+        return self.refuses
 
     def lend(self, name: str) -> np.ndarray:
         return self.gradients.lend(BLOCK, self.names.piece(name))
@@ -77,7 +81,7 @@ def test_refused_capture_leaves_everything_as_it_was(bench: Bench) -> None:
 
 
 def test_capture_under_skip_tells_and_goes_on() -> None:
-    bench = Bench("skip")
+    bench = Bench(refuses=False)
     ((_, slot),), finite = bench.gradients.capture([BLOCK], {"a": ONE * np.nan, "b": TWO})
     assert not finite
     assert bench.memory.taken == [slot]
@@ -196,3 +200,21 @@ def test_clip_scales_the_active_pieces_by_their_norm(
     before = slot.copy()
     clip(pushes, 100.0)
     assert np.array_equal(slot, before)
+
+
+def test_terms_are_asked_for_when_something_is_not_finite(bench: Bench) -> None:
+    """They may change from one step to the next."""
+    bench.gradients.stage([BLOCK], {"a": ONE})
+    assert bench.gradients.has_staged("default")
+    bench.refuses = False
+    bench.gradients.stage([BLOCK], {"b": TWO * np.nan})
+    bench.refuses = True
+    with pytest.raises(NonFinite, match="'b'"):
+        bench.gradients.staged("default")
+    assert not bench.gradients.has_staged("default")
+    slot = bench.gradients.slot(BLOCK)
+    slot[:] = np.nan
+    with pytest.raises(NonFinite, match="'a'"):
+        bench.gradients.take([BlockPush(BLOCK, slot)])
+    bench.refuses = False
+    assert bench.gradients.take([BlockPush(BLOCK, slot)])[1] is False

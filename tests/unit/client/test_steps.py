@@ -7,7 +7,11 @@ import pytest
 from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.steps import BlockPush, StepOptions, Steps, check_push
+from paramserve.config import ConsistencySpec
+from paramserve.core.consistency import Sync
 from paramserve.core.partition import Block
+from paramserve.core.policies import spec
+from paramserve.core.terms import GroupTerms
 from paramserve.errors import (
     ClientClosed,
     DefineTimeout,
@@ -16,7 +20,7 @@ from paramserve.errors import (
     PushTimeout,
     ServerGone,
 )
-from paramserve.messages import Done, Fetch, Step, Waiting
+from paramserve.messages import Done, Fetch, GroupPolicy, Rest, Step, Waiting
 from paramserve.rules import SGD, Adam
 
 BLOCK = block_of({"a": (30_000,)}, shards=2)
@@ -28,7 +32,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.memory = Memory(shards=2)
-        self.steps = Steps(self.memory, 7, 5.0)  # type: ignore[arg-type]
+        self.terms = GroupTerms(ConsistencySpec("Async"))
+        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # type: ignore[arg-type]
         self.steps.versions[BLOCK.group] = [0, 0]
 
     def send(self, what: str = "push", pull: bool = False, **options: object) -> object:
@@ -227,3 +232,103 @@ def test_push_that_the_shards_would_refuse_is_refused_here(
 def test_momentum_may_be_turned_off(bench: Bench) -> None:
     block = block_of({"w": (2,)}, rule=SGD(0.1, momentum=0.9))
     check_push(BlockPush(block, np.zeros(2), (0,), HYPER))
+
+
+# --- what answers say besides ---------------------------------------------------------------------
+
+
+def clock(bench: Bench) -> int:
+    return bench.steps.clocks["default"]
+
+
+def test_late_step_goes_on_at_the_latest_clock_that_a_shard_names(bench: Bench) -> None:
+    bench.send(tick=True)
+    _, operation = bench.memory.sent[0]
+    operation.answered(0, Done(0, skipped=True, at=4))
+    assert (clock(bench), bench.steps.missed) == (1, 0), "not all have answered"
+    operation.answered(1, Done(0, skipped=True, at=6))
+    assert (clock(bench), bench.steps.missed) == (6, 5)
+    bench.send(tick=True)
+    assert (bench.sent(1)[0].clock, clock(bench)) == (6, 7)
+
+
+def test_late_steps_on_their_way_count_each_missed_clock_once(bench: Bench) -> None:
+    for _ in range(2):
+        bench.send(tick=True)
+    bench.memory.answer(0, skipped=True, at=5)
+    assert (clock(bench), bench.steps.missed) == (5, 3)
+    bench.memory.answer(1, skipped=True, at=6)
+    assert (clock(bench), bench.steps.missed) == (6, 4), "two own steps and four missed ones"
+
+
+def test_clock_never_goes_back(bench: Bench) -> None:
+    for _ in range(3):
+        bench.send(tick=True)
+    bench.memory.answer(0, skipped=True, at=1)
+    assert (clock(bench), bench.steps.missed) == (3, 0)
+    bench.steps.go_on("default", 2)
+    assert clock(bench) == 3
+
+
+def test_worker_that_enters_has_missed_nothing(bench: Bench) -> None:
+    bench.send(tick=True)
+    bench.memory.answer(at=9)
+    assert (clock(bench), bench.steps.missed) == (9, 0)
+
+
+def test_answer_that_comes_before_its_step_was_counted_is_not_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may read it at once."""
+    submit = bench.memory.submit
+
+    def answered_at_once(requests: object, operation: object) -> None:
+        submit(requests, operation)  # type: ignore[arg-type]
+        bench.memory.answer(skipped=True, at=8)
+
+    monkeypatch.setattr(bench.memory, "submit", answered_at_once)
+    bench.send(tick=True)
+    assert (clock(bench), bench.steps.missed) == (8, 7)
+
+
+def test_retired_worker_is_told_by_any_answer(bench: Bench) -> None:
+    bench.send()
+    bench.memory.answer(version=1)
+    assert not bench.steps.retiring
+    bench.send()
+    _, operation = bench.memory.sent[1]
+    operation.answered(0, Done(0))
+    operation.answered(1, Done(0, retire=True))
+    bench.send()
+    bench.memory.answer(2)
+    assert bench.steps.retiring
+
+
+@pytest.mark.parametrize("kind", ["step", "rest"])
+def test_news_hold_from_their_clock_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    news = GroupPolicy(BLOCK.group, 1, 2, spec(Sync()))
+    if kind == "step":
+        bench.send(tick=True)
+        bench.memory.answer(news=(news,))
+    else:
+        monkeypatch.setattr(
+            bench.memory, "wait", lambda *_: bench.memory.answer(news=(news,)) or True
+        )
+        bench.steps.finish("rest", [Rest(0, BLOCK.group)] * 2, 1.0, ())
+        bench.send(tick=True)
+    assert not bench.steps.terms_of(BLOCK).collects
+    bench.send(tick=True)
+    assert bench.steps.terms_of(BLOCK).collects
+
+
+def test_mark_is_asked_for_once_a_tick_and_factor_is_in_every_step(bench: Bench) -> None:
+    marks = iter([(3, 8), None, (3, 16)])
+    bench.steps.next_mark = lambda: next(marks)
+    bench.steps.factor = 0.5
+    for tick in (True, False, True, True):
+        bench.send(tick=tick)
+    told = [[(each.mark, each.factor) for each in bench.sent(n)] for n in range(4)]
+    assert told == [[(mark, 0.5)] * 2 for mark in ((3, 8), None, None, (3, 16))]
+    assert next(marks, "no more") == "no more"

@@ -1,0 +1,332 @@
+"""A worker's side of leases: what it draws, what its steps have taken, and how fast it computes.
+
+It knows positions of an epoch's order, not samples. Which range comes next is the coordinator's
+decision (`core/leases.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from paramserve.control import ControlLink
+from paramserve.errors import ParamServeError, Timeout, UnknownName
+from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
+
+WAIT_S = 2.0
+"""How long one question for samples waits at the coordinator."""
+GIVE_BACK_S = 1.0
+"""How long a loop that is broken off waits until its rest is given back."""
+SMOOTHING = 0.3
+"""Weight of the newest step in the mean time for a sample: about the last 3 steps count."""
+
+Mark = tuple[int, int]
+
+
+class Client(Protocol):
+    """What leases need of the worker's client."""
+
+    next_mark: Callable[[], Mark | None] | None
+
+    @property
+    def _control(self) -> ControlLink: ...
+    @property
+    def retiring(self) -> bool: ...
+    @property
+    def waited_s(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def drain(self) -> None: ...
+    def rest(self, group: str) -> None: ...
+    def enter(self, group: str) -> bool: ...
+
+
+class Worker(Protocol):
+    """What leases need of their worker."""
+
+    leased: LeasedWork | None
+    """Whose batches its steps take at present."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def client(self) -> Any:
+        """A `Client`."""
+        ...
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """That this worker steps on."""
+        ...
+
+    @property
+    def refreshers(self) -> list[Callable[[], None]]:
+        """Called after it took no part in them for a while."""
+        ...
+
+
+class Drawn(NamedTuple):
+    """One batch: the positions [start, stop) of an epoch's order. `mark`: once it is done."""
+
+    epoch: int
+    start: int
+    stop: int
+    mark: Mark
+
+
+class LeasedWork:
+    """What one worker does of one loader.
+
+    A step takes the batches that were delivered before it or, where nobody says what was
+    delivered, the next `plan.batches_per_step` that were drawn.
+
+    Args:
+        name: of the loader, the same on all ranks.
+        plan: the same on all ranks.
+        told: whether `delivered` will be called for each batch.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        plan: LeasePlan,
+        *,
+        told: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.over = False
+        """Whether all samples of this turn are in the values."""
+        self.active = False
+        """Whether a loop is under way."""
+        self._worker = worker
+        self._client: Client = worker.client
+        self._told = told
+        self._clock = clock
+        self._turn = 0
+        self._begun = False
+        """Whether this turn was iterated over."""
+        self._lease = Leased(0)
+        """The newest one; its `start` moves on as batches are drawn."""
+        self._seen = 0
+        self._first = 0
+        """Where the newest lease began."""
+        self._pending: deque[Drawn] = deque()
+        """Drawn, and in no step yet."""
+        self._delivered = 0
+        """How many of them the training function has."""
+        self._taken: Mark | None = None
+        """The mark of the last step."""
+        self._last_samples = 0
+        self._since: tuple[float, float] | None = None
+        """When the last step was sent, and how long had been waited until then."""
+        self._waited_s = 0.0
+        self._sample_s = 0.0
+        """Own compute for a sample; 0: unknown."""
+
+    # --- the loop over the batches ------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A loop begins: over what is left of this turn or, if that is nothing, over the next one.
+
+        Raises:
+            ParamServeError: a loop over another leased loader is under way. Nothing was changed.
+        """
+        other = self._worker.leased
+        if other is not None and other is not self:
+            if other.active:
+                raise ParamServeError(
+                    f"rank {self._worker.rank} began loader {self.name!r} while it iterates over "
+                    f"{other.name!r}: a step cannot take samples of two leased loaders",
+                    fix='end the other loop first, or give one of them shards="static"',
+                )
+            other.close()
+        if self.active:
+            self.close()
+        self._worker.leased = self
+        self._client.next_mark = self.next_mark
+        self.active = True
+        self._since = None
+        if self.over or (self._begun and not self.more() and self.over):
+            self._turn += 1
+            self.over = False
+            self._lease, self._taken = Leased(0), None
+            self._pending.clear()
+            self._delivered = 0
+        self._begun = True
+        self._enter()
+
+    def draw(self) -> Drawn | None:
+        """The next batch; None: none at this moment, or the worker is to end."""
+        if self.over or self.retiring or not (self._left or self._ask(0.0)):
+            return None
+        lease = self._lease  # what is left of it
+        stop = min(lease.start + lease.batch, lease.stop)
+        drawn = Drawn(lease.epoch, lease.start, stop, (lease.lease, stop - self._first))
+        self._lease = Leased(0, lease.lease, lease.epoch, stop, lease.stop, lease.batch)
+        self._pending.append(drawn)
+        return drawn
+
+    @property
+    def retiring(self) -> bool:
+        """Whether the run wants this worker to end."""
+        return self._client.retiring
+
+    @property
+    def _left(self) -> int:
+        return self._lease.stop - self._lease.start
+
+    def more(self) -> bool:
+        """Wait until there is more to draw; False: the turn is over, or the worker is to end.
+
+        For who has done all that was drawn, or can do no more of it. Until its next step nobody
+        waits for this worker.
+
+        Raises:
+            Timeout: those who hold the rest have not gone on for the client's `timeout_s`.
+            ParamServeError: as `Client.drain`, or the coordinator's refusal.
+        """
+        if self.over:
+            return False
+        if self._left:
+            return not self.retiring
+        before_s, waited_s = self._clock(), self._client.waited_s
+        try:
+            self._client.drain()
+            for group in self._worker.groups:
+                with contextlib.suppress(UnknownName):  # nothing was defined: nobody waits
+                    self._client.rest(group)
+            found = self._await()
+            if found:
+                self._enter()
+            return found
+        finally:
+            waited_s = self._client.waited_s - waited_s
+            self._waited_s += self._clock() - before_s - waited_s
+
+    def _enter(self) -> None:
+        """Take part in the groups again: a step of a clock that is over would be dropped, with its
+        samples. The others may have gone on, so the present values are taken, too."""
+        was_guest = False
+        for group in self._worker.groups:
+            with contextlib.suppress(UnknownName):
+                was_guest = self._client.enter(group) or was_guest
+        for refresh in self._worker.refreshers if was_guest else ():
+            refresh()
+
+    def _await(self) -> bool:
+        holders, changed_s = None, self._clock()
+        while not self.retiring:
+            if self._ask(WAIT_S, idle=True):
+                return True
+            if self.over:
+                return False
+            if self._lease.holders != holders:
+                holders, changed_s = self._lease.holders, self._clock()
+            elif self._clock() - changed_s > self._client.timeout_s:
+                who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
+                raise Timeout(
+                    f"rank {self._worker.rank} waits for the end of loader {self.name!r}: "
+                    f"{who or 'a rank that ended'} has not finished what was leased to it, for "
+                    f"{self._client.timeout_s:.1f} s",
+                    fix="step with every batch that a leased loader gives, leave its loop with "
+                    "break if you will not, or raise timeout_s",
+                )
+        return False
+
+    def _ask(self, wait_s: float, *, idle: bool = False) -> bool:
+        """Ask for a lease; whether there is one."""
+        before_s = self._clock()
+        taken = self._taken if idle else None
+        message = Lease(
+            0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken
+        )
+        self._lease = self._client._control.call(message, Leased, timeout_s=wait_s)
+        if not idle:  # else the one who waits counts it
+            self._waited_s += self._clock() - before_s
+        self.over = self._lease.over
+        self._seen = max(self._seen, self._lease.lease)
+        self._first = self._lease.start
+        return self._lease.lease > 0
+
+    def pause(self) -> None:
+        """The loop ends while batches are on their way, and goes on later."""
+        self.active = False
+
+    def close(self) -> None:
+        """The loop has ended: what no step has taken goes to others. Repeating is safe."""
+        self.active = False
+        if self.over:
+            return
+        if self._left or self._pending:
+            mark = self._taken if self._taken is not None else (0, 0)
+            message = GiveBack(0, self.name, self._turn, mark)
+            # Where the coordinator is gone, or this worker counts as dead, there is nobody to
+            # give it to; what a worker holds goes back when it ends, too.
+            with contextlib.suppress(ParamServeError):
+                self._client._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
+        self._lease = Leased(0)
+        self._pending.clear()
+        self._delivered = 0
+
+    # --- the steps ----------------------------------------------------------------------------
+
+    def delivered(self) -> None:
+        """The training function has got the next batch that was drawn."""
+        self._delivered += 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether what was drawn and not stepped with suffices for a step."""
+        return len(self._pending) >= self.plan.batches_per_step
+
+    @property
+    def _in_step(self) -> int:
+        """Batches of the present step."""
+        if self._told:
+            return self._delivered
+        return min(self.plan.batches_per_step, len(self._pending))
+
+    @property
+    def step_samples(self) -> float | None:
+        """Samples behind the present step; None: it is not with batches of this loader."""
+        present = [self._pending[i] for i in range(self._in_step)]
+        if not present:  # a second optimizer's step with the same batches
+            return float(self._last_samples) if self.active and self._last_samples else None
+        return float(sum(drawn.stop - drawn.start for drawn in present))
+
+    def next_mark(self) -> Mark | None:
+        """A step is sent: what it has taken; None: nothing since the step before."""
+        samples, mark = 0, None
+        for _ in range(self._in_step):
+            drawn = self._pending.popleft()
+            samples += drawn.stop - drawn.start
+            mark = drawn.mark
+        self._delivered = 0
+        if mark is not None:
+            self._taken = mark
+            self._last_samples = samples
+            self._measure(samples)
+        return mark
+
+    def _measure(self, samples: int) -> None:
+        """Own compute: from step to step, without what was waited for."""
+        now, waited_s = self._clock(), self._client.waited_s + self._waited_s
+        if self._since is not None:
+            busy_s = now - self._since[0] - (waited_s - self._since[1])
+            if busy_s > 0:
+                new = busy_s / samples
+                old = self._sample_s if self._sample_s else new
+                self._sample_s = old + SMOOTHING * (new - old)
+        self._since = now, waited_s
+
+    @property
+    def speed(self) -> float:
+        """Samples per second of own compute; 0: unknown."""
+        return 1.0 / self._sample_s if self._sample_s else 0.0
