@@ -17,10 +17,13 @@ from msgspec import Struct
 from paramserve import seeding
 from paramserve.client import Client
 from paramserve.config import Deadlines, Limits
+from paramserve.core.consistency import ElasticAverage, LocalSteps
 
 if TYPE_CHECKING:
     import torch
 
+    from paramserve.client.leases import LeasedWork
+    from paramserve.core.decisions import Policy
     from paramserve.engine.child import Bootstrap
 
 
@@ -33,6 +36,8 @@ class WorkerConfig(Struct, frozen=True):
     seed: int
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
+    factor: float = 1.0
+    """What its gradients are multiplied by (`worker_weight`)."""
 
 
 class Resumed(Struct, frozen=True, array_like=True):
@@ -62,6 +67,8 @@ class Worker:
             `rank`; a process that somebody else started does so itself.
         aliases: for each adopted optimizer's name, further names of tied tensors.
         finishers: called in order when the training function has returned.
+        refreshers: called after this worker took no part for a while: they take present values.
+        leased: the leased loader whose batches the steps take at present, if there is one.
     """
 
     def __init__(
@@ -71,6 +78,9 @@ class Worker:
         self.seed = seed
         self.aliases: dict[str, dict[str, str]] = {}
         self.finishers: list[Callable[[], None]] = []
+        self.refreshers: list[Callable[[], None]] = []
+        self.leased: LeasedWork | None = None
+        self._leased_loaders = 0
         self._report = report
         self._steps_before: int | None = None
         """None: no loader has asked yet."""
@@ -100,7 +110,7 @@ class Worker:
 
     @property
     def workers(self) -> int:
-        """How many workers the run was started with."""
+        """How many workers the run had when this one joined; `job.scale` may change it."""
         return self.client.workers
 
     @property
@@ -115,9 +125,36 @@ class Worker:
         Before an optimizer is adopted: on the group "model", where `optimizer` puts it, if steps
         are known there, else on "default".
         """
+        return self.client.clock(self.groups[0])
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups that this worker steps on: of its adopted optimizers or, before one is
+        adopted, the one that `clock` speaks of."""
         if self.aliases:
-            return self.client.clock(next(iter(self.aliases)))
-        return self.client.clock("model") or self.client.clock()
+            return tuple(self.aliases)
+        return ("model",) if self.client.clock("model") else ("default",)
+
+    @property
+    def missed(self) -> int:
+        """Clocks that the others decided without this worker, as `ps.Sync(backup=)` allows."""
+        return self.client.missed
+
+    @property
+    def retiring(self) -> bool:
+        """Whether the run will do without this worker: `job.scale` has made it superfluous. Loaders
+        end by themselves; a loop of your own should."""
+        return self.client.retiring
+
+    @property
+    def step_samples(self) -> float | None:
+        """Samples behind the present step; None: it is not with batches of a leased loader."""
+        return self.leased.step_samples if self.leased is not None else None
+
+    def new_loader_name(self) -> str:
+        """For the next leased loader: the same on all ranks that make them in the same order."""
+        self._leased_loaders += 1
+        return f"loader-{self._leased_loaders}"
 
     @property
     def steps_before(self) -> int:
@@ -153,11 +190,16 @@ class Worker:
         weight: float | Callable[[], float] | None = None,
         clip_norm: float | None = None,
         buffers: str = "rank0",
+        consistency: Policy | None = None,
     ) -> torch.optim.Optimizer:
         """Let a torch optimizer step on the servers; see `paramserve.pytorch.optimizer.adopt`.
 
-        All ranks call this at the same point. When it returns, the model has rank 0's values.
+        All ranks call this at the same point. When it returns, the model has rank 0's values. With
+        `ps.LocalSteps` and `ps.ElasticAverage` the optimizer makes the steps on this worker, and
+        exchanges values with the servers after some of them.
 
+        Args:
+            consistency: the policy of this optimizer's group; None: the run's.
         Returns:
             The same object; its class is now a subclass of its own class.
         """
@@ -172,6 +214,7 @@ class Worker:
             weight=weight,
             clip_norm=clip_norm,
             buffers=buffers,
+            consistency=consistency,
         )
         if self.rank == 0 and self._report is not None:
             self._report("aliases", msgspec.msgpack.encode(Aliases(name, self.aliases[name])))
@@ -185,11 +228,22 @@ class Worker:
         epochs: int = 1,
         steps: int | None = None,
         shuffle: bool = True,
-        batches_per_step: int = 1,
+        batches_per_step: int | None = None,
         resume: bool = True,
+        shards: str | None = None,
+        adaptive_batch: tuple[int, int] | None = None,
+        name: str | None = None,
         **dataloader_options: Any,
     ) -> Iterable[Any]:
-        """This rank's batches; every rank gets the same number of them.
+        """This rank's batches. With static shares every rank gets the same number of them.
+
+        With `shards="dynamic"` a rank gets as many as it has the time for: the coordinator leases
+        the samples out as the ranks ask for them, and what a worker that died had not finished goes
+        to another. `adaptive_batch=(smallest, largest)` also sizes each rank's batches by its
+        speed; `batch_size` is then their mean over the ranks.
+
+        A step takes `batches_per_step` batches: 1, or under `ps.LocalSteps` and `ps.ElasticAverage`
+        as many as these make own steps, unless told.
 
         The order depends on the run's seed and the epoch only. In a worker that was started again,
         the batches of the first `worker.clock` steps are left out; a loader that is not for
@@ -205,16 +259,39 @@ class Worker:
             epochs=epochs,
             steps=steps,
             shuffle=shuffle,
-            batches_per_step=batches_per_step,
+            batches_per_step=self._batches_per_step
+            if batches_per_step is None
+            else batches_per_step,
             resume=resume,
+            shards=shards,
+            adaptive_batch=adaptive_batch,
+            name=name,
             **dataloader_options,
         )
 
-    def sampler(self, dataset: torch.utils.data.Dataset[Any]) -> torch.utils.data.Sampler[int]:
-        """The sampler of `loader`, for a DataLoader of your own."""
+    @property
+    def _batches_per_step(self) -> int:
+        """Of one clock, with one batch for each call of the optimizer."""
+        policy = self.client.terms(self.groups[0]).policy
+        return policy.every if isinstance(policy, LocalSteps | ElasticAverage) else 1
+
+    def sampler(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        *,
+        shuffle: bool = True,
+        shards: str = "static",
+        **sharing: Any,
+    ) -> torch.utils.data.Sampler[Any]:
+        """The sampler of `loader`, for a DataLoader of your own.
+
+        Static, it goes into `sampler=`; with `shards="dynamic"`, `batch_size` and what else
+        `loader` takes of a leased one, it makes the batches, and goes into `batch_sampler=`. See
+        `paramserve.pytorch.loader.sampler`.
+        """
         from paramserve.pytorch.loader import sampler
 
-        return sampler(self, dataset)
+        return sampler(self, dataset, shuffle=shuffle, shards=shards, **sharing)
 
     def finish(self) -> None:
         """End in order: install what is outstanding, then leave the cluster."""
@@ -268,6 +345,7 @@ def main(boot: Bootstrap) -> None:
         limits=config.limits,
         deadlines=config.deadlines,
     )
+    client.factor = config.factor
     boot.report("ready", msgspec.msgpack.encode(client.incarnation))
     worker = Worker(client, config.seed, boot.report)
     if client.incarnation > 1:

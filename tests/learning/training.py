@@ -71,7 +71,9 @@ class NormNet(nn.Module):
 
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
-    return SimpleNamespace(rank=rank, workers=workers, seed=seed, steps_before=0)
+    return SimpleNamespace(
+        rank=rank, workers=workers, seed=seed, steps_before=0, missed=0, retiring=False
+    )
 
 
 def run_name(kind: str, seed: int) -> str:

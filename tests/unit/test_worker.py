@@ -130,6 +130,7 @@ def test_optimizer_rank_0_tells_the_driver_of_tied_names(
             "weight": None,
             "clip_norm": 1.0,
             "buffers": "local",
+            "consistency": None,
         }
         worker.aliases[name] = {"head.weight": "embedding.weight"}
         return optimizer

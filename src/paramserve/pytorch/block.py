@@ -1,4 +1,4 @@
-"""One block of an adopted optimizer: gathers its gradients, scatters its values."""
+"""One block of an adopted optimizer: its parameters here, and what goes to and from the servers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,30 @@ if TYPE_CHECKING:
     from paramserve.core.partition import Block
 
 
-class ServedBlock:
+class AdoptedBlock:
     """The parameters of one block on this worker, and the block on the servers.
 
     Called under `torch.no_grad()`. Values are copied into the parameters with torch, in place, so
     any device and stride works and autograd notices.
     """
 
-    def __init__(self, block: Block, layout: Layout, hyper: HyperReader) -> None:
+    def __init__(self, block: Block, layout: Layout) -> None:
         self.block = block
         self.layout = layout
-        self.hyper = hyper
         self._params = list(layout.params)
         self._views = Views(layout)
+
+    def scatter(self, values: npt.NDArray[Any]) -> None:
+        """Copy the block's values [size] into the parameters."""
+        torch._foreach_copy_(self._params, self._views.of(values)[1])
+
+
+class ServedBlock(AdoptedBlock):
+    """A block whose gradients are pushed, and whose values are nobody's but the servers'."""
+
+    def __init__(self, block: Block, layout: Layout, hyper: HyperReader) -> None:
+        super().__init__(block, layout)
+        self.hyper = hyper
         self._versions: list[int] = []
 
     def gather(self, client: Client, group: ParamGroup, unscale: float | None) -> BlockPush:
@@ -71,7 +82,7 @@ class ServedBlock:
 
     def scatter(self, values: npt.NDArray[Any]) -> None:
         """Copy the block's values [size] into the parameters."""
-        torch._foreach_copy_(self._params, self._views.of(values)[1])
+        super().scatter(values)
         self._versions = [param._version for param in self._params]
 
     def changed_outside(self) -> str | None:

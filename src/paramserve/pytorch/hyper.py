@@ -115,6 +115,15 @@ def _needs_itself(group: ParamGroup) -> bool:
     return bool(group.get("amsgrad"))
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise `TypeError` for what is no torch optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"worker.optimizer takes a torch optimizer, got {type(optimizer).__name__}; "
+            f"supported: {SUPPORTED}"
+        )
+
+
 def kind_of(optimizer: Optimizer) -> Kind:
     """The rule's kind for an optimizer of a supported class, or of a subclass with the same step.
 
@@ -122,11 +131,6 @@ def kind_of(optimizer: Optimizer) -> Kind:
         TypeError: another class, or a subclass with a `step` of its own: the servers would not
             do what that step does.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"worker.optimizer takes a torch optimizer, got {type(optimizer).__name__}; "
-            f"supported: {SUPPORTED}"
-        )
     own = inspect.unwrap(type(optimizer).step)
     for base in type(optimizer).__mro__:
         if getattr(torch.optim, base.__name__, None) is not base or base is Optimizer:
@@ -138,7 +142,8 @@ def kind_of(optimizer: Optimizer) -> Kind:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     raise TypeError(
         f"the servers cannot run the step of {name}; supported: {SUPPORTED} and subclasses that "
-        "do not override step(). Use one of these, or push gradients with worker.client"
+        "do not override step(). Use one of these, push gradients with worker.client, or let the "
+        "workers step by themselves with ps.LocalSteps"
     )
 
 

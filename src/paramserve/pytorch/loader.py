@@ -1,4 +1,7 @@
-"""Each worker's part of a dataset: one common order, disjoint parts, equally many batches."""
+"""Each worker's part of a dataset: one common order, disjoint parts.
+
+Static parts have equally many batches, and are made here; dynamic ones by `leased.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from paramserve.pytorch import leased
+from paramserve.pytorch.batches import (
+    by_rows,
+    check_count,
+    check_options,
+    loading,
+    order,
+    size_of,
+)
 
 T = TypeVar("T")
-_OWN = ("sampler", "batch_sampler", "drop_last")
-"""DataLoader options that decide who gets which samples: they are the loader's own."""
+STATIC, DYNAMIC = "static", "dynamic"
 
 
-class Worker(Protocol):
+class Worker(leased.Worker, Protocol):
     """What a loader needs of its worker."""
 
     @property
@@ -23,8 +34,13 @@ class Worker(Protocol):
     @property
     def workers(self) -> int: ...
     @property
-    def seed(self) -> int:
-        """The run's seed: the same number on all ranks."""
+    def missed(self) -> int:
+        """Clocks that the others decided without this worker."""
+        ...
+
+    @property
+    def retiring(self) -> bool:
+        """Whether the run wants this worker to end."""
         ...
 
     @property
@@ -67,8 +83,7 @@ class RankSampler(Sampler[int]):
         stop = len(self) * self._workers
         if not self._shuffle:
             return np.arange(self._rank, stop, self._workers, dtype=np.int64)
-        order = np.random.default_rng((self._seed, self._epoch)).permutation(self._size)
-        return order[self._rank : stop : self._workers]
+        return order(self._size, self._seed, self._epoch)[self._rank : stop : self._workers]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
@@ -97,20 +112,6 @@ class _Batches(Sampler[Any]):
         return len(self._sampler) // self._batch_size
 
 
-class _Rows(Dataset[list[torch.Tensor]]):
-    """A `TensorDataset` that is indexed with a whole batch: one `index_select` for each tensor.
-
-    About 6 times as fast as fetching and stacking 128 MNIST images one by one.
-    """
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self._tensors = dataset.tensors
-
-    def __getitem__(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        chosen = torch.from_numpy(rows)
-        return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._tensors]
-
-
 class Loader:
     """One rank's batches over the epochs of a run.
 
@@ -120,16 +121,22 @@ class Loader:
 
     In a worker that was started again, the first iterations leave out the batches of the steps that
     were done before, and load none of them: what comes is what would have come without the restart.
+    A clock that the others decided without this worker takes its batches along, so that all ranks
+    end at the same one. When the run wants the worker to end, the iteration does.
     """
 
     def __init__(
         self,
+        worker: Worker,
         loading: DataLoader[Any],
         batches: _Batches,
         sampler: RankSampler,
         length: int,
+        batches_per_step: int,
         done: Callable[[int], int],
     ) -> None:
+        self._worker = worker
+        self._batches_per_step = batches_per_step
         self._loading = loading
         self._batches = batches
         self._sampler = sampler
@@ -142,6 +149,8 @@ class Loader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        worker = self._worker
+        worker.leased = None  # steps are no longer with the batches of a leased loader
         done = self._done(self._length)
         epochs, first = divmod(done, len(self._batches))
         if done == self._length:
@@ -149,30 +158,72 @@ class Loader:
             return
         self._epoch += epochs
         left = self._length - done
+        missed, late = worker.missed, 0
         while left:
             self._sampler.set_epoch(self._epoch)
             self._epoch += 1
             self._batches.first, first = first, 0
             for batch in self._loading:
-                yield batch
+                late += (worker.missed - missed) * self._batches_per_step
+                missed = worker.missed
+                if worker.retiring:
+                    return
+                if late:
+                    late -= 1
+                else:
+                    yield batch
                 left -= 1
                 if not left:
                     return
 
 
-def sampler(worker: Worker, dataset: Dataset[Any], *, shuffle: bool = True) -> RankSampler:
+def sampler(
+    worker: Worker,
+    dataset: Dataset[Any],
+    *,
+    shuffle: bool = True,
+    shards: str = STATIC,
+    **sharing: Any,
+) -> RankSampler | leased.LeasedSampler:
     """`worker.sampler`: this rank's part of a dataset, for a `DataLoader` of your own.
 
+    Args:
+        shuffle: a new order for each epoch, from (seed, epoch).
+        shards: "static": gives indices, for `sampler=`; "dynamic": gives batches of indices that
+            are leased to this rank, for `batch_sampler=`.
+        sharing: with "dynamic" `batch_size`, and `epochs`, `steps`, `batches_per_step`,
+            `adaptive_batch` and `name` as `load` takes them.
     Raises:
-        TypeError: the dataset has no length.
-        ValueError: it has fewer samples than there are workers.
+        TypeError: the dataset has no length, or an argument belongs to the other kind.
+        ValueError: it has fewer samples than there are workers, or than a batch.
     """
-    size = _size_of(dataset)
+    if _dynamic(shards, None):
+        if "batch_size" not in sharing:
+            raise TypeError('with shards="dynamic" the sampler makes the batches: give batch_size')
+        work = leased.lease(worker, dataset, shuffle=shuffle, told=False, **sharing)
+        return leased.LeasedSampler(work)
+    if sharing:
+        raise TypeError(
+            f'{", ".join(sorted(sharing))} goes with shards="dynamic": a static sampler gives '
+            "indices, and the DataLoader makes its batches"
+        )
+    size = size_of(dataset)
     if size < worker.workers:
         raise ValueError(
             f"the dataset has {size} samples for {worker.workers} workers: each needs at least one"
         )
     return RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
+
+
+def _dynamic(shards: str | None, adaptive_batch: object) -> bool:
+    """Whether samples are shared by lease."""
+    if shards not in (None, STATIC, DYNAMIC):
+        raise ValueError(f'shards is "static" or "dynamic", not {shards!r}')
+    if shards == STATIC and adaptive_batch is not None:
+        raise ValueError(
+            'adaptive_batch needs shards="dynamic": with "static" all ranks have equal batches'
+        )
+    return shards == DYNAMIC or adaptive_batch is not None
 
 
 def load(
@@ -185,14 +236,24 @@ def load(
     shuffle: bool = True,
     batches_per_step: int = 1,
     resume: bool = True,
+    shards: str | None = None,
+    adaptive_batch: tuple[int, int] | None = None,
+    name: str | None = None,
     **dataloader_options: Any,
-) -> Loader:
-    """`worker.loader`: this rank's batches, equally many on every rank.
+) -> Loader | leased.LeasedLoader:
+    """`worker.loader`: this rank's batches, as many on every rank, or as each has the time for.
 
     A worker that was started again goes on where its older incarnation was: of the first loaders
     with `resume` that it iterates, the batches of `worker.clock` steps are left out. So a function
     that trains over one loader after another goes on in the right one, if each step takes
     `batches_per_step` batches of such a loader.
+
+    With `shards="dynamic"` ranges of each epoch are leased to the workers as they ask for them.
+    Every sample comes once in each epoch, the last batch may be smaller, and what a worker that
+    ended had not finished goes to another: in Sync exactly that, in Async with what some servers
+    have had already; `LeaseReport.repeated` counts it. A loop ends when all ranks have finished.
+    Every batch must be stepped with, or the loop left. The coordinator knows what a worker that was
+    started again has done.
 
     Args:
         dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
@@ -202,34 +263,50 @@ def load(
         shuffle: a new order for each epoch, from (seed, epoch).
         batches_per_step: batches whose gradients add up to one step. What an iteration has left
             over at its end belongs to no step.
-        resume: False for a loader that is not stepped with, as for evaluation, if it is iterated
-            before the training loader has come to its place.
+        shards: "static" (None) or "dynamic". With the latter `steps` is the mean over the ranks.
+        adaptive_batch: smallest and largest batch of a rank. Shares batch_size x workers samples by
+            the measured speed of each. Implies "dynamic".
+        name: of a leased loader, the same on all ranks; None: by the order in which they are made.
+        resume: with static shards, False for a loader that is not stepped with, as for evaluation,
+            if it is iterated before the training loader has come to its place.
         dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
             `batch_sampler` and `drop_last`.
     Raises:
         TypeError: an unknown or excluded option, a number that is not an int, or a dataset
             without length.
-        ValueError: a number is below 1, or the dataset has no whole batch for every worker.
+        ValueError: a number is out of its range, or the dataset has no whole batch for every worker
+            (with "dynamic": for one).
+    Source: guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on Computers, 1987.
     """
-    _check_count("batch_size", batch_size)
-    _check_count("epochs", epochs)
-    _check_count("batches_per_step", batches_per_step)
-    if steps is not None:
-        _check_count("steps", steps)
-    excluded = [option for option in _OWN if option in dataloader_options]
-    if excluded:
-        raise TypeError(
-            f"worker.loader decides {', '.join(excluded)} by itself; for your own choice use "
-            "DataLoader(dataset, sampler=worker.sampler(dataset), ...)"
+    if _dynamic(shards, adaptive_batch):
+        return leased.load_leased(
+            worker,
+            dataset,
+            dataloader_options,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            batches_per_step=batches_per_step,
+            adaptive_batch=adaptive_batch,
+            name=name,
         )
-    size = _size_of(dataset)
+    if name is not None:
+        raise ValueError('name is that of a leased loader: it needs shards="dynamic"')
+    check_count("batch_size", batch_size)
+    check_count("epochs", epochs)
+    check_count("batches_per_step", batches_per_step)
+    if steps is not None:
+        check_count("steps", steps)
+    check_options(dataloader_options)
+    size = size_of(dataset)
     if size < worker.workers * batch_size:
         raise ValueError(
             f"the dataset has {size} samples, {worker.workers} workers with batch_size "
             f"{batch_size} need {worker.workers * batch_size} for one step: make batch_size smaller"
         )
     own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
-    loading, batches = _loading(dataset, own, batch_size, dataloader_options)
+    batches = _Batches(own, batch_size, arrays=by_rows(dataset, dataloader_options))
 
     def done(length: int) -> int:
         """How many of the next `length` batches were stepped with before a restart."""
@@ -240,32 +317,5 @@ def load(
         return length if worker.steps_before else steps * batches_per_step
 
     length = steps if steps is not None else epochs * len(batches)
-    return Loader(loading, batches, own, length, done)
-
-
-def _loading(
-    dataset: Dataset[Any], own: RankSampler, batch_size: int, options: dict[str, Any]
-) -> tuple[DataLoader[Any], _Batches]:
-    """Torch's loader over a rank's batches, and these."""
-    rows = type(dataset) is TensorDataset and options.get("collate_fn") is None
-    batches = _Batches(own, batch_size, arrays=rows)
-    if rows:
-        assert isinstance(dataset, TensorDataset)
-        return DataLoader(_Rows(dataset), batch_size=None, sampler=batches, **options), batches
-    return DataLoader(dataset, batch_sampler=batches, **options), batches
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-
-
-def _size_of(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no length and order of its own to share among the "
-            "workers: use a map-style dataset, or split the stream by worker.rank"
-        )
-    return len(dataset)
+    torch_loader = loading(dataset, batches, dataloader_options)
+    return Loader(worker, torch_loader, batches, own, length, batches_per_step, done)

@@ -1,7 +1,8 @@
 """`worker.optimizer`: a torch optimizer whose step is a push and a pull.
 
 The optimizer object stays the same; its class becomes a subclass of its own class. Schedulers,
-`GradScaler`, hooks and `zero_grad` work on it as before. What it sends is decided in `served.py`.
+`GradScaler`, hooks and `zero_grad` work on it as before. What it sends is decided in `served.py`
+where the servers make the steps, and in `local.py` where the worker makes them.
 """
 
 from __future__ import annotations
@@ -9,21 +10,51 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from paramserve.pytorch.hyper import check_options, kind_of
-from paramserve.pytorch.served import Served, Settings, Worker
+from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
+from paramserve.pytorch.local import Elastic, LocalStepping, local
+from paramserve.pytorch.served import Adopted, Served, Settings, Worker
+
+if TYPE_CHECKING:
+    from paramserve.core.decisions import Policy
 
 
-class ServedOptimizer(Optimizer):
+class AdoptedOptimizer(Optimizer):
     """What adoption adds to a torch optimizer's class. Never built, only swapped in."""
 
-    _served: Served
+    _adopted: Adopted[Any]
     _step_supports_amp_scaling = True
     """Tells `GradScaler` to hand over its scale and what it found, instead of not calling step."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters from now on: all ranks call this at the same point.
+
+        Rank 0's values define them, the other ranks wait for that.
+        """
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            self._adopted.add_group(index, self.param_groups[index])
+        except BaseException:
+            del self.param_groups[index]
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an optimizer from worker.optimizer is bound to its worker: it can be neither copied "
+            "nor pickled. Use state_dict(), which a plain torch optimizer loads"
+        )
+
+
+class ServedOptimizer(AdoptedOptimizer):
+    """The servers make the steps."""
+
+    _adopted: Served
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, pull the values; as `torch.optim.Optimizer.step` otherwise.
@@ -44,30 +75,17 @@ class ServedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._served.step(
+            self._adopted.step(
                 self.param_groups,
                 getattr(self, "grad_scale", None),
                 getattr(self, "found_inf", None),
             )
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters from now on: all ranks call this at the same point.
-
-        Rank 0's values define them, the other ranks wait for that.
-        """
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        try:
-            self._served.add_group(index, self.param_groups[index])
-        except BaseException:
-            del self.param_groups[index]
-            raise
-
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state fetched from the servers."""
         try:
-            self.state.update(self._served.fetch_state(self.param_groups))
+            self.state.update(self._adopted.fetch_state(self.param_groups))
             return super().state_dict()
         finally:
             self.state.clear()
@@ -84,19 +102,54 @@ class ServedOptimizer(Optimizer):
             check_options(group)
         super().load_state_dict(state_dict)
         try:
-            self._served.store_state(self.param_groups, self.state)
+            self._adopted.store_state(self.param_groups, self.state)
         finally:
             self.state.clear()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an optimizer from worker.optimizer is bound to its worker: it can be neither copied "
-            "nor pickled. Use state_dict(), which a plain torch optimizer loads"
-        )
+
+class LocalOptimizer(AdoptedOptimizer):
+    """The worker makes the steps, and exchanges after some of them. Its state is torch's own."""
+
+    _adopted: LocalStepping | Elastic
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own step; after each `every` of them the exchange with the servers.
+
+        A step that `GradScaler` leaves out counts as one.
+
+        Returns:
+            What the own step returned.
+        Raises:
+            NonFinite: at an exchange, this worker's values hold NaN or Inf. The own step was made,
+                nothing was sent.
+            ValueError: ElasticAverage: lr * rho is not below 1. As above.
+            PushTimeout: no answer in time; the text names who is missing.
+        """
+        own: Any = super().step
+        function = own.__func__
+        if getattr(function, "hooked", False):
+            # The step hooks have this class's step around them: they would be called twice.
+            function = function.__wrapped__
+        grad_scale, found_inf = (getattr(self, name, None) for name in _SCALER)
+
+        def own_step(evaluate: Callable[[], Any] | None) -> Any:
+            # A fused step would divide by the scale again, others refuse to see it.
+            kept = {name: vars(self).pop(name) for name in _SCALER if name in vars(self)}
+            try:
+                return function(self) if evaluate is None else function(self, evaluate)
+            finally:
+                vars(self).update(kept)
+
+        return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
 
 
-def _served_class(kind: type[Optimizer]) -> type[ServedOptimizer]:
-    return type(f"Served{kind.__name__}", (ServedOptimizer, kind), {"__module__": __name__})
+_SCALER = ("grad_scale", "found_inf")
+"""What `GradScaler` puts on the optimizer for the time of a step."""
+
+
+def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[AdoptedOptimizer]:
+    prefix = base.__name__.removesuffix("Optimizer")
+    return type(f"{prefix}{kind.__name__}", (base, kind), {"__module__": __name__})
 
 
 def adopt(
@@ -109,11 +162,26 @@ def adopt(
     weight: float | Callable[[], float] | None = None,
     clip_norm: float | None = None,
     buffers: str = "rank0",
+    consistency: Policy | None = None,
 ) -> Optimizer:
     """Let `optimizer` step on the servers; rank 0's model defines the values on all ranks.
 
     All ranks call this at the same point. When it returns, the model has rank 0's values. State
     that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
+
+    With two policies the optimizer makes the steps itself, on this worker; it may then be of any
+    class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker has to
+    be started again: it goes on with the servers' values and a fresh state. One clock is `every`
+    steps: `worker.loader` needs `batches_per_step=every` where it leases its batches, or where
+    workers may be started again.
+
+    - `ps.LocalSteps`: after each `every` steps the servers apply their `outer` rule to the mean of
+      what the steps have changed, and all go on from there. Steps that are left over at the end
+      are exchanged then.
+    - `ps.ElasticAverage`: this worker's values stay its own; at each exchange they and the servers'
+      values, the center, move towards each other by lr * rho of their distance, with the lr of each
+      parameter group. `Result.state_dict()` is the center, and it is what to evaluate: the model
+      here has this worker's own values, also at the end.
 
     Args:
         model: its parameters and buffers make up the result, under their names in it.
@@ -121,32 +189,46 @@ def adopt(
             float64. SGD, Adam and AdamW are compiled; the others run as themselves on the servers.
         name: of the group on the servers; another one for each optimizer of a worker.
         overlap: return after the push, so that communication and the next gradient overlap. The
-            gradients of step k then come from the values after step k - 2.
+            gradients of step k then come from the values after step k - 2. Not with own steps.
         weight: number of samples behind each gradient, or a function that tells it at each step;
-            None: 1. It counts for `Sync(reduce="mean")`.
-        clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this worker's;
-            None: no clipping.
+            None: as the worker's loader knows it, else 1. It counts for `Sync(reduce="mean")`. In
+            LocalSteps the weights of the steps of an exchange are added up.
+        clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this worker's,
+            before an own step its gradient; None: no clipping.
         buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every few
             steps and at the end; "local": they are not sent.
+        consistency: the policy of this optimizer's group, the same on all ranks; None: the run's.
     Returns:
         The same object.
     Raises:
         TypeError, ValueError: an argument is not supported. Nothing was defined.
         DefineTimeout: rank 0 did not define the model in time.
+        DefineMismatch: the group was defined with another policy, or another rule.
+    Source: own steps: see `ps.LocalSteps` and `ps.ElasticAverage`. The exchange of the latter
+        comes after the own step, so that the next gradient is taken at the moved values; in the
+        paper's algorithm 1 it comes between a gradient and its step.
     """
-    if isinstance(optimizer, ServedOptimizer):
+    if isinstance(optimizer, AdoptedOptimizer):
         raise TypeError("this optimizer came from worker.optimizer already: keep using it")
-    kind = kind_of(optimizer)
+    check_optimizer(optimizer)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     watched = _patched_by_scheduler(optimizer)
-    settings = Settings(name, overlap, weight, clip_norm, buffers)
-    served = Served(worker, model, kind, settings)
-    served.start(optimizer.param_groups, optimizer.state)
-    optimizer.state.clear()
-    optimizer.__class__ = _served_class(type(optimizer))
-    assert isinstance(optimizer, ServedOptimizer)
-    optimizer._served = served
+    settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
+    policy = consistency if consistency is not None else worker.client.terms(name).policy
+    adopted: Served | LocalStepping | Elastic
+    if isinstance(policy, LocalSteps | ElasticAverage):
+        base: type[AdoptedOptimizer] = LocalOptimizer
+        adopted = local(worker, model, settings, policy)
+        adopted.start(optimizer.param_groups, optimizer.state)
+    else:
+        base = ServedOptimizer
+        adopted = Served(worker, model, kind_of(optimizer), settings)
+        adopted.start(optimizer.param_groups, optimizer.state)
+        optimizer.state.clear()
+    optimizer.__class__ = _adopted_class(type(optimizer), base)
+    assert isinstance(optimizer, AdoptedOptimizer)
+    optimizer._adopted = adopted
     optimizer._patch_step_function()
     if watched:
         _patch_for_scheduler(optimizer)
@@ -172,7 +254,7 @@ def _patched_by_scheduler(optimizer: Optimizer) -> bool:
     )
 
 
-def _patch_for_scheduler(optimizer: ServedOptimizer) -> None:
+def _patch_for_scheduler(optimizer: AdoptedOptimizer) -> None:
     """Do again, for the new class, what torch's `LRScheduler` did to `step` for the old one.
 
     The scheduler's wrapper calls the old class's step. Source: torch 2.13,

@@ -1,18 +1,24 @@
-"""What an adopted optimizer does on the servers: define, push, pull, fetch and store."""
+"""What an adopted optimizer does on the servers: define, push, pull, fetch and store.
+
+`Served` lets the servers make the steps; for steps of the worker's own see `local.py`.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from paramserve.core.decisions import Policy
 from paramserve.pytorch import state as torch_state
-from paramserve.pytorch.block import ServedBlock
+from paramserve.pytorch.block import AdoptedBlock, ServedBlock
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.hyper import HyperReader, Kind, ParamGroup, check_options
 from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of
@@ -20,6 +26,9 @@ from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
     from paramserve.core.partition import Block
+    from paramserve.rules.base import Rule
+
+B = TypeVar("B", bound=AdoptedBlock)
 
 
 class Worker(Protocol):
@@ -37,6 +46,16 @@ class Worker(Protocol):
         ...
 
     @property
+    def step_samples(self) -> float | None:
+        """Samples that its loader has given since the client's last step; None: it counts none."""
+        ...
+
+    @property
+    def refreshers(self) -> list[Callable[[], None]]:
+        """Called after this worker took no part in its groups for a while."""
+        ...
+
+    @property
     def finishers(self) -> list[Callable[[], None]]:
         """Called in order when the training function has returned."""
         ...
@@ -51,6 +70,7 @@ class Settings:
     weight: float | Callable[[], float] | None
     clip_norm: float | None
     buffers: str
+    consistency: Policy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -61,18 +81,26 @@ class Settings:
             raise ValueError(
                 f"clip_norm must be a finite number above 0 or None, not {self.clip_norm!r}"
             )
-        if not callable(self.weight):
-            self.weight_now()
+        if self.consistency is not None and not isinstance(self.consistency, Policy):
+            raise TypeError(
+                "consistency must be a policy, as in ps.Sync(), or None for the run's, not "
+                f"{self.consistency!r}"
+            )
+        if self.weight is not None and not callable(self.weight):
+            self.weight_now(None)
 
-    def weight_now(self) -> float:
+    def weight_now(self, samples: float | None) -> float:
         """The weight of the gradients of this step.
 
+        Args:
+            samples: behind them, as the worker's loader knows; None: it does not.
         Raises:
             ValueError: it is not a finite number above 0. Nothing was sent.
         """
         if self.weight is None:
-            return 1.0
-        value = float(self.weight() if callable(self.weight) else self.weight)
+            value = float(samples) if samples is not None else 1.0
+        else:
+            value = float(self.weight() if callable(self.weight) else self.weight)
         if not 0.0 < value < math.inf:
             raise ValueError(
                 f"weight must be a finite number above 0 (samples behind a gradient), not {value}"
@@ -80,23 +108,28 @@ class Settings:
         return value
 
 
-class Plan(NamedTuple):
+class Plan(NamedTuple, Generic[B]):
     """A block that is checked and not yet defined."""
 
     layout: Layout
-    hyper: HyperReader
+    rule: Rule
+    """What it is defined with."""
+    part: Callable[[Block], B]
 
 
-class Served:
-    """One adopted optimizer's blocks, and its outstanding ticket.
+def reciprocal(grad_scale: Tensor) -> float:
+    """What undoes a gradient's scale: in float64, then rounded, as `GradScaler.unscale_` does."""
+    return float(grad_scale.double().reciprocal().float())
+
+
+class Adopted(ABC, Generic[B]):
+    """One adopted optimizer's blocks: defined together, and stepped in one group.
 
     Args:
         worker: its `rank` decides who defines; it gets the aliases and the final call.
     """
 
-    def __init__(
-        self, worker: Worker, model: torch.nn.Module, kind: Kind, settings: Settings
-    ) -> None:
+    def __init__(self, worker: Worker, model: torch.nn.Module, settings: Settings) -> None:
         if settings.name in worker.aliases:
             raise ValueError(
                 f"this worker has an optimizer called {settings.name!r} already: give the second "
@@ -105,16 +138,11 @@ class Served:
         self._worker = worker
         self._client = worker.client
         self._model = model
-        self._kind = kind
         self._settings = settings
         self._names = names_of(model)
-        self._parts: list[ServedBlock] = []
+        self._parts: list[B] = []
         self._blocks: tuple[Block, ...] = ()
-        self._pending: Ticket | None = None
         self._steps = 0
-        self._warned = False
-
-    # --- start and end ------------------------------------------------------------------------
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """Check everything, then define on rank 0 or wait for it, and take the values."""
@@ -128,46 +156,123 @@ class Served:
             trained=trained,
             buffers=settings.buffers == "rank0",
         )
-        fields = [torch_state.prepare(plan.layout, plan.hyper.defined, state) for plan in plans]
-        self._define(plans)
-        if state and worker.incarnation <= 1:  # a restarted worker finds the servers' own
-            self._store(fields)
+        self._begin(plans, state)
         self._untrained.start(define=worker.rank == 0)
         worker.aliases[settings.name] = alias_map(self._model)
         worker.finishers.append(self.finish)
 
     def finish(self) -> None:
-        """Install what is outstanding; on rank 0 assign buffers and untrained parameters."""
-        self.install_pending()
+        """On rank 0 assign buffers and untrained parameters."""
         if self._worker.rank == 0:
             self._untrained.assign(everything=True)
 
     def add_group(self, index: int, group: ParamGroup) -> None:
         """Define the blocks of one more parameter group, as `start` does."""
-        self.install_pending()
         self._define(self._plan(index, group))
 
-    def _plan(self, index: int, group: ParamGroup) -> list[Plan]:
-        check_options(group)
-        layouts = lay_out(self._names, index, group["params"])
-        return [Plan(layout, HyperReader(self._kind, group)) for layout in layouts]
+    @abstractmethod
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[B]]:
+        """The blocks that a parameter group becomes; raises for what is not supported."""
 
-    def _define(self, plans: Sequence[Plan]) -> None:
+    def _layouts(self, index: int, group: ParamGroup) -> list[Layout]:
+        check_options(group)
+        return lay_out(self._names, index, group["params"])
+
+    def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
+        """Define what `start` has planned."""
+        self._define(plans)
+
+    def _define(self, plans: Sequence[Plan[B]]) -> None:
         client, name = self._client, self._settings.name
+        consistency = self._settings.consistency
         parts = []
-        for layout, hyper in plans:
+        for layout, rule, part in plans:
             if self._worker.rank == 0:
-                block = client.define(layout.values(), rule=hyper.defined, group=name)
+                block = client.define(
+                    layout.values(), rule=rule, group=name, consistency=consistency
+                )
             else:
                 block = client.await_block(
-                    layout.shapes(), dtype=layout.array_dtype, rule=hyper.defined, group=name
+                    layout.shapes(),
+                    dtype=layout.array_dtype,
+                    rule=rule,
+                    group=name,
+                    consistency=consistency,
                 )
-            parts.append(ServedBlock(block, layout, hyper))
+            parts.append(part(block))
         self._parts += parts
         self._blocks += tuple(part.block for part in parts)
-        ticket = client.step(name, (), pull=[part.block for part in parts], tick=False)
+        client.enter(name)  # before the values are read: they stay present from then on
+        self._pull(parts)
+
+    def _pull(self, parts: Sequence[B]) -> None:
+        """Take the servers' present values."""
+        blocks = [part.block for part in parts]
+        ticket = self._client.step(self._settings.name, (), pull=blocks, tick=False)
         with torch.no_grad():
             self._install(ticket, parts)
+
+    def _install(self, ticket: Ticket, parts: Sequence[B]) -> None:
+        values = ticket.result().values
+        try:
+            for part in parts:
+                part.scatter(values[part.block.id])
+        finally:
+            ticket.release()
+
+    def _weight(self) -> float:
+        """Of this step; asked before the client's step, which ends what the loader has counted."""
+        return self._settings.weight_now(self._worker.step_samples)
+
+    def _count_step(self) -> None:
+        """A step was made: on rank 0 assign the buffers, if it is time."""
+        self._steps += 1
+        if self._worker.rank == 0 and self._steps % BUFFERS_EVERY == 0:
+            self._untrained.assign(everything=False)
+
+
+class Served(Adopted[ServedBlock]):
+    """An optimizer whose steps the servers make, and its outstanding ticket."""
+
+    def __init__(
+        self, worker: Worker, model: torch.nn.Module, kind: Kind, settings: Settings
+    ) -> None:
+        super().__init__(worker, model, settings)
+        self._kind = kind
+        self._pending: Ticket | None = None
+        self._warned = False
+
+    # --- start and end ------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Install what is outstanding; then as `Adopted.finish`."""
+        self.install_pending()
+        super().finish()
+
+    def add_group(self, index: int, group: ParamGroup) -> None:
+        """Install what is outstanding; then as `Adopted.add_group`."""
+        self.install_pending()
+        super().add_group(index, group)
+
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[ServedBlock]]:
+        plans = []
+        for layout in self._layouts(index, group):
+            hyper = HyperReader(self._kind, group)
+            part = partial(ServedBlock, layout=layout, hyper=hyper)
+            plans.append(Plan(layout, hyper.defined, part))
+        return plans
+
+    def _begin(self, plans: Sequence[Plan[ServedBlock]], state: Mapping[Tensor, Any]) -> None:
+        fields = [torch_state.prepare(plan.layout, plan.rule, state) for plan in plans]
+        self._define(plans)
+        if state and self._worker.incarnation <= 1:  # a restarted worker finds the servers' own
+            self._store(fields)
+        self._worker.refreshers.append(self.refresh)
+
+    def refresh(self) -> None:
+        """Take the servers' present values, as after a step."""
+        self.install_pending()
+        self._pull(self._parts)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -183,14 +288,11 @@ class Served:
         if not self._warned:
             self._warn_of_changes()
         client, settings = self._client, self._settings
-        weight = settings.weight_now()
+        weight = self._weight()
         if found_inf is not None and bool(found_inf):
             ticket = client.step(settings.name, (), pull=self._blocks, weight=weight, skip=True)
         else:
-            unscale = None
-            if grad_scale is not None:
-                # Reciprocal in float64, then rounded: as GradScaler.unscale_ does.
-                unscale = float(grad_scale.double().reciprocal().float())
+            unscale = reciprocal(grad_scale) if grad_scale is not None else None
             push = [part.gather(client, groups[part.layout.group], unscale) for part in self._parts]
             ticket = client.step(
                 settings.name,
@@ -204,9 +306,7 @@ class Served:
             ready, self._pending = self._pending, ticket
         if ready is not None:
             self._install(ready, self._parts)
-        self._steps += 1
-        if self._worker.rank == 0 and self._steps % BUFFERS_EVERY == 0:
-            self._untrained.assign(everything=False)
+        self._count_step()
 
     def install_pending(self) -> None:
         """Wait for the push that `overlap` left outstanding, and install its values."""
@@ -214,14 +314,6 @@ class Served:
         if ticket is not None:
             with torch.no_grad():
                 self._install(ticket, self._parts)
-
-    def _install(self, ticket: Ticket, parts: Sequence[ServedBlock]) -> None:
-        values = ticket.result().values
-        try:
-            for part in parts:
-                part.scatter(values[part.block.id])
-        finally:
-            ticket.release()
 
     def _warn_of_changes(self) -> None:
         for part in self._parts:

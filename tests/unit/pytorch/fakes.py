@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 from paramserve.client import BlockPush
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
+from paramserve.core.policies import Terms
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
 from paramserve.rules import PushInfo, Run
@@ -116,16 +119,32 @@ class Sent:
 
 
 class FakeCluster:
-    """Servers and coordinator. Sync applies the mean when all ranks ended a clock."""
+    """Servers and coordinator. What collects applies the mean when all ranks ended a clock.
 
-    def __init__(self, workers: int = 1, *, sync: bool = True) -> None:
+    A rank whose training function has returned is not waited for. `policies` has the groups' own.
+    """
+
+    def __init__(
+        self, workers: int = 1, *, sync: bool = True, policy: Policy | None = None
+    ) -> None:
         self.workers = workers
-        self.sync = sync
+        self.policy = policy if policy is not None else Sync() if sync else Async()
+        self.policies: dict[str, Policy] = {}
+        self.gone: set[int] = set()
         self.blocks: list[FakeBlock] = []
         self.sent: list[Sent] = []
         self.stored: list[tuple[int, FakeBlock, int]] = []
         self.held: dict[str, list[deque[tuple[Sent, list[np.ndarray], FakeTicket]]]] = {}
         self.changed = threading.Condition()
+
+    def policy_of(self, group: str) -> Policy:
+        return self.policies.get(group, self.policy)
+
+    def leave(self, rank: int) -> None:
+        with self.changed:
+            self.gone.add(rank)
+            for group in list(self.held):
+                self.decide(group)
 
     def worker(self, rank: int = 0, seed: int = 7) -> Any:
         return SimpleNamespace(
@@ -135,7 +154,9 @@ class FakeCluster:
             client=FakeClient(self, rank),
             incarnation=1,
             aliases={},
+            step_samples=None,
             finishers=[],
+            refreshers=[],
         )
 
     def block(self, group: str) -> FakeBlock:
@@ -163,14 +184,18 @@ class FakeCluster:
         if not sent.tick:
             ticket.fill()
             return
-        if not self.sync:
+        if not self.policy_of(sent.group).collects:
             self.apply([(sent, gradients)])
             ticket.fill()
             return
         queues = self.held.setdefault(sent.group, [deque() for _ in range(self.workers)])
         queues[sent.rank].append((sent, gradients, ticket))
-        while all(queues):
-            contributions = [queue.popleft() for queue in queues]
+        self.decide(sent.group)
+
+    def decide(self, group: str) -> None:
+        queues = self.held[group]
+        while any(queues) and all(queue or rank in self.gone for rank, queue in enumerate(queues)):
+            contributions = [queue.popleft() for queue in queues if queue]
             self.apply([(each, arrays) for each, arrays, _ in contributions])
             for _, _, waiting in contributions:
                 waiting.fill()
@@ -179,10 +204,11 @@ class FakeCluster:
     def apply(self, contributions: Sequence[tuple[Sent, list[np.ndarray]]]) -> None:
         if any(sent.skip for sent, _ in contributions):
             return
-        weight = sum(sent.weight for sent, _ in contributions) if self.sync else 1.0
+        sync = self.policy_of(contributions[0][0].group).collects
+        weight = sum(sent.weight for sent, _ in contributions) if sync else 1.0
         sums: dict[int, tuple[FakeBlock, np.ndarray, set[int], Any]] = {}
         for sent, gradients in contributions:
-            factor = (sent.weight if self.sync else 1.0) / weight
+            factor = (sent.weight if sync else 1.0) / weight
             for push, gradient in zip(sent.push, gradients, strict=True):
                 block = push.block
                 every = range(len(block.pieces))
@@ -199,13 +225,16 @@ class FakeCluster:
             for _, total, _, _ in sums.values():
                 total *= min(1.0, clip / (norm + 1e-6))
         for block, total, pieces, hyper in sums.values():
-            block.apply(total, sorted(pieces), hyper)
+            block.apply(total, sorted(pieces), hyper if hyper is not None else block.rule.hyper())
 
 
 class FakeTicket:
-    def __init__(self, cluster: FakeCluster, pull: Sequence[FakeBlock]) -> None:
+    def __init__(
+        self, cluster: FakeCluster, pull: Sequence[FakeBlock], skipped: bool = False
+    ) -> None:
         self._cluster = cluster
         self._pull = pull
+        self._skipped = skipped
         self._slots: dict[int, np.ndarray] | None = None
         self.released = False
 
@@ -216,7 +245,7 @@ class FakeTicket:
         with self._cluster.changed:
             filled = self._cluster.changed.wait_for(lambda: self._slots is not None, WAIT_S)
         assert filled, "a rank is missing"
-        return SimpleNamespace(values=self._slots, version=0, staleness=0, skipped=False)
+        return SimpleNamespace(values=self._slots, version=0, staleness=0, skipped=self._skipped)
 
     def release(self) -> None:
         self.released = True
@@ -231,7 +260,24 @@ class FakeClient:
         self._slots: dict[int, list[np.ndarray]] = {}
         self.tickets: list[FakeTicket] = []
 
-    def define(self, name, value=None, *, rule=None, group="default", timeout_s=None):
+    def enter(self, group: str) -> bool:
+        """All are there from the beginning."""
+        return False
+
+    def terms(self, group: str) -> Terms:
+        policy = self._cluster.policy_of(group)
+        return Terms(policy.collects, policy.on_nonfinite == "refuse", policy)
+
+    def define(
+        self,
+        name,
+        value=None,
+        *,
+        rule=None,
+        group="default",
+        consistency: Policy | None = None,
+        timeout_s=None,
+    ):
         names = [
             piece.name for b in self._cluster.blocks if b.group_name == group for piece in b.pieces
         ]
@@ -241,6 +287,8 @@ class FakeClient:
         flat = np.concatenate([array.ravel() for array in arrays.values()])
         states = rule.states(rule.hyper()) if rule is not None else ()
         with self._cluster.changed:
+            if consistency is not None:
+                self._cluster.policies[group] = consistency
             block = FakeBlock(
                 len(self._cluster.blocks),
                 group,
@@ -255,7 +303,9 @@ class FakeClient:
             self._cluster.changed.notify_all()
         return block
 
-    def await_block(self, shapes: Mapping[str, Any], *, dtype, rule, group, timeout_s=None):
+    def await_block(
+        self, shapes: Mapping[str, Any], *, dtype, rule, group, consistency=None, timeout_s=None
+    ):
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
 
         def find() -> FakeBlock | None:
@@ -271,6 +321,7 @@ class FakeClient:
 
         with self._cluster.changed:
             found = self._cluster.changed.wait_for(find, WAIT_S)
+        assert consistency == self._cluster.policies.get(group), "all ranks say the same"
         if found is None:
             raise DefineTimeout(f"nobody defined {pieces}", fix="define it on rank 0")
         return found
@@ -289,11 +340,13 @@ class FakeClient:
             for i, piece in enumerate(each.block.pieces):
                 active = each.active is None or i in each.active
                 if active and not np.isfinite(each.block.part(each.gradient, i)).all():
-                    raise NonFinite(f"{piece.name} on rank {self._rank}", fix="lower lr")
+                    if self.terms(group).refuses:
+                        raise NonFinite(f"{piece.name} on rank {self._rank}", fix="lower lr")
+                    skip = True
         sent = Sent(self._rank, group, tuple(push), tick, weight, skip, clip_norm)
         with self._cluster.changed:
             self._cluster.sent.append(sent)
-            ticket = FakeTicket(self._cluster, tuple(pull))
+            ticket = FakeTicket(self._cluster, tuple(pull), skip)
             self._cluster.take(sent, ticket)
         self.tickets.append(ticket)
         outstanding = [t for t in self.tickets if not t.released]
@@ -323,6 +376,7 @@ def on_all_ranks(cluster: FakeCluster, function: Callable[[Any], Any]) -> list[A
         returned = function(worker)
         for finisher in worker.finishers:
             finisher()
+        cluster.leave(rank)
         return returned
 
     with ThreadPoolExecutor(cluster.workers) as pool:

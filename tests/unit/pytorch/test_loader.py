@@ -33,7 +33,15 @@ class Endless(IterableDataset[int]):
 
 
 def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0) -> Any:
-    return SimpleNamespace(rank=rank, workers=workers, seed=seed, steps_before=steps_before)
+    return SimpleNamespace(
+        rank=rank,
+        workers=workers,
+        seed=seed,
+        steps_before=steps_before,
+        missed=0,
+        retiring=False,
+        leased=None,
+    )
 
 
 def numbers(size: int) -> TensorDataset:
@@ -196,9 +204,49 @@ def test_restart_with_several_batches_to_a_step(clock: int, first: int) -> None:
     assert passes(worker(steps_before=clock)) == passes(worker())[first:]
 
 
+# --- clocks that went on without this worker, and the wish that it ends ------------------------
+
+
+@pytest.mark.parametrize("batches_per_step", [1, 2])
+@pytest.mark.parametrize("make", [numbers, Squares])
+def test_missed_clocks_take_their_batches_along(make, batches_per_step: int) -> None:
+    whole = indices(load(worker(), make(40), batch_size=2, epochs=2))
+    me = worker()
+    me.missed = 7  # before this loop
+    got = []
+    options: dict[str, Any] = {"batches_per_step": batches_per_step}
+    loader = load(me, make(40), batch_size=2, epochs=2, **options)
+    for i, batch in enumerate(loader):
+        got += indices([batch])
+        me.missed += {1: 1, 5: 3}.get(i, 0)
+    n = batches_per_step
+    assert got == whole[:2] + whole[2 + n : 6 + n] + whole[6 + 4 * n :]
+
+
+def test_missed_more_clocks_than_are_left_end_the_loop() -> None:
+    me = worker()
+    got = 0
+    for _ in load(me, numbers(40), batch_size=5):
+        got += 1
+        me.missed += 100
+    assert got == 1
+
+
+def test_retiring_worker_gets_no_further_batch() -> None:
+    me = worker()
+    got = 0
+    for _ in load(me, numbers(40), batch_size=5, epochs=3):
+        got += 1
+        me.retiring = got == 11
+    assert got == 11
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"batch_size": 2, "shards": "some"}, ValueError, "static"),
+        ({"batch_size": 2, "name": "x"}, ValueError, "name"),
+        ({"batch_size": 2, "shards": "static", "adaptive_batch": (1, 4)}, ValueError, "dynamic"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": 2.5}, TypeError, "batch_size"),
         ({"batch_size": True}, TypeError, "batch_size"),

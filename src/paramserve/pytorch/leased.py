@@ -1,0 +1,214 @@
+"""Loader and sampler whose samples the coordinator leases out, a few batches at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from paramserve.client.leases import Drawn, LeasedWork
+from paramserve.client.leases import Worker as LeasingWorker
+from paramserve.messages import LeasePlan
+from paramserve.pytorch.batches import (
+    by_rows,
+    check_count,
+    check_options,
+    loading,
+    order,
+    size_of,
+)
+
+ORDERS_KEPT = 2
+"""Epochs whose order is kept: leases of two may be under way at once."""
+
+
+class Worker(LeasingWorker, Protocol):
+    """What a leased loader needs of its worker."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed: the same number on all ranks."""
+        ...
+
+    def new_loader_name(self) -> str:
+        """For the next leased loader: the same on all ranks that make them in the same order."""
+        ...
+
+
+class _Order:
+    """Indices of the samples behind positions."""
+
+    def __init__(self, plan: LeasePlan) -> None:
+        self._size = plan.size
+        self._seed = plan.order
+        self._kept: dict[int, npt.NDArray[np.int64]] = {}
+
+    def indices(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+        """[drawn.stop - drawn.start]."""
+        if self._seed < 0:
+            return np.arange(drawn.start, drawn.stop, dtype=np.int64)
+        if drawn.epoch not in self._kept:
+            if len(self._kept) >= ORDERS_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[drawn.epoch] = order(self._size, self._seed, drawn.epoch)
+        return self._kept[drawn.epoch][drawn.start : drawn.stop]
+
+
+class _Drawing(Sampler[Any]):
+    """The batches that are there at this moment, for a loop that waits by itself."""
+
+    def __init__(self, work: LeasedWork, *, arrays: bool) -> None:
+        self._work = work
+        self._order = _Order(work.plan)
+        self._arrays = arrays
+
+    def __iter__(self) -> Iterator[Any]:
+        while (drawn := self._work.draw()) is not None:
+            indices = self._order.indices(drawn)
+            yield np.ascontiguousarray(indices) if self._arrays else indices.tolist()
+
+
+class LeasedLoader:
+    """One rank's batches of a dataset that all ranks share by lease.
+
+    How many there are, and which, is known when all is done: a worker gets what it has the time
+    for. Iterating again goes on with the epochs that follow, or with what a loop that was broken
+    off has left.
+    """
+
+    def __init__(self, work: LeasedWork, batches: DataLoader[Any]) -> None:
+        self._work = work
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        work = self._work
+        work.begin()
+        try:
+            while True:
+                for batch in self._batches:
+                    work.delivered()
+                    yield batch
+                    if work.retiring:
+                        return
+                if not work.more():
+                    return
+        finally:
+            work.close()
+
+
+class LeasedSampler(Sampler[list[int]]):
+    """Batches of indices that the coordinator leases to this rank, for a `DataLoader` of your own.
+
+    Give it as `batch_sampler`. Each step of the worker's client takes the next `batches_per_step`
+    batches: step once with them, in order. Iterating again goes on with the epochs that follow.
+
+    A `DataLoader` with `num_workers` draws batches before they are stepped with. Its loop ends when
+    nothing is left to draw, while others may still give something back: iterate over
+    `until_done(loader)` to take part in that as well.
+    """
+
+    def __init__(self, work: LeasedWork) -> None:
+        self._work = work
+        self._order = _Order(work.plan)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        work = self._work
+        work.begin()
+        try:
+            while True:
+                drawn = work.draw()
+                if drawn is not None:
+                    yield self._order.indices(drawn).tolist()
+                elif work.unfinished:
+                    work.pause()
+                    return
+                elif not work.more():
+                    break
+        except GeneratorExit:
+            work.close()
+            raise
+        work.close()
+
+    def until_done(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Batches of a loader over this sampler, until all samples are in the values.
+
+        Args:
+            loader: made with `batch_sampler=` this sampler.
+        """
+        while True:
+            yield from loader
+            if not self._work.more():
+                return
+
+
+def lease(
+    worker: Worker,
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    shuffle: bool = True,
+    batches_per_step: int = 1,
+    adaptive_batch: tuple[int, int] | None = None,
+    name: str | None = None,
+    told: bool,
+) -> LeasedWork:
+    """A worker's part in a dataset that is shared by lease; arguments as `load_leased`.
+
+    Args:
+        told: whether it will be said which batches were delivered.
+    """
+    check_count("batch_size", batch_size)
+    check_count("epochs", epochs)
+    check_count("batches_per_step", batches_per_step)
+    if steps is not None:
+        check_count("steps", steps)
+    size = size_of(dataset)
+    if size < batch_size:
+        raise ValueError(
+            f"the dataset has {size} samples, less than one batch of {batch_size}: make "
+            "batch_size smaller"
+        )
+    low, high = _bounds(adaptive_batch, batch_size)
+    if name is None:
+        name = worker.new_loader_name()
+    elif not isinstance(name, str) or not name:
+        raise TypeError(f"a loader's name is a str that is not empty, not {name!r}")
+    order = worker.seed if shuffle else -1
+    plan = LeasePlan(size, epochs, steps or 0, batch_size, low, high, batches_per_step, order)
+    return LeasedWork(worker, name, plan, told=told)
+
+
+def _bounds(adaptive_batch: Any, batch_size: int) -> tuple[int, int]:
+    if adaptive_batch is None:
+        return batch_size, batch_size
+    try:
+        low, high = adaptive_batch
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"adaptive_batch is a pair (smallest, largest batch), not {adaptive_batch!r}"
+        ) from None
+    check_count("adaptive_batch's smallest batch", low)
+    check_count("adaptive_batch's largest batch", high)
+    if not low <= batch_size <= high:
+        raise ValueError(
+            f"adaptive_batch=({low}, {high}) must hold batch_size={batch_size}, which is the mean "
+            "over the workers"
+        )
+    return low, high
+
+
+def load_leased(
+    worker: Worker, dataset: Dataset[Any], dataloader_options: dict[str, Any], **sharing: Any
+) -> LeasedLoader:
+    """`worker.loader` with `shards="dynamic"`; arguments and errors as `load` and `lease`."""
+    check_options(dataloader_options)
+    if not dataloader_options.get("in_order", True):
+        raise ValueError('shards="dynamic" needs its batches in order: leave in_order at True')
+    work = lease(worker, dataset, told=True, **sharing)
+    batches = _Drawing(work, arrays=by_rows(dataset, dataloader_options))
+    return LeasedLoader(work, loading(dataset, batches, dataloader_options))

@@ -1,0 +1,299 @@
+"""Optimizers that step by themselves and meet on the servers: `ps.LocalSteps`, `ps.ElasticAverage`.
+
+A worker's own torch optimizer makes the steps, on the worker's own values. After each `every` of
+them there is one exchange, which is one clock of the group. Who waits for whom is the policy's.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paramserve.client import BlockPush
+from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.pytorch.block import AdoptedBlock
+from paramserve.pytorch.hyper import ParamGroup
+from paramserve.pytorch.layout import Layout
+from paramserve.pytorch.served import Adopted, Plan, Settings, Worker, reciprocal
+from paramserve.rules.sgd import SGD
+
+if TYPE_CHECKING:
+    from paramserve.client import Client
+    from paramserve.core.partition import Block
+
+LocalPolicy = LocalSteps | ElasticAverage
+B = TypeVar("B", bound=AdoptedBlock)
+
+
+class Local(Adopted[B]):
+    """Counts a worker's own steps, and exchanges after each `every` of them.
+
+    Raises:
+        ValueError: `overlap` was asked for.
+    """
+
+    def __init__(
+        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
+    ) -> None:
+        super().__init__(worker, model, settings)
+        if settings.overlap:
+            raise ValueError(
+                f"overlap=True does not go with {type(policy).__name__}: its own steps run between "
+                "two exchanges already, and each goes on from the values that the exchange before "
+                "brought. Leave overlap out, or raise every"
+            )
+        self._every = policy.every
+        self._since = 0
+        """Own steps since the last exchange."""
+        self._samples = 0.0
+        """Behind them, together."""
+
+    def finish(self) -> None:
+        """Exchange once more if there were own steps since; then as `Adopted.finish`."""
+        if self._since:
+            with torch.no_grad():
+                self._exchange()
+        super().finish()
+
+    def run(
+        self,
+        own_step: Callable[[Callable[[], Any] | None], Any],
+        closure: Callable[[], Any] | None,
+        groups: Sequence[ParamGroup],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> Any:
+        """Make one own step, and the exchange if it is time; what the own step returned.
+
+        Where `GradScaler` found Inf or NaN nothing is changed, but the step counts: the ranks find
+        them at different steps, and are to exchange at the same ones.
+
+        Args:
+            own_step: of the torch optimizer's class; takes a closure or None.
+            grad_scale: what the gradients are multiplied by still; None: nothing.
+            found_inf: not zero, NaN included: this step is left out.
+        Raises:
+            ValueError: the weight. The own step was made, and does not count.
+        """
+        loss = None
+        if found_inf is None or not bool(found_inf):
+            params = [param for group in groups for param in group["params"]]
+            if grad_scale is not None:
+                _unscale(params, reciprocal(grad_scale))
+            loss = own_step(self._clipping(params, closure))
+        self._weigh()
+        self._since += 1
+        self._stepped(groups)
+        if self._since >= self._every:
+            with torch.no_grad():
+                self._exchange()
+        self._count_step()
+        return loss
+
+    def _weigh(self) -> None:
+        """Count the samples behind an own step."""
+        samples = self._worker.step_samples
+        if self._settings.weight is None and samples is not None:
+            self._samples = samples  # the loader counts from exchange to exchange
+        else:
+            self._samples += self._settings.weight_now(None)
+
+    def _clipping(
+        self, params: Sequence[Tensor], closure: Callable[[], Any] | None
+    ) -> Callable[[], Any] | None:
+        """Clip the gradients: now, or each time that the closure has made them."""
+        norm = self._settings.clip_norm
+        if norm is None:
+            return closure
+        if closure is None:
+            torch.nn.utils.clip_grad_norm_(params, norm)
+            return None
+
+        def clipped() -> Any:
+            loss = closure()
+            torch.nn.utils.clip_grad_norm_(params, norm)
+            return loss
+
+        return clipped
+
+    def _stepped(self, groups: Sequence[ParamGroup]) -> None:
+        """What the exchange needs of an own step; called after each."""
+
+    @abstractmethod
+    def _exchange(self) -> None:
+        """Push, tick and pull in one message to each shard; then `_exchanged`.
+
+        Raises:
+            NonFinite: this worker's values hold NaN or Inf. Nothing was sent or counted.
+        """
+
+    def _exchanged(self) -> None:
+        """The push was sent: count from here. The ticket may still fail."""
+        self._since, self._samples = 0, 0.0
+
+
+def _unscale(params: Sequence[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+# --- LocalSteps --------------------------------------------------------------------------------
+
+
+class StartedBlock(AdoptedBlock):
+    """A block that remembers the values from which the own steps started."""
+
+    def __init__(self, block: Block, layout: Layout) -> None:
+        super().__init__(block, layout)
+        self._starts = [torch.empty_like(param) for param in layout.params]
+
+    def scatter(self, values: npt.NDArray[Any]) -> None:
+        """Copy the block's values [size] into the parameters: the next steps start there."""
+        super().scatter(values)
+        torch._foreach_copy_(self._starts, self._params)
+
+    def difference(self, client: Client) -> BlockPush:
+        """What the own steps have subtracted: start - now, of every parameter."""
+        slot = client.gradient_slot(self.block)
+        views = self._views.of(slot)[1]
+        for view, start, param in zip(views, self._starts, self._params, strict=True):
+            view.copy_(start.to(param.device) - param)
+        return BlockPush(self.block, slot)
+
+
+class LocalStepping(Local[StartedBlock]):
+    """Own steps of `ps.LocalSteps`: the servers apply the outer rule to the mean difference."""
+
+    def __init__(
+        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalSteps
+    ) -> None:
+        super().__init__(worker, model, settings, policy)
+        self._outer = policy.outer
+
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[StartedBlock]]:
+        return [
+            Plan(layout, self._outer, partial(StartedBlock, layout=layout))
+            for layout in self._layouts(index, group)
+        ]
+
+    def _exchange(self) -> None:
+        client = self._client
+        push = [part.difference(client) for part in self._parts]
+        ticket = client.step(self._settings.name, push, pull=self._blocks, weight=self._samples)
+        self._exchanged()
+        self._install(ticket, self._parts)
+
+
+# --- ElasticAverage ----------------------------------------------------------------------------
+
+
+class ElasticBlock(AdoptedBlock):
+    """A block whose values here are the worker's own; the servers have the center."""
+
+    def own_values(self, client: Client, alpha: float) -> BlockPush:
+        """Copy all parameters into a slot, for the center to move towards them by `alpha`."""
+        slot = client.gradient_slot(self.block)
+        torch._foreach_copy_(self._views.of(slot)[1], self._params)
+        return BlockPush(self.block, slot, None, moving(alpha).hyper())
+
+    def approach(self, center: npt.NDArray[Any], alpha: float) -> None:
+        """Move the parameters x by alpha * (c - x), where c is the center before the exchange.
+
+        One message to each shard is enough: its answer has the center after this very push, and
+        no other push comes between the two. With c' = c + alpha * (x - c) that is
+
+            x - c' = (1 - alpha) * (x - c),  so  alpha * (x - c) = alpha / (1 - alpha) * (x - c')
+
+        exactly, whatever the other workers did to c before; x is what was pushed, for nothing
+        steps while the answer is on its way. What is left is rounding.
+        """
+        share = alpha / (1.0 - alpha)
+        for param, view in zip(self._params, self._views.of(center)[1], strict=True):
+            param.lerp_(view.to(param.device), share)
+
+
+class Elastic(Local[ElasticBlock]):
+    """Own steps of `ps.ElasticAverage`: own values and the servers' center attract each other."""
+
+    def __init__(
+        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: ElasticAverage
+    ) -> None:
+        super().__init__(worker, model, settings, policy)
+        self._rho = policy.rho
+        self._lrs: dict[int, float] = {}
+        """Of each parameter group in its last own step: a scheduler may have gone on since."""
+
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[ElasticBlock]]:
+        self._lrs[index] = _lr_of(index, group)
+        self._alpha(index)  # checked
+        # Each push brings its own rate, so workers of different lr can share a block.
+        rule = moving(0.0)
+        return [
+            Plan(layout, rule, partial(ElasticBlock, layout=layout))
+            for layout in self._layouts(index, group)
+        ]
+
+    def _stepped(self, groups: Sequence[ParamGroup]) -> None:
+        self._lrs = {index: _lr_of(index, group) for index, group in enumerate(groups)}
+
+    def _alpha(self, index: int) -> float:
+        lr = self._lrs[index]
+        alpha = lr * self._rho
+        if not 0.0 <= alpha < 1.0:
+            raise ValueError(
+                f"ElasticAverage moves the values by lr * rho of their distance, which must be at "
+                f"least 0 and below 1; in parameter group {index} it is lr {lr:g} * rho "
+                f"{self._rho:g} = {alpha:g}. Lower rho (the paper takes lr * rho = 0.9 / workers), "
+                "or lr"
+            )
+        return alpha
+
+    def _exchange(self) -> None:
+        client = self._client
+        alphas = {index: self._alpha(index) for index in self._lrs}
+        push = [part.own_values(client, alphas[part.layout.group]) for part in self._parts]
+        ticket = client.step(self._settings.name, push, pull=self._blocks, weight=self._samples)
+        self._exchanged()
+        outcome = ticket.result()
+        try:
+            for part in self._parts:
+                center = outcome.values[part.block.id]
+                if outcome.skipped:
+                    # on_nonfinite="skip": own values with NaN or Inf in them would never recover.
+                    part.scatter(center)
+                else:
+                    part.approach(center, alphas[part.layout.group])
+        finally:
+            ticket.release()
+
+
+def moving(alpha: float) -> SGD:
+    """The rule with which a center c moves towards a pushed x: c -= alpha * (c - x)."""
+    return SGD(lr=alpha, weight_decay=1.0, maximize=True)
+
+
+def _lr_of(index: int, group: ParamGroup) -> float:
+    lr = group.get("lr")
+    if lr is None:
+        raise ValueError(
+            f"ElasticAverage moves the values by lr * rho, but parameter group {index} of this "
+            "optimizer has no lr. Use one that has, or ps.LocalSteps"
+        )
+    return float(lr)
+
+
+def local(
+    worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
+) -> LocalStepping | Elastic:
+    """What makes the own steps and the exchanges of this policy."""
+    if isinstance(policy, LocalSteps):
+        return LocalStepping(worker, model, settings, policy)
+    return Elastic(worker, model, settings, policy)

@@ -1,0 +1,564 @@
+"""Loader and sampler over leases: ranks take what they have the time for, and miss nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from paramserve.client.leases import LeasedWork
+from paramserve.core.leases import LeaseBook
+from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, UnknownName
+from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
+from paramserve.pytorch.batches import order
+from paramserve.pytorch.loader import load, sampler
+
+SEED = 3
+DYNAMIC: dict[str, Any] = {"shards": "dynamic"}
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def tensors(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+class FakeCluster:
+    """A coordinator without time: who would wait lets `meanwhile` happen, and asks again."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.book = LeaseBook()
+        self.ranks = tuple(range(workers))
+        self.workers = [FakeWorker(self, rank) for rank in self.ranks]
+        self.meanwhile: Callable[[], None] = self.stuck
+        self.gone = False
+
+    def stuck(self) -> None:
+        raise AssertionError("a rank waits, and nothing else will happen")
+
+
+class FakeControl:
+    def __init__(self, cluster: FakeCluster, worker: FakeWorker) -> None:
+        self.cluster = cluster
+        self.worker = worker
+
+    def call(self, message: Any, kind: type, *, timeout_s: float, slack_s: float = 5.0) -> Any:
+        book, rank = self.cluster.book, self.worker.rank
+        if self.cluster.gone:
+            raise CoordinatorGone("gone", fix="none")
+        if isinstance(message, GiveBack):
+            book.give_back(message, rank + 10)
+            reply: Any = Ok(0)
+        else:
+            assert isinstance(message, Lease)
+            self.worker.events.append("idle" if message.idle else "ask")
+            found = self.take(message)
+            if found is None and message.wait_s:
+                self.cluster.meanwhile()
+                found = self.take(message)
+            reply = found if found is not None else Leased(0, holders=book.holders(message))
+        assert isinstance(reply, kind)
+        return reply
+
+    def take(self, message: Lease) -> Leased | None:
+        rank, ranks = self.worker.rank, self.cluster.ranks
+        return self.cluster.book.take(message, rank + 10, rank, ranks, len(ranks))
+
+
+class FakeClient:
+    """Counts what it is asked to do; a step is answered at once."""
+
+    def __init__(self, cluster: FakeCluster, worker: FakeWorker) -> None:
+        self._control = FakeControl(cluster, worker)
+        self._worker = worker
+        self.next_mark: Callable[[], tuple[int, int] | None] | None = None
+        self.guest = False
+        self.retiring = False
+        self.missed = 0
+        self.waited_s = 0.0
+        self.timeout_s = 60.0
+        self.marks: list[tuple[int, int] | None] = []
+        self.weights: list[float | None] = []
+
+    def drain(self) -> None:
+        self._worker.events.append("drain")
+
+    def rest(self, group: str) -> None:
+        self._worker.events.append(f"rest {group}")
+        if group == "unknown":
+            raise UnknownName("nothing defined", fix="define it")
+
+    def enter(self, group: str) -> bool:
+        """What says that this worker takes part again."""
+        if group == "unknown":
+            raise UnknownName("nothing defined", fix="define it")
+        self._worker.events.append(f"enter {group}")
+        return self.guest
+
+    def train(self) -> None:
+        """As `worker.optimizer` does: the weight is asked for before the step is sent."""
+        leased = self._worker.leased
+        self.weights.append(leased.step_samples if leased is not None else None)
+        self.marks.append(self.next_mark() if self.next_mark is not None else None)
+
+
+class FakeWorker:
+    def __init__(self, cluster: FakeCluster, rank: int) -> None:
+        self.rank = rank
+        self.seed = SEED
+        self.events: list[str] = []
+        self.client = FakeClient(cluster, self)
+        self.leased: LeasedWork | None = None
+        self.groups: tuple[str, ...] = ("model",)
+        self.refreshers: list[Callable[[], None]] = [lambda: self.events.append("refresh")]
+        self.workers = len(cluster.ranks)
+        self.missed = 0
+        self.steps_before = 0
+        self.names = 0
+
+    @property
+    def retiring(self) -> bool:
+        return self.client.retiring
+
+    def new_loader_name(self) -> str:
+        self.names += 1
+        return f"loader-{self.names}"
+
+
+def alone() -> FakeWorker:
+    return FakeCluster(workers=1).workers[0]
+
+
+def train(worker: FakeWorker, batches: Any, *, steps: int | None = None) -> list[list[int]]:
+    """The samples of each batch; each is stepped with."""
+    found = []
+    for batch in islice(batches, steps):
+        (batch,) = batch if isinstance(batch, list) else (batch,)
+        found.append(batch.tolist())
+        worker.client.train()
+    return found
+
+
+def in_turns(cluster: FakeCluster, loops: list[Iterator[list[int]]]) -> list[list[int]]:
+    """All batches of all ranks, one after the other. Who waits lets the others work."""
+    found: list[list[int]] = []
+    running = dict(enumerate(loops))
+    busy: list[int] = []
+
+    def go_on(rank: int) -> None:
+        busy.append(rank)
+        batch = next(running[rank], None)
+        busy.remove(rank)
+        if batch is None:
+            del running[rank]
+        else:
+            found.append(batch)
+
+    def meanwhile() -> None:
+        for rank in list(running):
+            if rank in running and rank not in busy:
+                go_on(rank)
+
+    cluster.meanwhile = meanwhile
+    while running:
+        for rank in list(running):
+            if rank in running:
+                go_on(rank)
+    return found
+
+
+def stepping(worker: FakeWorker, loader: Any) -> Iterator[list[int]]:
+    for batch in loader:
+        (batch,) = batch if isinstance(batch, list) else (batch,)
+        yield batch.tolist()
+        worker.client.train()
+
+
+def samples(batches: list[list[int]]) -> Counter[int]:
+    return Counter(i for batch in batches for i in batch)
+
+
+# --- loader ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tensors, Numbers])
+@pytest.mark.parametrize(("size", "workers", "batch"), [(60, 3, 5), (61, 2, 7), (5, 4, 2)])
+def test_leased_every_sample_comes_once_an_epoch(make, size, workers, batch) -> None:
+    cluster = FakeCluster(workers)
+    loops = [
+        stepping(worker, load(worker, make(size), batch_size=batch, epochs=3, **DYNAMIC))
+        for worker in cluster.workers
+    ]
+    found = in_turns(cluster, loops)
+    assert samples(found) == Counter(dict.fromkeys(range(size), 3))
+    assert all(len(one) <= batch for one in found)
+
+
+def test_leased_order_is_the_common_one() -> None:
+    worker = alone()
+    found = train(worker, load(worker, tensors(20), batch_size=5, epochs=2, **DYNAMIC))
+    joined = [i for batch in found for i in batch]
+    assert joined == [*order(20, SEED, 0).tolist(), *order(20, SEED, 1).tolist()]
+    plain = train(worker, load(worker, tensors(6), batch_size=4, shuffle=False, **DYNAMIC))
+    assert plain == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_leased_steps_are_the_mean_of_all_ranks() -> None:
+    cluster = FakeCluster(2)
+    loops = [
+        stepping(worker, load(worker, tensors(20), batch_size=4, steps=7, **DYNAMIC))
+        for worker in cluster.workers
+    ]
+    assert sum(samples(in_turns(cluster, loops)).values()) == 2 * 7 * 4
+
+
+def test_leased_batches_are_what_a_dataloader_gives() -> None:
+    worker = alone()
+    (got,) = load(worker, tensors(8), batch_size=8, shuffle=False, **DYNAMIC)
+    (expected,) = DataLoader(tensors(8), batch_size=8)
+    assert type(got) is type(expected)
+    assert torch.equal(got[0], expected[0])
+    assert list(load(worker, Numbers(8), batch_size=4, collate_fn=len, **DYNAMIC)) == [4, 4]
+
+
+def test_leased_worker_process_loads_ahead_and_marks_what_was_delivered() -> None:
+    worker = alone()
+    loader = load(worker, Numbers(12), batch_size=4, num_workers=1, shuffle=False, **DYNAMIC)
+    assert train(worker, loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert worker.client.marks == [(1, 4), (1, 8), (2, 4)]
+
+
+def test_leased_iterated_again_goes_on_with_the_next_epochs() -> None:
+    worker = alone()
+    loader = load(worker, tensors(20), batch_size=5, **DYNAMIC)
+    found = [train(worker, loader) for _ in range(3)]
+    for epoch, part in enumerate(found):
+        assert [i for batch in part for i in batch] == order(20, SEED, epoch).tolist()
+
+
+def test_leased_restarted_worker_finds_what_was_done() -> None:
+    cluster = FakeCluster(1)
+    (worker,) = cluster.workers
+    train(worker, load(worker, tensors(20), batch_size=5, **DYNAMIC))
+    again = FakeWorker(cluster, 0)
+    loader = load(again, tensors(20), batch_size=5, **DYNAMIC)
+    assert train(again, loader) == []
+    assert len(train(again, loader)) == 4
+
+
+def test_leased_loop_that_is_left_gives_the_rest_to_others() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    first = train(one, load(one, tensors(40), batch_size=5, **DYNAMIC), steps=1)
+    loader = load(two, tensors(40), batch_size=5, **DYNAMIC)
+    cluster.meanwhile = lambda: cluster.book._finished(10, (1, 5))
+    assert samples(first + train(two, loader)) == Counter(range(40))
+
+
+def test_leased_loop_that_was_left_can_go_on() -> None:
+    worker = alone()
+    loader = load(worker, tensors(40), batch_size=5, **DYNAMIC)
+    first = train(worker, loader, steps=3)
+    assert samples(first + train(worker, loader)) == Counter(range(40))
+
+
+def test_leased_error_in_the_loop_is_not_hidden_where_the_coordinator_is_gone() -> None:
+    cluster = FakeCluster(1)
+    (worker,) = cluster.workers
+
+    def fail() -> None:
+        for _ in load(worker, tensors(40), batch_size=5, **DYNAMIC):
+            cluster.gone = True
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+
+def test_leased_retiring_worker_ends_and_gives_back() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    found = []
+    for (batch,) in load(one, tensors(40), batch_size=5, **DYNAMIC):
+        found.append(batch.tolist())
+        one.client.train()
+        one.client.retiring = True
+    assert len(found) == 1
+    cluster.meanwhile = lambda: cluster.book._finished(10, (1, 5))
+    rest = train(two, load(two, tensors(40), batch_size=5, **DYNAMIC))
+    assert samples(found + rest) == Counter(range(40))
+    assert train(one, load(one, tensors(40), batch_size=5, name="x", **DYNAMIC)) == []
+
+
+def test_leased_idle_rank_rests_before_it_waits() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    one.groups = ("model", "unknown", "second")
+    loops = [
+        stepping(worker, load(worker, tensors(10), batch_size=5, **DYNAMIC))
+        for worker in cluster.workers
+    ]
+    in_turns(cluster, loops)
+    rest = ["drain", "rest model", "rest unknown", "rest second"]
+    enter = ["enter model", "enter second"]
+    assert one.events[:9] == [*enter, "ask", "ask", *rest, "idle"]
+    assert two.events.count("drain") <= 1
+
+
+def test_leased_worker_that_was_a_guest_takes_the_present_values() -> None:
+    cluster = FakeCluster(1)
+    (one,) = cluster.workers
+    one.client.guest = True
+    for _ in load(one, tensors(5), batch_size=5, **DYNAMIC):
+        one.client.train()
+    assert one.events[:2] == ["enter model", "refresh"]
+
+
+def test_leased_idle_rank_takes_what_comes_back() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    theirs = iter(load(two, tensors(20), batch_size=5, **DYNAMIC))
+    next(theirs)
+    cluster.meanwhile = lambda: theirs.close()
+    found = train(one, load(one, tensors(20), batch_size=5, **DYNAMIC))
+    assert samples(found) == Counter(range(20))
+
+
+def test_leased_holder_that_does_not_go_on_is_named() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    theirs = iter(load(two, tensors(40), batch_size=5, **DYNAMIC))
+    for _ in range(2):  # a step with one of two batches: it goes on once
+        next(theirs)
+    now = [0.0]
+    plan = LeasePlan(40, 1, 0, 5, 5, 5, 1, SEED)
+    work = LeasedWork(one, "loader-1", plan, told=False, clock=lambda: now[0])
+    work.begin()
+    while work.draw():
+        one.client.train()
+
+    def meanwhile() -> None:
+        now[0] += 50.0
+        if now[0] == 50.0:
+            cluster.book._finished(11, (1, 5))
+
+    cluster.meanwhile = meanwhile
+    with pytest.raises(Timeout, match=r"rank 0 waits .* rank 1 \(5 samples\) .* 60\.0 s"):
+        work.more()
+    assert now[0] == 150.0
+
+
+def test_leased_two_loops_at_once_are_refused() -> None:
+    worker = alone()
+    first = load(worker, tensors(20), batch_size=5, **DYNAMIC)
+    second = load(worker, tensors(20), batch_size=5, **DYNAMIC)
+    loop = iter(first)
+    next(loop)
+    with pytest.raises(ParamServeError, match=r"loader-2.*loader-1"):
+        next(iter(second))
+    del loop
+    assert len(train(worker, second)) == 4
+
+
+# --- what a step says -----------------------------------------------------------------------------
+
+
+def test_step_carries_the_mark_of_all_that_was_delivered() -> None:
+    worker = alone()
+    for i, _ in enumerate(load(worker, tensors(40), batch_size=5, batches_per_step=3, **DYNAMIC)):
+        if i % 3 == 2:
+            worker.client.train()
+    # Leases of two steps, 30 samples, then the rest of the epoch; 2 batches fill no step.
+    assert worker.client.marks == [(1, 15), (1, 30)]
+    assert worker.client.weights == [15.0, 15.0]
+    assert worker.leased is not None
+    assert worker.leased.step_samples == 10.0
+
+
+def test_step_of_a_second_optimizer_has_the_same_samples_and_no_mark() -> None:
+    worker = alone()
+    for _ in load(worker, tensors(7), batch_size=4, **DYNAMIC):
+        worker.client.train()
+        worker.client.train()
+    assert worker.client.marks == [(1, 4), None, (1, 7), None]
+    assert worker.client.weights == [4.0, 4.0, 3.0, 3.0]
+
+
+def test_step_after_a_leased_loader_is_not_of_its_samples() -> None:
+    worker = alone()
+    train(worker, load(worker, tensors(8), batch_size=4, **DYNAMIC))
+    worker.client.train()
+    for _ in load(worker, tensors(8), batch_size=8):
+        worker.client.train()
+    assert worker.client.weights[2:] == [None, None]
+    assert worker.client.marks[2:] == [None, None]
+
+
+def test_speed_counts_own_compute_only() -> None:
+    cluster = FakeCluster(1)
+    (worker,) = cluster.workers
+    now = [0.0]
+    plan = LeasePlan(1000, 1, 0, 5, 5, 5, 1, SEED)
+    work = LeasedWork(worker, "w", plan, told=False, clock=lambda: now[0])
+    work.begin()
+    speeds = []
+    for compute_s, waited_s in [(9.0, 0.0), (0.5, 3.0), (0.5, 0.0), (1.0, 7.0)]:
+        work.draw()
+        now[0] += compute_s + waited_s
+        worker.client.waited_s += waited_s
+        worker.client.train()
+        speeds.append(work.speed)
+    # The first step begins at no known time; a step of 1 s counts 0.3.
+    assert speeds == pytest.approx([0.0, 10.0, 10.0, 5 / (0.7 * 0.5 + 0.3 * 1.0)])
+
+
+def test_adaptive_batches_go_by_the_speeds_that_steps_had() -> None:
+    cluster = FakeCluster(2)
+    now = [0.0]
+    plan = LeasePlan(10_000, 1, 0, 20, 2, 100, 1, SEED)
+    works = [
+        LeasedWork(worker, "w", plan, told=False, clock=lambda: now[0])
+        for worker in cluster.workers
+    ]
+    sizes: list[list[int]] = [[], []]
+    for work in works:
+        work.begin()
+    for _ in range(30):
+        for rank, work in enumerate(works):
+            drawn = work.draw()
+            assert drawn is not None
+            sizes[rank].append(drawn.stop - drawn.start)
+            now[0] += sizes[rank][-1] * (0.01, 0.03)[rank]
+            for other in works:  # Sync: the other one waits meanwhile
+                if other is not work:
+                    other._client.waited_s += sizes[rank][-1] * (0.01, 0.03)[rank]
+            cluster.workers[rank].client.train()
+    assert sizes[0][0] == sizes[1][0] == 20
+    assert (sizes[0][-1], sizes[1][-1]) == (30, 10)
+
+
+# --- sampler for a DataLoader of your own ---------------------------------------------------------
+
+
+def test_sampler_serves_a_dataloader_of_your_own() -> None:
+    cluster = FakeCluster(2)
+    loops = []
+    for worker in cluster.workers:
+        mine = sampler(worker, tensors(30), batch_size=4, epochs=2, **DYNAMIC)
+        loops.append(stepping(worker, DataLoader(tensors(30), batch_sampler=mine)))
+    assert samples(in_turns(cluster, loops)) == Counter(dict.fromkeys(range(30), 2))
+
+
+@pytest.mark.parametrize("until_done", [False, True])
+def test_sampler_that_draws_ahead_ends_when_nothing_is_left_and_goes_on(until_done: bool) -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    theirs = iter(load(two, tensors(20), batch_size=5, **DYNAMIC))
+    next(theirs)
+    mine = sampler(one, tensors(20), batch_size=5, **DYNAMIC)
+    cluster.meanwhile = lambda: theirs.close()
+
+    class DrawsAhead:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.tensor(batch) for batch in list(mine))
+
+    ahead = DrawsAhead()
+    found = train(one, mine.until_done(ahead) if until_done else ahead)
+    if not until_done:
+        assert len(found) == 2
+        assert "drain" not in one.events
+        found += train(one, ahead)
+    assert samples(found) == Counter(range(20))
+    assert one.client.marks == [(2, 5), (3, 5), (4, 5), (5, 5)]
+
+
+def test_sampler_next_turn_does_not_begin_with_the_rest_of_the_last() -> None:
+    worker = alone()
+    mine = sampler(worker, tensors(15), batch_size=5, batches_per_step=2, shuffle=False, **DYNAMIC)
+    for epoch in range(2):
+        for i, batch in enumerate(mine):
+            if i % 2:
+                worker.client.train()
+            assert batch == list(range(i * 5, i * 5 + 5))
+        assert i == 2, epoch
+    assert worker.client.marks == [(1, 10), (2, 10)]
+
+
+def test_sampler_loop_that_is_left_gives_back() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    mine = sampler(one, tensors(40), batch_size=5, **DYNAMIC)
+    found = train(one, DataLoader(tensors(40), batch_sampler=mine), steps=1)
+    cluster.meanwhile = lambda: cluster.book._finished(10, (1, 5))
+    found += train(two, load(two, tensors(40), batch_size=5, **DYNAMIC))
+    assert samples(found) == Counter(range(40))
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"batch_size": 12}, ValueError, "11 samples, less than one batch of 12"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": 2.0}, TypeError, "batch_size"),
+        ({"batch_size": 2, "epochs": 0}, ValueError, "epochs"),
+        ({"batch_size": 2, "steps": 0}, ValueError, "steps"),
+        ({"batch_size": 2, "batches_per_step": True}, TypeError, "batches_per_step"),
+        ({"batch_size": 2, "name": ""}, TypeError, "name"),
+        ({"batch_size": 2, "name": 3}, TypeError, "name"),
+        ({"batch_size": 2, "sampler": [1]}, TypeError, "sampler"),
+        ({"batch_size": 2, "in_order": False}, ValueError, "in_order"),
+        ({"batch_size": 2, "colour": "red"}, TypeError, "colour"),
+        ({"batch_size": 2, "adaptive_batch": (0, 4)}, ValueError, "smallest"),
+        ({"batch_size": 2, "adaptive_batch": (3, 2)}, ValueError, r"\(3, 2\)"),
+        ({"batch_size": 2, "adaptive_batch": (3, 9)}, ValueError, "batch_size=2"),
+        ({"batch_size": 2, "adaptive_batch": (1, 4.0)}, TypeError, "largest"),
+        ({"batch_size": 2, "adaptive_batch": (True, 4)}, TypeError, "smallest"),
+        ({"batch_size": 2, "adaptive_batch": 4}, TypeError, "pair"),
+        ({"batch_size": 2, "adaptive_batch": (1, 2, 3)}, TypeError, "pair"),
+    ],
+)
+def test_leased_bad_option_is_refused_at_once(options, error, text) -> None:
+    worker = FakeCluster(2).workers[0]
+    with pytest.raises(error, match=text):
+        load(worker, tensors(11), **DYNAMIC, **options)
+    assert worker.events == []
+
+
+def test_adaptive_batch_implies_dynamic() -> None:
+    worker = alone()
+    train(worker, load(worker, tensors(20), batch_size=5, adaptive_batch=(1, 9)))
+    assert worker.client.marks[0] == (1, 5)
+
+
+def test_sampler_bad_use_is_refused() -> None:
+    worker = alone()
+    with pytest.raises(TypeError, match="give batch_size"):
+        sampler(worker, tensors(20), **DYNAMIC)
+    with pytest.raises(TypeError, match=r"batch_size, epochs goes with"):
+        sampler(worker, tensors(20), batch_size=2, epochs=3)
+    with pytest.raises(ValueError, match="static"):
+        sampler(worker, tensors(20), shards="other")
+
+
+def test_leased_other_plan_on_another_rank_is_refused() -> None:
+    one, two = FakeCluster(2).workers
+    train(one, load(one, tensors(20), batch_size=5, **DYNAMIC), steps=1)
+    with pytest.raises(ParamServeError, match="rank 1 brought another plan"):
+        next(iter(load(two, tensors(20), batch_size=4, **DYNAMIC)))
