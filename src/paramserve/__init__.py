@@ -20,8 +20,26 @@ if TYPE_CHECKING:
     from paramserve.config import TLS as TLS
     from paramserve.config import Deadlines as Deadlines
     from paramserve.config import Limits as Limits
+    from paramserve.core.consistency import Adaptive as Adaptive
     from paramserve.core.consistency import Async as Async
+    from paramserve.core.consistency import BoundedStaleness as BoundedStaleness
+    from paramserve.core.consistency import Buffered as Buffered
+    from paramserve.core.consistency import DelayCompensated as DelayCompensated
+    from paramserve.core.consistency import ElasticAverage as ElasticAverage
+    from paramserve.core.consistency import LocalSteps as LocalSteps
     from paramserve.core.consistency import Sync as Sync
+    from paramserve.core.damping import Exponential as Exponential
+    from paramserve.core.damping import Inverse as Inverse
+    from paramserve.core.damping import Polynomial as Polynomial
+    from paramserve.core.decisions import Admit as Admit
+    from paramserve.core.decisions import Apply as Apply
+    from paramserve.core.decisions import Buffer as Buffer
+    from paramserve.core.decisions import Drop as Drop
+    from paramserve.core.decisions import Policy as Policy
+    from paramserve.core.decisions import Pull as Pull
+    from paramserve.core.decisions import Push as Push
+    from paramserve.core.decisions import Standing as Standing
+    from paramserve.core.decisions import Wait as Wait
     from paramserve.engine.external import External as External
     from paramserve.engine.local import Local as Local
     from paramserve.engine.on_ray import Needs as Needs
@@ -58,6 +76,24 @@ _WHERE = {
     "Ticket": "client",
     "Sync": "core.consistency",
     "Async": "core.consistency",
+    "BoundedStaleness": "core.consistency",
+    "DelayCompensated": "core.consistency",
+    "Buffered": "core.consistency",
+    "LocalSteps": "core.consistency",
+    "ElasticAverage": "core.consistency",
+    "Adaptive": "core.consistency",
+    "Inverse": "core.damping",
+    "Exponential": "core.damping",
+    "Polynomial": "core.damping",
+    "Policy": "core.decisions",
+    "Standing": "core.decisions",
+    "Push": "core.decisions",
+    "Pull": "core.decisions",
+    "Apply": "core.decisions",
+    "Buffer": "core.decisions",
+    "Drop": "core.decisions",
+    "Admit": "core.decisions",
+    "Wait": "core.decisions",
     "Add": "rules.add",
     "SGD": "rules.sgd",
     "Adam": "rules.adam",

@@ -13,7 +13,10 @@ import click
 import cloudpickle
 
 from paramserve import __version__
-from paramserve.cli_cluster import COMMANDS, POLICIES, load_class
+from paramserve.cli_cluster import COMMANDS, load_object
+from paramserve.cli_options import POLICY_HELP, policy_of
+from paramserve.cli_plan import plan
+from paramserve.core.registered import split
 from paramserve.errors import ParamServeError
 
 INTERRUPTED = 130
@@ -32,11 +35,7 @@ def cli() -> None:
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
-    "--consistency",
-    type=click.Choice(list(POLICIES)),
-    default="sync",
-    show_default=True,
-    help="sync is sync:mean.",
+    "--consistency", metavar="POLICY", default="sync", show_default=True, help=POLICY_HELP
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Repeats a sync run bit by bit.")
 @click.option("--threads-per-worker", type=click.IntRange(min=1))
@@ -47,7 +46,12 @@ def cli() -> None:
     default="stop",
     show_default=True,
 )
-@click.option("--rules", multiple=True, metavar="MODULE:CLASS", help="A rule of your own.")
+@click.option(
+    "--rules",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A rule, policy or damping function of your own; repeatable.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -77,12 +81,15 @@ def run(
     from paramserve.job.packing import WithArguments
     from paramserve.observe import watch
 
+    own_rules, policies = split(given := [load_object(each) for each in rules])
+    policy = policy_of(consistency, given)
     path, function = load_function(target, script_args)
     job = start(
         WithArguments(function, [path, *script_args]),
-        consistency=POLICIES[consistency](),
+        consistency=policy,
         on_worker_death=_on_worker_death(on_worker_death),
-        rules=[load_class(each) for each in rules],
+        rules=own_rules,
+        policies=policies,
         engine=_engine(engine),
         **options,
     )
@@ -124,7 +131,7 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
-for command in COMMANDS:
+for command in (*COMMANDS, plan):
     cli.add_command(command)
 
 

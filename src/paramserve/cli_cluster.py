@@ -1,4 +1,4 @@
-"""Commands around a cluster that runs by itself: serve, status, token, certs, agent."""
+"""Commands around a cluster that runs by itself: serve, status, scale, token, certs, agent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from paramserve.agent import agent_command
-from paramserve.cli_options import split_reference, tls_of, with_tls
+from paramserve.cli_options import POLICY_HELP, policy_of, split_reference, tls_of, with_tls
 from paramserve.config import Deadlines, Limits
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.core.registered import split
 from paramserve.errors import ParamServeError
 
 if TYPE_CHECKING:
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 32
 STATUS_S = 5.0
-"""A cluster that does not answer `paramserve status` for this long is not there."""
-POLICIES: dict[str, Callable[[], Consistency]] = {
-    "sync": lambda: Sync(reduce="mean"),
-    "sync:mean": lambda: Sync(reduce="mean"),
-    "sync:sum": lambda: Sync(reduce="sum"),
-    "async": Async,
-}
+"""A cluster that does not answer `paramserve status` or `scale` for this long is not there."""
 
 
 @click.command()
@@ -40,9 +34,14 @@ POLICIES: dict[str, Callable[[], Consistency]] = {
 @click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
-    "--consistency", type=click.Choice(list(POLICIES)), default="async", show_default=True
+    "--consistency", metavar="POLICY", default="async", show_default=True, help=POLICY_HELP
 )
-@click.option("--rules", multiple=True, metavar="MODULE:CLASS", help="A rule of your own.")
+@click.option(
+    "--rules",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A rule, policy or damping function of your own; repeatable.",
+)
 @click.option("--advertise", default="", metavar="HOST", help="How others reach --bind 0.0.0.0.")
 @click.option(
     "--restart",
@@ -61,9 +60,11 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
     from paramserve.serving import serve as run
 
     tls = tls_of(options)
+    own_rules, policies = split(given := [load_object(each) for each in rules])
     run(
-        rules=[load_class(each) for each in rules],
-        consistency=POLICIES[consistency](),
+        rules=own_rules,
+        policies=policies,
+        consistency=policy_of(consistency, given),
         tls=tls,
         ready=lambda address: click.echo(f"paramserve: serving at {address}"),
         **options,
@@ -104,11 +105,49 @@ def _ask(overview: Any, address: str) -> Status:
     if overview.error is not None:
         raise overview.error
     if found is None:
-        raise ParamServeError(
-            f"the coordinator at {address} did not answer in {STATUS_S} s",
-            fix="look whether it runs, and whether a firewall is in between",
-        )
+        raise _silent(address)
     return found
+
+
+def _silent(address: str) -> ParamServeError:
+    return ParamServeError(
+        f"the coordinator at {address} did not answer in {STATUS_S} s",
+        applied="unknown",
+        fix="look whether it runs, and whether a firewall is in between",
+    )
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--workers", type=click.IntRange(min=1), required=True, help="How many from now on.")
+@click.option("--token-file", type=click.Path(), help="The cluster's token.")
+@with_tls
+def scale(address: str, workers: int, token_file: str | None, **options: Any) -> None:
+    """Change how many workers a cluster has, while those that stay go on.
+
+    More: their processes may be started from now on, and nobody waits for them before they come.
+    Fewer: those with the highest ranks are told to end. For a run, use its `Job.scale`.
+    """
+    from paramserve.errors import rebuild
+    from paramserve.job.overview import Overview
+    from paramserve.joining import full_address
+    from paramserve.messages import Failed
+    from paramserve.transport.token_file import credentials_of
+
+    overview = Overview(
+        (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()
+    )
+    try:
+        answer = overview.answer(overview.scale(workers), STATUS_S)
+    except ConnectionError:
+        raise _silent(address) from None
+    finally:
+        overview.close()
+    if answer is None:
+        raise _silent(address)
+    if isinstance(answer, Failed):
+        raise rebuild(answer.kind, answer.failed, answer.applied, answer.fix)
+    click.echo(f"paramserve: the cluster at {address} has {workers} workers from now on")
 
 
 @click.command()
@@ -142,19 +181,11 @@ def certs(directory: str, hosts: tuple[str, ...]) -> None:
     )
 
 
-def load_class(target: str) -> type[Any]:
-    """The class that MODULE:CLASS names; modules of the present folder can be imported.
-
-    Raises:
-        click.BadParameter: there is no such module or class.
-    """
-    found: type[Any] = load_object(target, "MODULE:CLASS")
-    return found
-
-
-def load_object(target: str, form: str) -> Any:
+def load_object(target: str, form: str = "MODULE:NAME, as in training:MyRule") -> Any:
     """What MODULE:NAME names; modules of the present folder can be imported.
 
+    Args:
+        form: what an error says that it should be.
     Raises:
         click.BadParameter: there is no such module or name.
     """
@@ -170,4 +201,4 @@ def load_object(target: str, form: str) -> Any:
         raise click.BadParameter(f"{target}: {error}") from error
 
 
-COMMANDS: Sequence[click.Command] = (serve, status, token, certs, agent_command)
+COMMANDS: Sequence[click.Command] = (serve, status, scale, token, certs, agent_command)

@@ -9,10 +9,10 @@ from typing import Any
 
 from paramserve.client import Client
 from paramserve.config import Deadlines, Limits
-from paramserve.core.consistency import Async, Consistency
-from paramserve.core.consistency import spec as policy_spec
+from paramserve.core.consistency import Async
+from paramserve.core.decisions import Policy
 from paramserve.engine.base import Engine
-from paramserve.job.packing import pack_rules, reference
+from paramserve.job.packing import for_servers
 from paramserve.job.plan import Plan
 from paramserve.job.running import (
     SEED_BITS,
@@ -38,15 +38,19 @@ class Cluster:
         servers: number of server processes.
         workers: ranks that clients will take with `client(rank=)`; Sync steps when all of them
             have stepped.
-        consistency: when gradients are applied; `ps.Async()` if None.
+        consistency: when gradients are applied; `ps.Async()` if None. Its class need not be
+            registered.
         engine: what starts the processes; `ps.Local()` if None.
         name: others find it with `ps.attach(name, engine=...)`; None: only by its handle.
         rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
+        policies: classes of your own policies, and functions for `damping=`, that the servers may
+            run; see `ps.Policy`.
         seed: of workers that join by its handle; a random one if None.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
-        ValueError, TypeError: a wrong argument. Nothing was started.
+        ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
+            workers. Nothing was started.
         NameTaken: a living cluster has this name. Nothing is left of this one.
     """
 
@@ -55,24 +59,30 @@ class Cluster:
         servers: int = 1,
         *,
         workers: int = 0,
-        consistency: Consistency | None = None,
+        consistency: Policy | None = None,
         engine: Engine | None = None,
         name: str | None = None,
         rules: Sequence[type[Any]] = (),
+        policies: Sequence[Any] = (),
         seed: int | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
         check_count("servers", servers)
         check_count("workers", workers, least=0)
-        policy = policy_spec(consistency if consistency is not None else Async())
+        told = for_servers(
+            consistency if consistency is not None else Async(),
+            workers,
+            rules=rules,
+            policies=policies,
+        )
         plan = Plan(
             servers=servers,
             workers=0,
             ranks=workers,
-            consistency=policy,
-            server_code=pack_rules(rules),
-            server_reference=reference(*rules),
+            consistency=told.consistency,
+            server_code=told.code,
+            server_reference=told.reference,
             limits=check_settings("limits", limits, Limits),
             deadlines=check_settings("deadlines", deadlines, Deadlines),
         )

@@ -16,7 +16,6 @@ from paramserve.core.coordination import (
     Noticed,
     TimePassed,
 )
-from paramserve.core.membership import DEAD, LEFT
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
@@ -91,8 +90,7 @@ class CoordinatorRole:
     @property
     def all_left(self) -> bool:
         """Whether every worker has come, and has left or died."""
-        members = self._coordination.membership.members.values()
-        return bool(members) and all(each.state in (LEFT, DEAD) for each in members)
+        return self._coordination.membership.all_left
 
     def _tick(self) -> None:
         self._step(TimePassed())

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
-from paramserve.core.consistency import build as build_policy
 from paramserve.core.events import (
     ClientBye,
     ClientGone,
@@ -33,6 +31,8 @@ from paramserve.core.events import (
     Requested,
 )
 from paramserve.core.partition import DTYPES
+from paramserve.core.policies import build as build_policy
+from paramserve.core.registered import Registered, registered
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import (
@@ -58,7 +58,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.rules.base import Rule
-from paramserve.rules.registry import NONE, TORCH, check_registered
+from paramserve.rules.registry import TORCH
 from paramserve.rules.registry import build as build_rule
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
@@ -80,6 +80,7 @@ virtual machine, several times what a small step takes."""
 QUICK_TCP_S = 400e-6
 SPIN_TCP_S = 250e-6
 """The same for a request over TCP."""
+NOTHING = Registered()
 
 _decode_client = decoder(ShardRequest | Inquire | AskReport | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -110,7 +111,7 @@ class ServerRole:
         credentials: Credentials,
         control: ControlLink | None,
         *,
-        rules: Mapping[str, type[Any]] = NONE,
+        registered: Registered = NOTHING,
     ) -> None:
         self.config = config
         self._buffers = Buffers(config.limits.buffers_bytes_max)
@@ -118,13 +119,14 @@ class ServerRole:
             config.shard,
             config.servers,
             config.workers,
-            build_policy(config.consistency),
+            build_policy(config.consistency, registered.all),
             limits=config.limits,
             resend_s=config.deadlines.resend_s,
-            rules=rules,
+            rules=registered.rules,
+            policies=registered.all,
             allocate=self._buffers.take,
         )
-        self._rules = rules
+        self._rules = registered.rules
         self._credentials = credentials
         self._control = control
         self._loop = asyncio.get_running_loop()
@@ -391,6 +393,7 @@ class ServerRole:
             self.shard.report(),
             len(self.shard.sessions),
             sum(block.nbytes for block in blocks),
+            self.shard.members_number,
         )
 
     def close(self) -> None:
@@ -418,7 +421,7 @@ async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
         timeout_s=config.deadlines.start_s,
         lost_s=config.deadlines.lost_s,
     )
-    role = ServerRole(config, credentials, control, rules=check_registered(boot.load() or ()))
+    role = ServerRole(config, credentials, control, registered=registered(boot.load() or ()))
     loop = asyncio.get_running_loop()
     boot.on_stop(lambda: call_soon(loop, role.ended.set))
     listeners = await listen(

@@ -22,22 +22,23 @@ from msgspec.structs import replace
 from paramserve.config import (
     CLUSTER_BYTES,
     TLS,
+    ConsistencySpec,
     CoordinatorConfig,
     Credentials,
     Deadlines,
     Limits,
-    PolicySpec,
     ServerConfig,
 )
 from paramserve.control import ControlLink
 from paramserve.coordinator import ROLES, CoordinatorRole
-from paramserve.core.consistency import Async, Consistency
-from paramserve.core.consistency import spec as policy_spec
+from paramserve.core.consistency import Async
+from paramserve.core.decisions import Policy
 from paramserve.core.membership import DEAD, LEFT
+from paramserve.core.policies import build, spec
+from paramserve.core.registered import Registered, check
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.joining import full_address
 from paramserve.messages import Enlist, Enlisted, Hello
-from paramserve.rules.registry import check_registered
 from paramserve.server import ServerRole, register
 from paramserve.settings import check_restart, check_settings
 from paramserve.transport.connection import Connection, Handler
@@ -63,8 +64,8 @@ class Settings:
     join: str | None
     servers: int
     workers: int
-    consistency: PolicySpec
-    rules: Sequence[type[Any]]
+    consistency: ConsistencySpec
+    registered: Registered
     advertise: str
     restart_s: float | None
     until_done: bool
@@ -130,8 +131,8 @@ class _Running:
             control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
         )
         config = _server_config(settings, coordinator, enlisted)
-        rules = check_registered(settings.rules)
-        self.role = ServerRole(config, settings.credentials, control, rules=rules)
+        registered = settings.registered
+        self.role = ServerRole(config, settings.credentials, control, registered=registered)
         self.stack.callback(self.role.close)
         if both is not None:
             both.server = self.role
@@ -262,8 +263,9 @@ def serve(
     join: str | None = None,
     servers: int = 1,
     workers: int = 0,
-    consistency: Consistency | None = None,
+    consistency: Policy | None = None,
     rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
     tls: TLS | None = None,
     advertise: str = "",
     restart_s: float | None = None,
@@ -285,13 +287,17 @@ def serve(
         servers, workers: of the whole cluster. Only the first server is told.
         consistency: when gradients are applied; `ps.Async()` if None. Only the first is told.
         rules: classes of your own rules that this server may run.
+        policies: classes of your own policies, and functions for `damping=`, that it may run. All
+            servers of a cluster need the same ones.
         tls: certificates; None: no TLS.
         advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
         restart_s: how long Sync waits for a worker that died to come again; None: not at all.
         until_done: return when all workers have come and left. The others then end by themselves.
         ready: is called with the `host:port` of this server when it serves.
     Raises:
-        ValueError, TypeError: a wrong argument. Nothing was started.
+        ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
+            workers. Nothing was started.
+        UnknownRule: this server joins a cluster whose policy it does not know.
         ParamServeError: the port is taken, the cluster is complete already, or it is gone.
         NotAuthenticated: the token or a certificate does not match.
         ConnectTimeout: nobody answers at `join`.
@@ -299,6 +305,10 @@ def serve(
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
+    described, registered = spec(policy), check(rules, policies, policy)
+    build(described, registered.all)
+    if workers:
+        policy.check(workers)
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
     if until_done and join is None and not workers:
@@ -309,8 +319,8 @@ def serve(
         join,
         servers,
         workers,
-        policy_spec(policy),
-        tuple(rules),
+        described,
+        registered,
         advertise,
         restart_s,
         until_done,

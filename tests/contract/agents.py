@@ -119,13 +119,25 @@ class FleetWithAgents:
         self.started: list[subprocess.Popen[bytes]] = []
         self._start = start
         self._settles = settles
+        self._has_agent: set[str] = set()
+        """Names of roles to come whose agents have been started."""
         OPEN.add(self)
 
     def launch(self, role: Role) -> Process:
         process = self.fleet.launch(role)
         self.launched.append(process)
-        self.started.append(self._start(self.fleet.address))
+        if role.name not in self._has_agent:
+            self.started.append(self._start(self.fleet.address))
+        self._has_agent.discard(role.name)
         return process
+
+    def make_room(self, roles: Sequence[Role]) -> None:
+        self._has_agent.update(role.name for role in roles)
+        self.started += [self._start(self.fleet.address) for _ in roles]
+        self.fleet.make_room(roles)
+
+    def give_back(self, names: Sequence[str]) -> None:
+        self.fleet.give_back(names)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         return self.fleet.events(timeout_s)

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from paramserve import Worker
     from paramserve.engine.child import Bootstrap
+
+RANKS, INCARNATIONS = 4, 3
 
 
 def echo(boot: Bootstrap) -> None:
@@ -103,3 +106,21 @@ def _inheritable(fd: int) -> bool:
         return os.get_inheritable(fd)
     except OSError:  # the listing's own
         return False
+
+
+def adds(worker: Worker) -> list[int]:
+    """A training function: add ones in this incarnation's own place, until the driver says that it
+    is enough or that this worker is to end. Returns the incarnation and how often it has added."""
+    import numpy as np
+
+    import paramserve as ps
+
+    client, steps = worker.client, 0
+    one = np.zeros((RANKS, INCARNATIONS))
+    client.define("w", one, rule=ps.Add())
+    client.define("enough", np.zeros(1), rule=ps.Add(), group="control")
+    one[worker.rank, worker.incarnation] = 1.0
+    while not (client.retiring or client.pull("enough")[0]):
+        client.push_pull({"w": one}, tick=True)
+        steps += 1
+    return [worker.incarnation, steps]

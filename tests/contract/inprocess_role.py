@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
+from paramserve.core.registered import Registered
 from paramserve.messages import Hello
 from paramserve.server import ServerRole
 from paramserve.transport.connection import Connection
@@ -59,10 +60,10 @@ class InProcessRole(ServerRole):
         credentials: Credentials,
         control: ControlLink,
         *,
-        rules: Mapping[str, type[Any]],
+        registered: Registered,
     ) -> None:
         self.entrance = InProcessListener(self, config.limits)
-        super().__init__(config, credentials, control, rules=rules)
+        super().__init__(config, credentials, control, registered=registered)
         self._loop: Any = _FromAnyThread(self._loop)
 
     def _beat(self) -> None:

@@ -12,11 +12,11 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 
 from paramserve.client import BlockPush, Client
-from paramserve.core.consistency import Async, Consistency, Sync
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
 from paramserve.errors import RuleFailed, UnknownRule
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
-from paramserve.rules.registry import check_registered
 from paramserve.rules.torch_rule import TorchRule
 
 SIZE = 40_000
@@ -92,7 +92,7 @@ class Scribbles(Add):
         gradient[:] = 7.0
 
 
-RULES = check_registered([ByWorker, Fails, Centered, Unstartable, Scribbles])
+RULES = (ByWorker, Fails, Centered, Unstartable, Scribbles)
 MISBEHAVIOUR = {
     "raise": r"KeyError: 'thirteen' \(.*test_custom_rules.py:\d+ in update: raise KeyError",
     "exit": "SystemExit",
@@ -106,9 +106,9 @@ Make = Callable[..., RoleCluster]
 
 @pytest.fixture
 def make(make_cluster: MakeCluster, shards: int) -> Make:
-    def made(policy: Consistency | None = None, workers: int = 1) -> RoleCluster:
+    def made(policy: Policy | None = None, workers: int = 1) -> RoleCluster:
         policy = policy if policy is not None else Async()
-        return make_cluster(servers=shards, policy=policy, workers=workers, rules=RULES)
+        return make_cluster(servers=shards, policy=policy, workers=workers, registers=RULES)
 
     return made
 
@@ -184,7 +184,7 @@ def test_rule_by_the_protocol_cannot_write_to_the_clients_gradient(make: Make) -
 
 
 def test_async_failure_on_one_shard_is_told_as_unknown(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(servers=2, workers=1, rules=RULES)
+    cluster = make_cluster(servers=2, workers=1, registers=RULES)
     client = cluster.client(0)
     client.define("w", np.zeros(SIZE), rule=Fails())
     bad = np.ones(SIZE)
@@ -257,7 +257,7 @@ def test_sync_values_assigned_while_a_clock_waits_are_not_lost(make: Make) -> No
 
 
 @pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
-def test_whole_tensors_are_not_cut(make: Make, policy: Consistency, shards: int) -> None:
+def test_whole_tensors_are_not_cut(make: Make, policy: Policy, shards: int) -> None:
     cluster = make(policy)
     client = cluster.client(0)
     shapes = {"a": (3,), "b": (100, 101), "c": (), "d": (90, 101)}

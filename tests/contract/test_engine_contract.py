@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -10,23 +11,30 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import msgspec
+import numpy as np
 import pytest
-from tests.contract.agents import FleetWithAgents, WithAgents
+from tests.contract.agents import FleetWithAgents, WithAgents, agents, token_in
 from tests.contract.fleets import WAIT_S, until_ended
 
+import paramserve as ps
 from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
+from paramserve.engine.external import External
 from paramserve.engine.local import Local
 from paramserve.engine.on_ray import OnRay
-from paramserve.errors import ParamServeError
+from paramserve.errors import CannotPlace, ParamServeError
 
 HERE = Path(__file__).parent
 SECRET = b"the-cluster-token-0123456789abcd"
+RUN_WAIT_S = 60.0
 
 
 def local(request: pytest.FixtureRequest) -> Engine:
@@ -263,6 +271,25 @@ def test_name_may_be_launched_again_after_its_end(engine: Engine) -> None:
             assert status_of(until_ended(fleet)) == status
 
 
+def test_room_that_was_made_is_used_given_back_and_made_again(engine: Engine) -> None:
+    with contextlib.closing(engine.open(["server 0"])) as fleet:
+        for status in (3, 4):
+            added = [Role(f"worker {n}", "engine_entries:exit_with", b"", SECRET) for n in (1, 2)]
+            fleet.make_room([])
+            fleet.make_room(added)
+            one = replace(added[0], payload=str(status).encode())
+            fleet.launch(one)
+            assert status_of(until_ended(fleet)) == status
+            fleet.give_back(["worker 1", "worker 2", "worker 99"])
+
+
+def test_closed_fleet_makes_no_room(fleet: Fleet) -> None:
+    fleet.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        fleet.make_room([role("echo")])
+    fleet.give_back(["a echo"])
+
+
 def test_ctrl_c_is_ignored_in_children(fleet: Fleet) -> None:
     fleet.launch(role("interrupt_self"))
     seen = until_ended(fleet)
@@ -424,3 +451,112 @@ def test_process_contract_is_met_by_local() -> None:
         process: Process = fleet.launch(role("pause"))
         assert process.wait(0.0) is None
         assert process.name == "a pause"
+
+
+# --- another number of workers ------------------------------------------------------------------
+
+
+POLICIES = {
+    "Sync": ps.Sync(reduce="sum"),
+    "Async": ps.Async(),
+    "BoundedStaleness": ps.BoundedStaleness(bound=2),
+}
+
+
+@contextlib.contextmanager
+def started(engine: Engine, **options: Any) -> Iterator[tuple[ps.Job, ps.Client]]:
+    """A run of one worker that adds ones until it is enough, and a client once it is at work."""
+    entries = importlib.import_module("engine_entries")
+    if isinstance(engine, WithAgents):
+        engine = replace(engine, train="engine_entries:adds")
+    job = ps.start(entries.adds, engine=engine, **options)
+    try:
+        with job.handle().connect() as client:
+            until(lambda: len(client.blocks()) == 2)
+            yield job, client
+    finally:
+        job.stop()
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + RUN_WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def take_part(client: ps.Client, *incarnations: tuple[int, int]) -> None:
+    """Wait until each of these (rank, incarnation) has added something from now on."""
+    before = client.pull("w")
+    until(lambda: all(client.pull("w")[each] > before[each] for each in incarnations))
+
+
+def until_states(job: ps.Job, *states: str) -> None:
+    until(lambda: tuple(job.status().workers.values()) == states)
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [
+        ("Local", "Sync"),
+        ("Local", "Async"),
+        ("Local", "BoundedStaleness"),
+        ("OnRay", "Async"),
+        ("External", "Sync"),
+    ],
+    indirect=["engine"],
+)
+def test_run_is_scaled_up_down_and_up_and_counts_every_push_once(
+    engine: Engine, policy: str
+) -> None:
+    with started(engine, servers=2, consistency=POLICIES[policy]) as (job, client):
+        job.scale(3)
+        take_part(client, (0, 1), (1, 1), (2, 1))
+        job.scale(1)
+        until_states(job, "running", "retired", "retired")
+        take_part(client, (0, 1))
+        job.scale(2)
+        take_part(client, (0, 1), (1, 2))
+        client.assign("enough", np.ones(1))
+        result = job.wait()
+    added = result.values["default"]["w"]
+    assert {rank: each[0] for rank, each in result.returns.items()} == {0: 1, 1: 2, 2: 1}
+    for rank, (incarnation, steps) in result.returns.items():
+        dropped = result.dropped.get(rank, 0)  # Sync: a joiner's first one may come too late
+        assert added[rank, incarnation] in (steps - dropped, steps)
+        assert incarnation == 2 or added[rank, incarnation] == steps - dropped
+    assert result.dropped.get(0, 0) == 0
+    assert added[1, 1] > 0
+    assert np.count_nonzero(added) == 4
+    assert job.status().workers == {0: "returned", 1: "returned", 2: "retired"}
+    assert (result.failures, result.restarts) == ({}, [])
+    with pytest.raises(ParamServeError, match="not scaled to 2 workers: it is finished") as told:
+        job.scale(2)
+    assert told.value.applied == "no"
+
+
+def test_run_scaled_to_what_means_nothing_goes_on(local_fleet: Fleet) -> None:
+    with started(Local()) as (job, client):
+        for workers, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+            with pytest.raises(error, match="workers must be"):
+                job.scale(workers)  # type: ignore[arg-type]
+        assert job.status().workers.keys() == {0}
+        take_part(client, (0, 1))
+
+
+def test_run_on_external_without_a_free_agent_goes_on_with_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    token = token_in(tmp_path)
+    with agents(3, address, token, "engine_entries:adds"):
+        engine = External(address, token_file=token, wait_s=5.0)
+        with started(engine) as (job, client):
+            with pytest.raises(CannotPlace, match="not enough free agents for worker 1 in 5 s"):
+                job.scale(2)
+            assert job.status().workers == {0: "running"}
+            take_part(client, (0, 1))
+            client.assign("enough", np.ones(1))
+            assert job.wait().returns.keys() == {0}

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from paramserve.engine.external import (
     unseal,
 )
 from paramserve.engine.placed import SERVER, load
-from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
+from paramserve.errors import CannotPlace, NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION, Hello, decoder, encode
 from paramserve.rules.add import Add
 from paramserve.transport.framing import PRELUDE
@@ -277,6 +278,66 @@ def test_role_goes_to_the_agent_that_can_do_least_besides(fleet: ExternalFleet) 
     assert names == ["a train", "a plain", "rules"]
     for link in links:
         link.close()
+
+
+# --- room for more ------------------------------------------------------------------------------
+
+
+def test_make_room_without_enough_agents_keeps_none_and_says_how_to_start_one(
+    open_fleet: Open,
+) -> None:
+    fleet = open_fleet(wait_s=0.1)
+    link = offered(fleet, TRAIN)
+    until_known(fleet, 1)
+    added = [role("one", reference=TRAIN), role("two", reference=TRAIN)]
+    with pytest.raises(CannotPlace, match=r"agents for a one, a two in 0\.1 s") as no:
+        fleet.make_room(added)
+    assert "4711 on some-host (started with --train" in no.value.failed
+    assert no.value.failed.endswith("; free)")
+    assert f"paramserve agent {fleet.address} --token-file" in no.value.fix
+    fleet.launch(role("other", reference=TRAIN))
+    assign = given(link)
+    assert assign is not None
+    assert assign.name == "a other", "the agent is free for any role"
+    link.close()
+
+
+def test_make_room_waits_for_an_agent_that_comes_and_keeps_it(fleet: ExternalFleet) -> None:
+    kept = role("kept", reference=TRAIN)
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(fleet.make_room, [kept])
+        first = offered(fleet, TRAIN)
+        made.result(WAIT_S)
+    second = offered(fleet, TRAIN, ("own:Rule",))
+    until_known(fleet, 2)
+    fleet.launch(role("other", reference=TRAIN))
+    fleet.launch(kept)
+    names = [assign.name for link in (first, second) if (assign := given(link)) is not None]
+    assert names == ["a kept", "a other"]
+    first.close()
+    second.close()
+
+
+def test_give_back_frees_the_agent_for_any_role(fleet: ExternalFleet) -> None:
+    link = offered(fleet)
+    fleet.make_room([role("kept")])
+    waiting = fleet.launch(role("other"))
+    assert given(link, 0.05) is None, "it is kept for another role"
+    fleet.give_back(["a kept"])
+    assign = given(link)
+    assert assign is not None
+    assert assign.name == waiting.name
+    link.close()
+
+
+def test_close_ends_a_wait_for_room(fleet: ExternalFleet) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(fleet.make_room, [role("kept")])
+        while not fleet._requests:
+            assert not fleet.events(0.01)
+        fleet.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            made.result(WAIT_S)
 
 
 # --- strangers and nonsense ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from paramserve import serving
 from paramserve.cli import cli
-from paramserve.messages import GroupReport, Member, ServerBeat, Status
+from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status
 from paramserve.observe.cluster import as_table, in_bytes
 
 
@@ -49,7 +49,7 @@ def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
         (("--bind", "x:1", "--token-file", "t", "--servers", "0"), "--servers"),
         (("--bind", "x:1", "--token-file", "t", "--consistency", "eventual"), "--consistency"),
         (("--bind", "x:1", "--token-file", "t", "--rules", "no_such:Rule"), "no_such"),
-        (("--bind", "x:1", "--token-file", "t", "--rules", "json"), "MODULE:CLASS"),
+        (("--bind", "x:1", "--token-file", "t", "--rules", "json"), "MODULE:NAME"),
         (("--bind", "x:1", "--token-file", "t", "--tls-key", __file__), "--tls-certificate"),
         (("--bind", "x:1", "--token-file", "t", "--restart", "0"), "--restart"),
     ],
@@ -77,11 +77,14 @@ def test_serve_beyond_this_machine_without_tls_warns(
 
 
 def test_status_table_shows_servers_workers_and_groups() -> None:
-    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, ((0, 6, 3, 2), (1, 5, 0, 0)))
-    behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, ((0, 6, 3, 2), (1, 5, 0, 0)))
+    counted = {"policy": "Async", "dropped": ((1, 4),), "buffered": 2, "kept_bytes": 2000}
+    stale = ((0, 6, 3, 2), (1, 5, 0, 0))
+    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)  # type: ignore[arg-type]  # of many types
+    behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, stale, policy="Async")
     members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
     beats = (ServerBeat(0, (report,), 3, 1_500_000), ServerBeat(1, (behind,), 3, 500))
-    status = Status(1, members, beats, (1,), (), 0)
+    shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), 3),)
+    status = Status(1, members, beats, (1,), (), 0, leases=shared)
     out = io.StringIO()
     Console(file=out, width=120).print(as_table("host:1", status))
     lines = out.getvalue().splitlines()
@@ -89,9 +92,12 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     assert "2 servers, 2 workers" in lines[0]
     assert ["0", "serving", "3", "1.5 MB"] in rows
     assert ["1", "silent", "3", "500 B"] in rows
-    assert ["0", "live", "2", "model 5", "6", "0.50 (largest 2)"] in rows
-    assert ["1", "restarting", "1", "model 5", "5", "0.00 (largest 0)"] in rows
-    assert ["model", "11", "5", "1"] in rows
+    assert ["0", "live", "2", "model 5", "6", "0.50 (largest 2)", "0"] in rows
+    assert ["1", "restarting", "1", "model 5", "5", "0.00 (largest 0)", "4"] in rows
+    stale_all, counts = "0.27 (largest 2)", ["1", "4", "2", "2.0 KB"]
+    assert ["model", "Async", "11", "5", stale_all, *counts] in rows
+    assert ["train", "0", "600", "512", "3"] in rows
+    assert ["", "1", "100", "96", ""] in rows
 
 
 def test_bytes_are_shown_by_thousands() -> None:

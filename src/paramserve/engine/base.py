@@ -137,6 +137,21 @@ class Fleet(Protocol):
         """
         ...
 
+    def make_room(self, roles: Sequence[Role]) -> None:
+        """Wait until there is room for these roles besides those that `open` was told; each will be
+        launched, or given back. May be called while other threads use the fleet.
+
+        Raises:
+            CannotPlace: there is no room for all of them. None is kept.
+            RuntimeError: the fleet is closed.
+        """
+        ...
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """The roles of these names will not be launched (again), until `make_room` names them: what
+        is kept for them may go to others. Does nothing for one whose process runs."""
+        ...
+
     def events(self, timeout_s: float) -> Sequence[Event]:
         """What has happened since the last call; waits up to `timeout_s` if nothing has.
 

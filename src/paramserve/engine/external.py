@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -182,8 +183,9 @@ class External:
     """Run in processes that somebody else has started with `paramserve agent`.
 
     Each process of a run takes one agent, which ends with it: `workers + servers + 1` are needed,
-    and one more for each restart. What starts them (Slurm, systemd, a loop in a shell) may start
-    them again for the next run, and before the driver: they wait for it.
+    and one more for each restart and each worker that `Job.scale` adds. What starts them (Slurm,
+    systemd, a loop in a shell) may start them again for the next run, and before the driver: they
+    wait for it.
 
     The training function is not sent. It has to be a function of a module that the agents can
     import, without `args` and `kwargs`, and agents name it: `--train module:function`. Rules
@@ -305,10 +307,12 @@ class _Agent:
     offer: Offer | None = None
     process: ExternalProcess | None = None
     """The role that it was given; it takes no second one."""
+    kept_for: str = ""
+    """Name of the role that it will be given; empty: any."""
 
     def fits(self, role: Role) -> bool:
         offer = self.offer
-        if offer is None or self.process is not None:
+        if offer is None or self.process is not None or self.kept_for not in ("", role.name):
             return False
         return can_run(role.entry, role.reference, offer.train, offer.rules)
 
@@ -317,8 +321,17 @@ class _Agent:
         started = [f"--train {self.offer.train}"] if self.offer.train else []
         started += [f"--rules {rule}" for rule in self.offer.rules]
         what = f"started with {' '.join(started)}" if started else "started without --train"
-        doing = "free" if self.process is None else f"runs {self.process.name}"
+        doing = f"kept for {self.kept_for}" if self.kept_for else "free"
+        doing = doing if self.process is None else f"runs {self.process.name}"
         return f"process {self.offer.pid} on {self.offer.host} ({what}; {doing})"
+
+
+@dataclass(eq=False)
+class _Request:
+    """Roles for which agents are to be kept, and who waits for that."""
+
+    roles: list[Role]
+    done: Future[None]
 
 
 class ExternalFleet:
@@ -345,6 +358,7 @@ class ExternalFleet:
         self._agents: dict[Connection, _Agent] = {}
         self._waiting: list[ExternalProcess] = []
         self._running: set[ExternalProcess] = set()
+        self._requests: list[_Request] = []
         self._reminded = False
         self._events: deque[Event] = deque()
         self._news = threading.Condition()
@@ -387,6 +401,32 @@ class ExternalFleet:
             self._running.add(process)
             self._loop.call_soon_threadsafe(self._enqueue, process)
         return process
+
+    def make_room(self, roles: Sequence[Role]) -> None:
+        """Wait up to `wait_s` for a free agent for each role, and keep them for these.
+
+        Raises:
+            CannotPlace: there are not enough. None is kept.
+            RuntimeError: the fleet is closed.
+        """
+        if not roles:
+            return
+        request = _Request(list(roles), Future())
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this fleet is closed")
+            self._loop.call_soon_threadsafe(self._request, request)
+        try:
+            request.done.result()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._drop, request)
+            raise
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Let agents that wait for these roles take others."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._free, tuple(names))
 
     def order(self, process: ExternalProcess, what: Literal["stop", "kill"]) -> None:
         """Have a process ended. Does nothing if it has ended, or the fleet is closed."""
@@ -440,6 +480,8 @@ class ExternalFleet:
         await asyncio.sleep(0)  # the handler is told of closed connections in the loop's next turn
         for process in tuple(self._running):
             self._end(process, -signal.SIGKILL)
+        for request in self._requests:
+            _refuse(request, RuntimeError("this fleet is closed"))
 
     @property
     def _token_file(self) -> str:
@@ -472,11 +514,63 @@ class ExternalFleet:
         self._match()
 
     def _match(self) -> None:
-        """Give each waiting role, in order, to the agent that can do least besides."""
+        """Give each waiting role, in order, to an agent; keep agents for those that will come."""
         for process in tuple(self._waiting):
             fitting = [agent for agent in self._agents.values() if agent.fits(process.role)]
             if fitting:
-                self._assign(process, min(fitting, key=_abilities))
+                self._assign(process, min(fitting, key=_preference))
+        for request in tuple(self._requests):
+            if self._keep(request.roles):
+                self._requests.remove(request)
+                self._roles += len(request.roles)
+                request.done.set_result(None)
+
+    def _keep(self, roles: Sequence[Role]) -> bool:
+        """Keep an agent for each of these roles, or none."""
+        for role in roles:
+            fitting = [agent for agent in self._agents.values() if agent.fits(role)]
+            if not fitting:
+                self._unkeep([each.name for each in roles])
+                return False
+            agent = min(fitting, key=_preference)
+            agent.kept_for = role.name
+        return True
+
+    def _unkeep(self, names: Sequence[str]) -> None:
+        for agent in self._agents.values():
+            if agent.process is None and agent.kept_for in names:
+                agent.kept_for = ""
+
+    def _free(self, names: Sequence[str]) -> None:
+        self._unkeep(names)
+        self._match()
+
+    def _request(self, request: _Request) -> None:
+        self._requests.append(request)
+        self._loop.call_later(self._engine.wait_s, self._give_up_request, request)
+        self._loop.call_later(REMIND_S, self._remind_of, request)
+        self._match()
+
+    def _remind_of(self, request: _Request) -> None:
+        if request in self._requests:
+            role = request.roles[0]
+            logger.warning(
+                "%d more processes need free agents; start each with: %s",
+                len(request.roles),
+                command_for(self.address, self._token_file, role.entry, role.reference),
+            )
+
+    def _give_up_request(self, request: _Request) -> None:
+        if request in self._requests:
+            self._requests.remove(request)
+            _refuse(request, self._too_few_for(request.roles))
+
+    def _drop(self, request: _Request) -> None:
+        """Nobody waits for it any more."""
+        if request in self._requests:
+            self._requests.remove(request)
+        else:
+            self._free([role.name for role in request.roles])
 
     def _assign(self, process: ExternalProcess, agent: _Agent) -> None:
         self._waiting.remove(process)
@@ -512,15 +606,24 @@ class ExternalFleet:
         self._end(process, EXIT_FAILED)
 
     def _nobody_for(self, role: Role) -> CannotPlace:
+        return self._no_agents(f"no agent took {role.name}", "It needs", role)
+
+    def _too_few_for(self, roles: Sequence[Role]) -> CannotPlace:
+        names = ", ".join(role.name for role in roles[:AGENTS_TOLD_MAX])
+        more = f" and {len(roles) - AGENTS_TOLD_MAX} more" if len(roles) > AGENTS_TOLD_MAX else ""
+        told = f"there were not enough free agents for {names}{more}"
+        return self._no_agents(told, "Each needs", roles[0])
+
+    def _no_agents(self, failed: str, needs: str, role: Role) -> CannotPlace:
         there = [str(agent) for agent in self._agents.values() if agent.offer is not None]
         listed = ", ".join(there[:AGENTS_TOLD_MAX])
         more = f", and {len(there) - AGENTS_TOLD_MAX} more" if len(there) > AGENTS_TOLD_MAX else ""
-        needs = f" It needs {role.reference}." if role.reference else ""
+        needed = f" {needs} {role.reference}." if role.reference else ""
         count = f" The run has {self._roles} processes." if self._roles else ""
         agents = "1 agent was" if len(there) == 1 else f"{len(there)} agents were"
         command = command_for(self.address, self._token_file, role.entry, role.reference)
         return CannotPlace(
-            f"no agent took {role.name} in {self._engine.wait_s:g} s.{needs}{count} {agents} "
+            f"{failed} in {self._engine.wait_s:g} s.{needed}{count} {agents} "
             f"connected to {self.address}{': ' if there else ''}{listed}{more}",
             fix=f"start an agent for each process: {command}",
         )
@@ -572,6 +675,17 @@ class ExternalFleet:
         agent = self._agents.pop(conn)
         if agent.process is not None:  # how it ended nobody can tell any more
             self._end(agent.process, -signal.SIGKILL)
+
+
+def _refuse(request: _Request, error: Exception) -> None:
+    if not request.done.done():
+        request.done.set_exception(error)
+
+
+def _preference(agent: _Agent) -> tuple[bool, int]:
+    """Which of several agents that can run a role gets it: one that is kept for it, then the one
+    that can do least besides."""
+    return not agent.kept_for, _abilities(agent)
 
 
 def _abilities(agent: _Agent) -> int:

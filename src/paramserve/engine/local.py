@@ -193,6 +193,14 @@ class LocalFleet:
                 self._selector.register(process.pidfd, selectors.EVENT_READ)
             return process
 
+    def make_room(self, roles: Sequence[Role]) -> None:
+        """Return at once: every machine has room."""
+        if self._closed:
+            raise RuntimeError("this fleet is closed")
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Nothing is kept."""
+
     def events(self, timeout_s: float) -> Sequence[Event]:
         """What has happened since the last call; waits up to `timeout_s` if nothing has."""
         deadline = time.monotonic() + timeout_s

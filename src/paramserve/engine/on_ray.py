@@ -36,6 +36,7 @@ from paramserve.engine.placing import (
     Servers,
     Workers,
     arrange,
+    arrange_more,
     describe,
     kind_of,
 )
@@ -89,7 +90,9 @@ class OnRay:
         place_s: how long the cluster may take to make room, also for a restart after a lost node.
         tls: certificates for the connections between processes, in files that every node has at
             the same place. None: those of Ray where RAY_USE_TLS=1, else no TLS.
-        init: further arguments of `ray.init`, where the engine has to call it.
+        init: further arguments of `ray.init`, where the engine has to call it. A Ray that it starts
+            has room for what a run begins with: for workers that `Job.scale` adds, say more with
+            `init={"num_cpus": ...}`.
     Raises:
         TypeError, ValueError: a setting that means nothing.
     """
@@ -155,7 +158,7 @@ class OnRay:
         except BaseException:
             leave()
             raise
-        return RayFleet(self._needs, roles, placed, self.place_s, tls, leave)
+        return RayFleet(self, roles, placed, tls, leave)
 
     def _init(self, roles: Sequence[str]) -> Mapping[str, Any]:
         """Arguments for `ray.init`. A Ray that is started for these roles alone counts as many
@@ -505,22 +508,23 @@ class RayFleet:
 
     def __init__(
         self,
-        needs: Mapping[str, Needs],
+        engine: OnRay,
         roles: Sequence[str],
         placed: Sequence[tuple[Group, PlacementGroup]],
-        place_s: float,
         tls: TLS | None,
         leave: Callable[[], None],
     ) -> None:
         self.tls = tls
-        self._needs = needs
-        self._place_s = place_s
-        self._groups = [made for _, made in placed]
+        self._engine = engine
+        self._needs = engine._needs
         self._leave = leave
+        self._groups: list[PlacementGroup] = []
         self._places: dict[str, _Place] = {}
-        for group, made in placed:
-            for index, bundle in enumerate(group.bundles):
-                self._places.update((role, _Place(made, index)) for role in bundle.roles)
+        self._add(placed)
+        self._given_back: set[str] = set()
+        """Roles whose place is kept only because it is in one group with others."""
+        self._room_lock = threading.Lock()
+        """Held while room is made: nothing is closed then."""
         self._lock = threading.Lock()
         self._running: list[RayProcess] = []
         self._closed = False
@@ -544,6 +548,42 @@ class RayFleet:
             self._running.append(process)
             return process
 
+    def make_room(self, roles: Sequence[Role]) -> None:
+        """Reserve places for further workers; those that have one keep it.
+
+        Raises:
+            CannotPlace: no room after `place_s`. Nothing was reserved.
+            RuntimeError: the fleet is closed.
+        """
+        engine = self._engine
+        with self._room_lock:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("this fleet is closed")
+                names = [role.name for role in roles]
+                servers = [name for name in self._places if kind_of(name) == "server"]
+                lacking = [name for name in names if name not in self._places]
+            nodes = [self._node_of(server) for server in servers] if lacking else []
+            groups = arrange_more(lacking, self._needs, engine.servers, engine.workers, nodes)
+            placed = _place(groups, engine.place_s, set(nodes), lambda: self._closed)
+            with self._lock:
+                self._given_back.difference_update(names)
+                self._add(placed)
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Let Ray have the places of these roles, where they are in no group with others."""
+        with self._lock:
+            running = {each.name for each in self._running if each.exit_status is None}
+            self._given_back.update(
+                name for name in names if name in self._places and name not in running
+            )
+            needed = {p.group for name, p in self._places.items() if name not in self._given_back}
+            unused = [group for group in self._groups if group not in needed]
+            self._groups = [group for group in self._groups if group in needed]
+            self._places = {n: place for n, place in self._places.items() if place.group in needed}
+            self._given_back.intersection_update(self._places)
+        _remove(unused)
+
     def events(self, timeout_s: float) -> Sequence[Event]:
         """What has happened since the last call; waits up to `timeout_s` if nothing has."""
         deadline = time.monotonic() + timeout_s
@@ -565,6 +605,8 @@ class RayFleet:
             if self._closed:
                 return
             self._closed = True
+        with self._room_lock:  # who makes room sees `_closed` soon
+            pass
         everyone = [*self._running, *self._waiting.values()]
         try:
             for process in everyone:
@@ -580,7 +622,18 @@ class RayFleet:
 
     def _create(self, name: str) -> RayProcess:
         needs = self._needs.get(kind_of(name), NOTHING)
-        return RayProcess(name, needs, self._places.get(name), self._place_s)
+        return RayProcess(name, needs, self._places.get(name), self._engine.place_s)
+
+    def _add(self, placed: Iterable[tuple[Group, PlacementGroup]]) -> None:
+        for group, made in placed:
+            self._groups.append(made)
+            for index, bundle in enumerate(group.bundles):
+                self._places.update((role, _Place(made, index)) for role in bundle.roles)
+
+    def _node_of(self, role: str) -> str:
+        place = self._places[role]
+        node: str = _table(place.group)["bundles_to_node_id"][place.bundle]
+        return node
 
 
 def _wait(processes: Iterable[RayProcess], timeout_s: float) -> None:
@@ -610,23 +663,32 @@ def _bounded(call: Callable[[], object]) -> None:
 # --- room in the cluster -------------------------------------------------------------------------
 
 
-def _place(groups: Sequence[Group], place_s: float) -> list[tuple[Group, PlacementGroup]]:
+def _place(
+    groups: Sequence[Group],
+    place_s: float,
+    taken: Iterable[str] = (),
+    closed: Callable[[], bool] = lambda: False,
+) -> list[tuple[Group, PlacementGroup]]:
     """Reserve room for all groups, or for none.
 
+    Args:
+        taken: nodes that groups which are to be apart must not be on.
+        closed: whether nobody needs it any more.
     Raises:
         CannotPlace: there is none after `place_s`.
+        RuntimeError: it was closed meanwhile.
     """
     from ray.util.placement_group import placement_group
 
     deadline = time.monotonic() + place_s
     placed: list[tuple[Group, PlacementGroup]] = []
-    taken: set[str] = set()
+    others = set(taken)
     try:
         for group in groups:
             labels = [dict(bundle.labels) for bundle in group.bundles]
-            if group.apart and taken:
+            if group.apart and others:
                 for each in labels:
-                    each["ray.io/node-id"] = f"!in({','.join(sorted(taken))})"
+                    each["ray.io/node-id"] = f"!in({','.join(sorted(others))})"
             made = placement_group(
                 [bundle.amounts or {"CPU": LEAST_CPU} for bundle in group.bundles],
                 strategy=group.strategy,
@@ -634,6 +696,8 @@ def _place(groups: Sequence[Group], place_s: float) -> list[tuple[Group, Placeme
             )
             placed.append((group, made))
             while not made.wait(LOOK_S):
+                if closed():
+                    raise RuntimeError("this fleet is closed")
                 if time.monotonic() > deadline:
                     raise CannotPlace(
                         f"the Ray cluster did not make room for {describe(groups)} within "
@@ -641,7 +705,8 @@ def _place(groups: Sequence[Group], place_s: float) -> list[tuple[Group, Placeme
                         fix="ask for less (ps.OnRay(server=ps.Needs(...), ...)), add nodes, end "
                         "what else runs there, or raise place_s where nodes are being added",
                     )
-            taken |= set(_table(made)["bundles_to_node_id"].values())
+            if not group.apart:
+                others |= set(_table(made)["bundles_to_node_id"].values())
     except BaseException:
         _remove(made for _, made in placed)
         raise

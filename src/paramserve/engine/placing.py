@@ -178,6 +178,35 @@ def arrange(
     return groups
 
 
+def arrange_more(
+    roles: Sequence[str],
+    needs: Mapping[str, Needs],
+    servers: Servers,
+    workers: Workers,
+    server_nodes: Sequence[str],
+) -> list[Group]:
+    """What to ask for when workers are added to what `arrange` has laid out.
+
+    Each is a group of its own, so that its place can be given back alone. That they are anywhere
+    means evenly: then they are one group.
+
+    Args:
+        server_nodes: Ray's name of the node of each server.
+    """
+    bundles = [Bundle().add(role, needs["worker"]) for role in roles]
+    if workers == "anywhere":
+        return [Group("SPREAD", bundles)] if bundles else []
+    if workers == "beside" and servers == "spread" and server_nodes:
+        for role, bundle in zip(roles, bundles, strict=True):
+            node = server_nodes[_number_of(role) % len(server_nodes)]
+            bundle.labels["ray.io/node-id"] = node
+    return [Group("PACK", [bundle], workers == "apart") for bundle in bundles]
+
+
+def _number_of(role: str) -> int:
+    return int(role.partition(" ")[2])
+
+
 def describe(groups: Sequence[Group]) -> str:
     """All groups in words, for an error."""
     return "; ".join(str(group) for group in groups)

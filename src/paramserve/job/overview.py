@@ -17,10 +17,13 @@ from paramserve.job.roster import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
     CoordinatorReply,
+    Failed,
     Hello,
     MarkDead,
     Members,
+    Ok,
     Record,
+    Scale,
     ServerBeat,
     Status,
     encode,
@@ -73,6 +76,8 @@ class Overview:
         self._asked_at: float | None = None
         self._next_at = 0.0
         self._next_record = 0
+        self._answers: dict[int, Ok | Failed | None] = {}
+        """Of calls whose answer is wanted; None: it has not come."""
 
     @property
     def beats(self) -> tuple[ServerBeat, ...]:
@@ -110,6 +115,32 @@ class Overview:
         with contextlib.suppress(ConnectionError, ParamServeError):
             self._send(MarkDead(self._number(), "worker", rank, final, incarnation))
 
+    def scale(self, workers: int) -> int:
+        """Tell the coordinator how many workers there are to be.
+
+        Returns:
+            The number of the call, for `answer`.
+        Raises:
+            ConnectionError, ParamServeError: the line is broken.
+        """
+        call = self._number()
+        self._send(Scale(call, workers))
+        self._answers[call] = None
+        return call
+
+    def answer(self, call: int, timeout_s: float = 0.0) -> Ok | Failed | None:
+        """The answer to a call, once; None: it has not come. What came besides is taken as well.
+
+        Raises:
+            ConnectionError, ParamServeError: the line is broken.
+        """
+        self._take(timeout_s)
+        return self._answers.pop(call) if self._answers.get(call) is not None else None
+
+    def forget(self, call: int) -> None:
+        """The answer to a call is wanted no more."""
+        self._answers.pop(call, None)
+
     def silent(self, now: float) -> dict[Key, int]:
         """Processes that were not heard of for too long, or that the cluster counts as dead, each
         with its incarnation (0 for those that have none)."""
@@ -132,7 +163,7 @@ class Overview:
         self._call += 1
         return self._call
 
-    def _send(self, message: AskStatus | MarkDead) -> None:
+    def _send(self, message: AskStatus | MarkDead | Scale) -> None:
         if self._link is None:
             self._link = Link.connect(
                 self.addresses,
@@ -146,11 +177,13 @@ class Overview:
 
     def _take(self, timeout_s: float) -> None:
         assert self._link is not None
-        while self._asked_at is not None:
+        while self._asked_at is not None or None in self._answers.values():
             header = self._link.receive(timeout_s)
             if header is None:
                 return
             answer = _ANSWERS.decode(header)
+            if isinstance(answer, Ok | Failed) and answer.call in self._answers:
+                self._answers[answer.call] = answer
             if isinstance(answer, Status):
                 self._asked_at = None
                 self.status = answer

@@ -10,11 +10,14 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from paramserve.rules.registry import check_registered
+from paramserve.config import ConsistencySpec
+from paramserve.core.decisions import Policy
+from paramserve.core.policies import build, spec
+from paramserve.core.registered import check
 
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""
@@ -65,19 +68,52 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return packed
 
 
-def pack_rules(rules: Sequence[type[Any]]) -> bytes:
-    """Classes of rules in cloudpickle; empty for none.
+class ForServers(NamedTuple):
+    """What servers are started with: their policy, and the code that they may run."""
 
+    consistency: ConsistencySpec
+    code: bytes
+    """Classes and functions in cloudpickle; empty for none."""
+    reference: str
+    """The same by name, where all can be imported by it."""
+
+
+def for_servers(
+    consistency: Policy,
+    workers: int,
+    *,
+    rules: Sequence[type[Any]],
+    policies: Sequence[Any],
+) -> ForServers:
+    """Check a policy and what is registered, and make them ready to travel.
+
+    The policy's own class, and the class of a rule or a function in its fields, need not be
+    registered.
+
+    Args:
+        workers: how many there will be; 0: not known.
     Raises:
-        TypeError: one of them is no rule, or cannot be pickled; the text says which and why.
+        TypeError: `consistency` is no policy, one of the others cannot be registered or cannot be
+            pickled; the text says which and why.
+        ValueError: the policy cannot work with this many workers, or with its options.
     """
-    if not check_registered(rules):
+    described = spec(consistency)
+    registered = check(rules, policies, consistency)
+    build(described, registered.all)
+    if workers:
+        consistency.check(workers)
+    things = tuple(registered.all.values())
+    return ForServers(described, _pack(things), reference(*things))
+
+
+def _pack(things: Sequence[Any]) -> bytes:
+    if not things:
         return b""
     try:
-        packed: bytes = cloudpickle.dumps(tuple(rules))
+        packed: bytes = cloudpickle.dumps(things)
     except Exception as error:
-        names = ", ".join(rule.__qualname__ for rule in rules)
-        raise TypeError(f"the rules {names} cannot be sent to the servers: {error}") from error
+        names = ", ".join(each.__qualname__ for each in things)
+        raise TypeError(f"{names} cannot be sent to the servers: {error}") from error
     return packed
 
 

@@ -12,11 +12,11 @@ import msgspec
 
 from paramserve.config import (
     CLUSTER_BYTES,
+    ConsistencySpec,
     CoordinatorConfig,
     Credentials,
     Deadlines,
     Limits,
-    PolicySpec,
     ServerConfig,
 )
 from paramserve.engine.base import Role
@@ -47,7 +47,7 @@ class Plan:
 
     servers: int
     workers: int
-    consistency: PolicySpec
+    consistency: ConsistencySpec
     ranks: int = 0
     worker_payload: Callable[[int, tuple[str, ...]], bytes] | None = None
     worker_code: bytes = b""

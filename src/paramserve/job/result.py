@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paramserve.errors import ParamServeError
 from paramserve.job.reading import State, as_state_dict
 from paramserve.messages import Record
-from paramserve.observe.status import Staleness
+from paramserve.observe.status import GroupStatus, Staleness
 
 
 class Restarted(NamedTuple):
@@ -44,6 +44,13 @@ class Result:
         seed: the run's; the same one repeats a `Sync` run bit by bit.
         stopped: whether `Job.stop` ended it.
         values: group name to tensor name to array; see `state_dict`.
+        groups: how each group stood at the end: policy, updates, and staleness and dropped
+            gradients of each worker.
+        dropped: each rank's gradients that came too late or were too stale, over all groups.
+        samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
+            the coordinator last knew it.
+        repeated_samples: of these loaders: samples that some shard has had from two workers,
+            because one of them ended.
     """
 
     returns: Mapping[int, Any]
@@ -56,6 +63,10 @@ class Result:
     seed: int
     stopped: bool
     values: Mapping[str, State]
+    groups: Mapping[str, GroupStatus] = field(default_factory=dict)
+    dropped: Mapping[int, int] = field(default_factory=dict)
+    samples: Mapping[int, int] = field(default_factory=dict)
+    repeated_samples: int = 0
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}

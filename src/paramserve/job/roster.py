@@ -7,12 +7,14 @@ of a server also makes every worker raise `ServerGone`.
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
 from paramserve.errors import (
     CannotPlace,
@@ -91,10 +93,22 @@ class Entry:
     """How often it was started anew."""
     resumed: bytes | None = None
     """Where it went on, as it reported; None: it has not, or was the first of its rank."""
+    retire_by: float | None = None
+    """The run is to do without it: however it ends, from now on that is no failure, and it is ended
+    when it still runs then. None: it is wanted."""
+    kill_at: float | None = None
+    """It was asked to end, because it did not do so by `retire_by`."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether the run does without it and it has ended, or as good as that."""
+        return self.retire_by is not None and (self.returned is not None or self.status is not None)
 
     @property
     def state(self) -> str:
         """In one word."""
+        if self.retire_by is not None:
+            return "retired" if self.retired else "retiring"
         if self.returned is not None:
             return "returned"
         if self.fell_at is not None:
@@ -127,8 +141,15 @@ class Decision(NamedTuple):
     """Ranks that the coordinator must be told of: the others go on without them."""
     restart: tuple[Entry, ...] = ()
     """Workers as they died; each rank has a new entry, and its process must be started."""
+    gone: tuple[Entry, ...] = ()
+    """Workers that were to retire, and whose processes have ended; told once."""
+    launch: tuple[Key, ...] = ()
+    """Ranks that are wanted again and free now: their processes must be started."""
+    interrupt: tuple[Key, ...] = ()
+    kill: tuple[Key, ...] = ()
+    """Workers that were to retire and have not done so in time."""
     finished: bool = False
-    """Every worker has returned or is counted as dead."""
+    """Every worker that is wanted has returned or is counted as dead, and the others have ended."""
     look_again_at: float | None = None
 
 
@@ -139,10 +160,19 @@ class Roster:
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the run
             goes on while one worker lives; `Restart`: see there.
         start_by: when coordinator and servers must be ready.
+        deadlines: how long a worker may take to retire.
+
+    Attributes:
+        wanted: how many workers there are to be.
     """
 
     def __init__(
-        self, servers: int, workers: int, on_worker_death: OnWorkerDeath, start_by: float
+        self,
+        servers: int,
+        workers: int,
+        on_worker_death: OnWorkerDeath,
+        start_by: float,
+        deadlines: Deadlines | None = None,
     ) -> None:
         # In the order in which they are started.
         keys = [COORDINATOR, *(Key("server", i) for i in range(servers))]
@@ -150,6 +180,11 @@ class Roster:
         self.entries = {key: Entry(key) for key in keys}
         self._on_worker_death = on_worker_death
         self.start_by = start_by
+        self.wanted = workers
+        self._deadlines = deadlines if deadlines is not None else Deadlines()
+        self._again: set[Key] = set()
+        """Ranks that are wanted again when their present process has ended."""
+        self._before_scale = (workers, self.entries)
 
     @property
     def serving(self) -> bool:
@@ -161,7 +196,7 @@ class Roster:
         return self._of("worker")
 
     def worker_states(self) -> dict[int, str]:
-        """Of each rank: "starting", "running", "returned" or "dead"."""
+        """Of each rank: "starting", "running", "returned", "dead", "retiring" or "retired"."""
         return {entry.key.number: entry.state for entry in self.workers()}
 
     def on_report(self, key: Key, kind: str, body: bytes, now: float) -> None:
@@ -200,14 +235,57 @@ class Roster:
         entry.silent = True
         entry.fell_at = entry.fell_at if entry.fell_at is not None else now
 
+    def scale(self, workers: int, now: float) -> tuple[Key, ...]:
+        """From now on this many workers are wanted; those with the highest ranks retire.
+
+        A worker that retires has `retire_s` to end by itself; one that is still starting is ended
+        at once. A rank that comes back while its process still runs is in `Decision.launch` when
+        that has ended.
+
+        Returns:
+            Ranks whose processes are to be started now.
+        """
+        self._before_scale = before, entries = self.wanted, self.entries
+        self.wanted = workers
+        for entry in self.workers():
+            if entry.key.number < workers:
+                continue
+            self._again.discard(entry.key)
+            if entry.status is None and entry.retire_by is None:
+                entry.retire_by = now + (self._deadlines.retire_s if entry.ready else 0.0)
+        added = [Key("worker", rank) for rank in range(before, workers)]
+        free = [key for key in added if self._is_free(key)]
+        self._again.update(set(added) - set(free))
+        # A new dict: others may be reading this one.
+        self.entries = {**entries, **{key: Entry(key) for key in free}}
+        return tuple(free)
+
+    def _is_free(self, key: Key) -> bool:
+        entry = self.entries.get(key)
+        return entry is None or entry.status is not None
+
+    def take_back(self) -> None:
+        """The processes that the last `scale` wanted could not be started; all is as before it."""
+        self.wanted, self.entries = self._before_scale
+        self._again = {key for key in self._again if key.number < self.wanted}
+
     def dismiss_workers(self) -> None:
         """The workers are about to be stopped: their ends mean nothing from now on."""
+        self._again.clear()
         for entry in self.workers():
             entry.counted = True
 
     def decide(self, now: float) -> Decision:
         """What all that is known by now means."""
-        fallen = [e for e in self.entries.values() if e.fell_at is not None and not e.counted]
+        decision = self._decide_fallen(now)
+        return decision if decision.error is not None else self._retire(decision, now)
+
+    def _decide_fallen(self, now: float) -> Decision:
+        fallen = [
+            entry
+            for entry in self.entries.values()
+            if entry.fell_at is not None and not entry.counted and entry.retire_by is None
+        ]
         if not fallen:
             return self._decide_standing(now)
         settled = [entry for entry in fallen if now >= entry.settled_at]
@@ -222,7 +300,7 @@ class Roster:
             return self._restart(settled, self._on_worker_death.times)
         for entry in settled:
             entry.counted = True
-        if all(entry.counted for entry in self.workers()):
+        if all(e.counted for e in self.workers() if e.retire_by is None) and not self._again:
             return Decision(error=worker_failed(cause))
         dead = tuple(entry.key.number for entry in settled)
         return Decision(dead=dead, finished=self._finished())
@@ -234,6 +312,36 @@ class Roster:
         for entry in settled:
             self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
         return Decision(restart=tuple(settled))
+
+    def _retire(self, decision: Decision, now: float) -> Decision:
+        """Add what the workers that are to end make necessary."""
+        gone, interrupt, kill = [], [], []
+        looks = [decision.look_again_at] if decision.look_again_at is not None else []
+        for entry in self.workers():
+            if entry.retire_by is None:
+                continue
+            if entry.status is not None:
+                if not entry.counted:
+                    entry.counted = True
+                    gone.append(entry)
+                continue
+            if entry.kill_at is None and now >= entry.retire_by:
+                entry.kill_at = now + self._deadlines.stop_s
+                interrupt.append(entry.key)
+            elif entry.kill_at is not None and now >= entry.kill_at:
+                entry.kill_at = math.inf
+                kill.append(entry.key)
+            looks.append(entry.kill_at if entry.kill_at is not None else entry.retire_by)
+        launch = tuple(key for key in sorted(self._again) if self._is_free(key))
+        self._again.difference_update(launch)
+        self.entries.update((key, Entry(key)) for key in launch)
+        return decision._replace(
+            gone=tuple(gone),
+            launch=launch,
+            interrupt=tuple(interrupt),
+            kill=tuple(kill),
+            look_again_at=min((at for at in looks if at < math.inf), default=None),
+        )
 
     def _decide_standing(self, now: float) -> Decision:
         if self.serving:
@@ -251,7 +359,9 @@ class Roster:
 
     def _finished(self) -> bool:
         workers = self.workers()
-        return bool(workers) and all(e.returned is not None or e.counted for e in workers)
+        if not workers or self._again:
+            return False
+        return all(e.returned is not None or e.counted or e.retired for e in workers)
 
     def _of(self, *kinds: Kind) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.key.kind in kinds]

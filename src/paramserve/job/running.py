@@ -13,8 +13,10 @@ import cloudpickle
 import msgspec
 
 from paramserve.config import Deadlines, Limits
-from paramserve.core.consistency import Consistency, Sync
-from paramserve.core.consistency import spec as policy_spec
+from paramserve.core.consistency import Sync
+from paramserve.core.decisions import Policy
+from paramserve.core.decisions import number as check_number
+from paramserve.core.policies import terms as policy_terms
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
 from paramserve.errors import (
@@ -23,7 +25,7 @@ from paramserve.errors import (
     WorkerFailed,
     rebuild,
 )
-from paramserve.job.packing import pack, pack_rules, reference
+from paramserve.job.packing import for_servers, pack, reference
 from paramserve.job.plan import Plan, cores
 from paramserve.job.reading import Reader, Snapshot, State, Watching, as_state_dict
 from paramserve.job.result import Restarted, Result
@@ -31,7 +33,13 @@ from paramserve.job.roster import Key, OnWorkerDeath, Restart, worker_failed
 from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
-from paramserve.observe.status import RunStatus, by_group, by_rank
+from paramserve.observe.status import (
+    RunStatus,
+    by_group,
+    by_rank,
+    drops_by_rank,
+    samples_by_rank,
+)
 from paramserve.settings import check_restart, check_settings
 from paramserve.worker import Aliases, Resumed, WorkerConfig
 
@@ -90,6 +98,36 @@ class Job:
         self._supervisor.stop()
         with self._interruptible():
             self._supervisor.ended.wait()
+
+    def scale(self, workers: int) -> None:
+        """Have this many workers from now on, while those that stay go on with the training.
+
+        Returns when it is agreed upon and new processes are launched, not when they are up. New
+        ranks follow the present ones. Each runs the training function and takes part from its
+        first step on; nobody waits for it before (for a rank that comes back: before it has
+        connected). Those with the highest ranks retire:
+        `worker.retiring` is True, loops over `worker.loader` end, and the function has
+        `Deadlines.retire_s` to return; then its process is ended. Neither that nor any other end
+        of it is a failure. A rank that comes back starts as a new incarnation when its old process
+        has ended. Calls from several threads take place one after the other.
+
+        Args:
+            workers: how many, at least 1.
+        Raises:
+            ValueError, TypeError: no such number, or the policy that the run was started with
+                cannot work with so few. Nothing was changed. (A later one, or a group's own, is not
+                asked: with a `backup` that is too large, each clock is decided by one worker.)
+            CannotPlace: the engine has no room for more, after waiting for it as at the start. The
+                run goes on with as many as before.
+            Timeout: the coordinator has not answered in `Deadlines.request_s`. Applied: unknown.
+            ParamServeError: the run has ended or is about to, or a process could not be started.
+                Nothing was changed.
+        """
+        check_count("workers", workers)
+        policy = policy_terms(self._supervisor.plan.consistency).policy
+        if policy is not None:
+            policy.check(workers)
+        self._supervisor.scale(workers)
 
     def status(self) -> RunStatus:
         """How the run stands, as of the servers' last heartbeat. Never waits."""
@@ -207,7 +245,9 @@ class Job:
             later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]
             successor = later[0] if later else supervisor.roster.entries[entry.key]
             clock, repeated = None, 0
-            if successor.resumed is not None:
+            # A rank that was scaled away and came again has an entry of its own.
+            follows = successor.restarts == entry.restarts + 1
+            if follows and successor.resumed is not None:
                 resumed = msgspec.msgpack.decode(successor.resumed, type=Resumed)
                 clock, repeated = resumed.clock, resumed.repeated
             found.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
@@ -225,7 +265,9 @@ class Job:
             raise error
 
     def _make_result(self) -> Result:
-        supervisor = self._supervisor
+        supervisor, beats = self._supervisor, self._beats()
+        status = supervisor.overview.status
+        leases = status.leases if status is not None else ()
         return Result(
             returns={
                 entry.key.number: msgspec.msgpack.decode(entry.returned)
@@ -236,13 +278,17 @@ class Job:
             },
             metrics=list(supervisor.overview.records),
             dropped_records=supervisor.overview.dropped_records,
-            staleness=by_rank(self._beats()),
+            staleness=by_rank(beats),
             failures=dict(supervisor.failures),
             restarts=self._restarts(),
             seconds=supervisor.seconds,
             seed=self._seed,
             stopped=supervisor.state == "stopped",
             values=self._values,
+            groups=by_group(beats),
+            dropped=drops_by_rank(beats),
+            samples=samples_by_rank(leases),
+            repeated_samples=sum(each.repeated for each in leases),
         )
 
     @contextlib.contextmanager
@@ -277,12 +323,14 @@ def start(
     workers: int = 1,
     servers: int = 1,
     engine: Engine | None = None,
-    consistency: Consistency | None = None,
+    consistency: Policy | None = None,
+    worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
 ) -> Job:
@@ -299,7 +347,13 @@ def start(
     if threads_per_worker is not None:
         check_count("threads_per_worker", threads_per_worker)
     _check_options(on_worker_death, timeout_s, seed)
-    policy = policy_spec(consistency if consistency is not None else Sync(reduce="mean"))
+    told = for_servers(
+        consistency if consistency is not None else Sync(reduce="mean"),
+        workers,
+        rules=rules,
+        policies=policies,
+    )
+    factors = check_weights(worker_weight, workers)
     chosen = check_engine(engine)
     waits = check_settings("deadlines", deadlines, Deadlines)
     bounds = check_settings("limits", limits, Limits)
@@ -310,17 +364,20 @@ def start(
     threads = threads_per_worker if threads_per_worker is not None else max(1, cores() // workers)
 
     def worker_payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
-        return msgspec.msgpack.encode(WorkerConfig(rank, coordinator, run_seed, bounds, waits))
+        # A rank that comes later, by `Job.scale`, was given no weight.
+        factor = factors[rank] if rank < len(factors) else 1.0
+        config = WorkerConfig(rank, coordinator, run_seed, bounds, waits, factor=factor)
+        return msgspec.msgpack.encode(config)
 
     plan = Plan(
         servers=servers,
         workers=workers,
-        consistency=policy,
+        consistency=told.consistency,
         worker_payload=worker_payload,
         worker_code=function,
-        server_code=pack_rules(rules),
+        server_code=told.code,
         worker_reference="" if args or kwargs else reference(train),
-        server_reference=reference(*rules),
+        server_reference=told.reference,
         on_worker_death=on_worker_death,
         threads_per_worker=threads,
         timeout_s=timeout_s,
@@ -350,12 +407,14 @@ def run(
     workers: int = 1,
     servers: int = 1,
     engine: Engine | None = None,
-    consistency: Consistency | None = None,
+    consistency: Policy | None = None,
+    worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
 ) -> Result:
@@ -368,7 +427,10 @@ def run(
         train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
             cloudpickle: no `__main__` guard is needed, and notebooks work.
         engine: what starts the processes; `ps.Local()` if None.
-        consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None.
+        consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
+            not be registered.
+        worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
+            None, and for workers that join later.
         seed: for random, numpy and torch on every rank and for the loader's order; a random one
             if None, told in the result.
         threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
@@ -376,11 +438,13 @@ def run(
             others go on without it; `ps.Restart(times)`: it is started again.
         timeout_s: the whole run's; None: no limit.
         rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
+        policies: classes of your own policies, and functions for `damping=`, that the servers may
+            run; see `ps.Policy`.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
-        ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
-            was started.
+        ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
+            or a function that cannot be pickled. Nothing was started.
         WorkerFailed: a training function raised, or its process ended.
         ServerGone, CoordinatorGone: that process ended; the values are lost.
         RunTimeout: `timeout_s` was over.
@@ -393,11 +457,13 @@ def run(
         servers=servers,
         engine=engine,
         consistency=consistency,
+        worker_weight=worker_weight,
         seed=seed,
         threads_per_worker=threads_per_worker,
         on_worker_death=on_worker_death,
         timeout_s=timeout_s,
         rules=rules,
+        policies=policies,
         deadlines=deadlines,
         limits=limits,
     ).wait()
@@ -426,6 +492,23 @@ def check_count(name: str, value: int, *, least: int = 1) -> None:
         raise TypeError(f"{name} must be an int, not {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_weights(weights: Sequence[float] | None, workers: int) -> tuple[float, ...]:
+    """A weight for each rank; empty for None.
+
+    Raises:
+        ValueError: another number of them, or one that is not finite and above 0.
+        TypeError: one is no number.
+    """
+    if weights is None:
+        return ()
+    found = tuple(weights)
+    if len(found) != workers:
+        raise ValueError(f"worker_weight has {len(found)} weights for {workers} workers")
+    for rank, weight in enumerate(found):
+        check_number(f"worker_weight of rank {rank}", weight, above=0.0)
+    return tuple(map(float, found))
 
 
 def check_engine(engine: Engine | None) -> Engine:

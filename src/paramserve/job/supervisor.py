@@ -2,6 +2,9 @@
 
 What their fate means is decided in `roster.py`; this acts on it. Everything that it owns (the
 processes, the run directory, its threads, its connections) is gone when it has ended.
+
+The number of workers changes in three parts: the caller's thread waits for room, then the one that
+watches asks the coordinator, and starts or dismisses processes when that has agreed.
 """
 
 from __future__ import annotations
@@ -13,18 +16,30 @@ import secrets
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from paramserve.client import Client
 from paramserve.config import Credentials
-from paramserve.engine.base import Ended, Engine, Event, Process
-from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, RunTimeout
+from paramserve.engine.base import Ended, Engine, Event, Process, Role
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    CoordinatorGone,
+    ParamServeError,
+    RunTimeout,
+    Timeout,
+    rebuild,
+)
 from paramserve.job.overview import Overview
 from paramserve.job.plan import Plan, addresses_in, make_directory
-from paramserve.job.roster import COORDINATOR, Entry, Key, Roster, worker_failed
+from paramserve.job.roster import COORDINATOR, Decision, Entry, Key, Roster, worker_failed
+from paramserve.messages import Failed
 
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
@@ -35,6 +50,17 @@ TOKEN_BYTES = 32
 OWN_REPORTS = ("ready", "failed", "returned")
 
 State = Literal["starting", "running", "finishing", "finished", "stopped", "failed"]
+
+
+@dataclass
+class _Scaling:
+    """A change of the number of workers that somebody waits for."""
+
+    workers: int
+    done: Future[None] = field(default_factory=Future)
+    call: int | None = None
+    """To the coordinator; None: not made yet."""
+    answer_by: float = 0.0
 
 
 class Supervisor:
@@ -92,11 +118,21 @@ class Supervisor:
         self._workers_asked_to_end = False
         self._clients: list[Client] = []
         self._clients_lock = threading.Lock()
+        self._scalings: deque[_Scaling] = deque()
+        """More than one only where a caller has given up waiting."""
+        self._over = False
+        """No further one is taken."""
+        self._scaling_lock = threading.Lock()
+        """For these two."""
+        self._scale_lock = threading.Lock()
+        """One change of the number of workers at a time."""
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys])
         self.plain = self._fleet.plain
         self._up_by = time.monotonic() + self._fleet.room_s + plan.deadlines.start_s
-        self.roster = Roster(plan.servers, plan.workers, plan.on_worker_death, self._up_by)
+        self.roster = Roster(
+            plan.servers, plan.workers, plan.on_worker_death, self._up_by, plan.deadlines
+        )
         self._processes: dict[Process, Key] = {}
         self._directory = ""
         self.addresses: tuple[str, ...] = ()
@@ -164,6 +200,49 @@ class Supervisor:
         client.close()
         raise self._why_ended()
 
+    def scale(self, workers: int) -> None:
+        """Have this many workers from now on; returns when the coordinator has agreed and the
+        processes of new ranks are launched.
+
+        Raises:
+            CannotPlace: the engine has no room for more. All is as before.
+            Timeout: the coordinator has not answered; it may have agreed.
+            ParamServeError: the run is over or ends, or a process could not be started. All is as
+                before.
+        """
+        with self._scale_lock:
+            self._require_running(workers)
+            self.wait_until_serving()
+            added = [Key("worker", rank) for rank in range(self.roster.wanted, workers)]
+            names = [str(key) for key in added]
+            try:
+                self._fleet.make_room([self._role(key) for key in added])
+            except RuntimeError:  # it was closed meanwhile
+                self._require_running(workers)
+                raise
+            scaling = _Scaling(workers)
+            try:
+                with self._scaling_lock:
+                    self._require_running(workers)
+                    self._scalings.append(scaling)
+                scaling.done.result()
+            except ParamServeError:
+                self._fleet.give_back(names)
+                raise
+
+    def _require_running(self, workers: int) -> None:
+        """Raise unless the number of workers can still be changed."""
+        ends = self._over or self._abandoned or self._stop_at is not None
+        if not ends and self.state in ("starting", "running"):
+            return
+        why = "it ends" if self.state in ("starting", "running") else f"it is {self.state}"
+        if isinstance(self.error, ParamServeError):
+            why += f" ({self.error.failed.splitlines()[0]})"
+        raise ParamServeError(
+            f"the run was not scaled to {workers} workers: {why}",
+            fix="scale a run while it trains, or start another one",
+        )
+
     def stop(self) -> None:
         """End the workers now, then everything else in order; returns at once."""
         if self._stop_at is None:
@@ -185,6 +264,7 @@ class Supervisor:
         except BaseException as unexpected:
             error = unexpected
         self.error = error  # from here on, for clients
+        self._refuse_scaling()
         try:
             for do in (self._end, self._release, self._let_go):
                 try:
@@ -204,10 +284,12 @@ class Supervisor:
         """Until it is over: returns why it failed, or None for an end in order."""
         while True:
             quick = self._collecting is not None or self._stop_at is not None
+            quick = quick or bool(self._scalings)
             self._take(self._fleet.events(QUICK_TICK_S if quick else TICK_S))
             now = time.monotonic()
             if self._abandoned:
                 return self._stopped()
+            self._go_on_scaling(now)
             decision = self.roster.decide(now)
             if decision.error is not None:
                 return decision.error
@@ -217,6 +299,7 @@ class Supervisor:
                 self.overview.mark_dead(rank, incarnation=dead.incarnation)
             for entry in decision.restart:
                 self._restart(entry)
+            self._retire(decision)
             if self.roster.serving:
                 self._look_around(now)
             if self._collecting is not None:
@@ -256,10 +339,12 @@ class Supervisor:
                 if self.roster.entries[key].silent and key.kind == "worker":
                     process.kill()  # it is fenced off already, and must not stay behind
 
+    def _role(self, key: Key) -> Role:
+        return self.plan.role(key, self._directory, self.addresses, self.credentials)
+
     def _launch(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            role = self.plan.role(key, self._directory, self.addresses, self.credentials)
-            self._processes[self._fleet.launch(role)] = key
+            self._processes[self._fleet.launch(self._role(key))] = key
 
     def _launch_rest(self, addresses: tuple[str, ...]) -> None:
         """Start all that have to know where the coordinator listens."""
@@ -273,10 +358,103 @@ class Supervisor:
         self.restarts.append(entry)
         number, incarnation = entry.key.number, entry.incarnation
         self.overview.mark_dead(number, final=False, incarnation=incarnation)
-        for process in [each for each, key in self._processes.items() if key == entry.key]:
+        self._kill([entry.key])
+        self._launch([entry.key])
+
+    def _kill(self, keys: Iterable[Key]) -> None:
+        """End the processes of workers at once, and hear of them no more."""
+        wanted = set(keys)
+        for process in [each for each, key in self._processes.items() if key in wanted]:
             process.kill()
             del self._processes[process]
-        self._launch([entry.key])
+
+    def _retire(self, decision: Decision) -> None:
+        """End who is to go and does not; start anew in the places of those who went."""
+        for process, key in self._processes.items():
+            if key in decision.interrupt:
+                process.interrupt()
+            elif key in decision.kill:
+                process.kill()
+                incarnation = self.roster.entries[key].incarnation
+                self.overview.mark_dead(key.number, incarnation=incarnation)
+        for entry in decision.gone:  # most have left; those who were killed have not
+            self.overview.mark_dead(entry.key.number, incarnation=entry.incarnation)
+            if entry.key.number >= self.roster.wanted:
+                self._fleet.give_back([str(entry.key)])
+        self._kill(decision.launch)
+        self._launch(decision.launch)
+
+    def _go_on_scaling(self, now: float) -> None:
+        """One step of the change of the number of workers that somebody waits for."""
+        if not self._scalings:
+            return
+        scaling = self._scalings[0]
+        try:
+            agreed = self._agreed(scaling, now)
+            if agreed:
+                self._scale(scaling.workers, now)
+        except Exception as error:
+            self._scalings.popleft()
+            scaling.done.set_exception(error)
+            return
+        if agreed:
+            self._scalings.popleft()
+            scaling.done.set_result(None)
+
+    def _agreed(self, scaling: _Scaling, now: float) -> bool:
+        """Whether the coordinator has agreed; it is asked first."""
+        self._require_running(scaling.workers)
+        overview = self.overview
+        try:
+            if scaling.call is None:
+                scaling.call = overview.scale(scaling.workers)
+                scaling.answer_by = now + self.plan.deadlines.request_s
+            answer = overview.answer(scaling.call)
+        except ConnectionError as error:
+            raise CoordinatorGone(
+                f"the run was not scaled to {scaling.workers} workers: the coordinator is gone",
+                applied="unknown",
+                fix="the run ends, and tells why",
+            ) from error
+        if answer is None and now > scaling.answer_by:
+            overview.forget(scaling.call)
+            raise Timeout(
+                f"the coordinator has not agreed to {scaling.workers} workers in "
+                f"{self.plan.deadlines.request_s} s",
+                applied="unknown",
+                fix="scale again: the last number holds",
+            )
+        if isinstance(answer, Failed):
+            raise rebuild(answer.kind, answer.failed, answer.applied, answer.fix)
+        return answer is not None
+
+    def _scale(self, workers: int, now: float) -> None:
+        before = self.roster.wanted
+        keys = self.roster.scale(workers, now)
+        self._kill(keys)  # they have ended
+        try:
+            self._launch(keys)
+        except (OSError, ParamServeError) as error:
+            self._kill(keys)
+            self.roster.take_back()
+            with contextlib.suppress(ConnectionError, ParamServeError):
+                self.overview.forget(self.overview.scale(before))
+            raise ParamServeError(
+                f"the run was not scaled to {workers} workers: a process could not be started: "
+                f"{error}",
+                fix="look at what the machine is short of, and scale again",
+            ) from error
+        self._fleet.give_back([f"worker {rank}" for rank in range(workers, before)])
+
+    def _refuse_scaling(self) -> None:
+        """Nobody may wait for a run that is over."""
+        with self._scaling_lock:
+            self._over = True
+        for scaling in self._scalings:
+            try:
+                self._require_running(scaling.workers)
+            except ParamServeError as error:
+                scaling.done.set_exception(error)
 
     def _stop_workers(self, now: float) -> bool:
         """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
@@ -359,7 +537,8 @@ class Supervisor:
         )
 
     def _timed_out(self) -> RunTimeout:
-        running = [str(e.key.number) for e in self.roster.workers() if e.returned is None]
+        workers = [entry for entry in self.roster.workers() if not entry.retired]
+        running = [str(entry.key.number) for entry in workers if entry.returned is None]
         return RunTimeout(
             f"the run took longer than timeout_s={self.plan.timeout_s}; "
             f"not done: {'worker' if len(running) == 1 else 'workers'} {', '.join(running)}",

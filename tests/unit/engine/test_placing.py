@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserve.engine.placing import NOTHING, Needs, arrange, describe
+from paramserve.engine.placing import NOTHING, Needs, arrange, arrange_more, describe
 
 ROLES = ("coordinator", "server 0", "server 1", "worker 0", "worker 1", "worker 2")
 NEEDS = {"coordinator": NOTHING, "server": Needs(num_cpus=2), "worker": Needs(num_cpus=1)}
@@ -95,3 +95,40 @@ def test_needs_that_no_node_can_meet_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         Needs(**settings)
+
+
+def added(servers: Any, workers: Any, **more: Needs) -> list[tuple[str, bool, list[Any]]]:
+    roles = ("worker 3", "worker 4")
+    groups = arrange_more(roles, {**NEEDS, **more}, servers, workers, ["node-a", "node-b"])
+    return [
+        (each.strategy, each.apart, [(b.roles, b.labels) for b in each.bundles]) for each in groups
+    ]
+
+
+def test_added_workers_beside_packed_servers_are_groups_of_their_own() -> None:
+    assert added("pack", "beside") == [
+        ("PACK", False, [(["worker 3"], {})]),
+        ("PACK", False, [(["worker 4"], {})]),
+    ]
+
+
+def test_added_workers_beside_spread_servers_take_their_nodes_in_turn() -> None:
+    labels = Needs(label_selector={"disk": "fast"})
+    assert added("spread", "beside", worker=labels) == [
+        ("PACK", False, [(["worker 3"], {"disk": "fast", "ray.io/node-id": "node-b"})]),
+        ("PACK", False, [(["worker 4"], {"disk": "fast", "ray.io/node-id": "node-a"})]),
+    ]
+
+
+def test_added_workers_apart_stay_apart() -> None:
+    assert [(strategy, apart) for strategy, apart, _ in added("spread", "apart")] == [
+        ("PACK", True),
+        ("PACK", True),
+    ]
+
+
+def test_added_workers_anywhere_are_spread_together() -> None:
+    assert added("pack", "anywhere") == [
+        ("SPREAD", False, [(["worker 3"], {}), (["worker 4"], {})])
+    ]
+    assert arrange_more([], NEEDS, "pack", "anywhere", []) == []

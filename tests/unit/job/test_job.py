@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 import paramserve as ps
-from paramserve.config import CoordinatorConfig, PolicySpec, ServerConfig
+from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
 from paramserve.job.plan import Plan
 from paramserve.job.roster import Entry, Key
 from paramserve.job.running import Job
+from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status
 from paramserve.worker import Resumed, WorkerConfig
 
 
@@ -44,6 +45,12 @@ def test_start_counts_must_be_positive_ints(
     [
         ({"consistency": "async"}, TypeError, "consistency must be"),
         ({"consistency": ps.Async}, TypeError, "consistency must be"),
+        ({"consistency": ps.Sync(backup=1)}, ValueError, "below the number of workers, 1"),
+        ({"policies": [3]}, TypeError, "policies= takes"),
+        ({"worker_weight": [1.0, 2.0]}, ValueError, "2 weights for 1 workers"),
+        ({"worker_weight": [0.0]}, ValueError, "worker_weight of rank 0 must be above"),
+        ({"worker_weight": [float("nan")]}, ValueError, "worker_weight of rank 0"),
+        ({"worker_weight": ["1"]}, TypeError, "worker_weight of rank 0 must be a number"),
         ({"on_worker_death": "ignore"}, ValueError, "on_worker_death must be"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be"),
@@ -74,6 +81,8 @@ def test_run_takes_what_start_takes() -> None:
         ({"servers": 0}, ValueError, "servers"),
         ({"workers": -1}, ValueError, "workers"),
         ({"consistency": "sync"}, TypeError, "consistency"),
+        ({"consistency": ps.Sync(backup=2), "workers": 2}, ValueError, "number of workers, 2"),
+        ({"policies": ["Async"]}, TypeError, "policies= takes"),
         ({"engine": ps.Local}, TypeError, "engine"),
     ],
 )
@@ -181,11 +190,28 @@ class Silent:
 
 
 def test_result_says_how_many_records_are_missing() -> None:
-    plan = Plan(servers=1, workers=0, consistency=PolicySpec("Async"))
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
     job._supervisor.overview.dropped_records = 7
     job.stop()
     assert job.wait().dropped_records == 7
+
+
+def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    told = ((0, 6, 3, 2), (1, 5, 0, 0))
+    report = GroupReport("m", 12, ((0, 6),), 1, told, policy="Async", dropped=((1, 4),))
+    job._last_beats = [ServerBeat(0, (report,))]
+    shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), repeated=3),)
+    job._supervisor.overview.status = Status(1, (), (), (), (), 0, leases=shared)
+    job.stop()
+    result = job.wait()
+    assert result.dropped == {1: 4}
+    assert result.groups["m"].policy == "Async"
+    assert result.groups["m"].staleness_by_rank == result.staleness
+    assert result.staleness[0].mean == 0.5
+    assert (result.samples, result.repeated_samples) == ({0: 512, 1: 96}, 3)
 
 
 def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
@@ -195,7 +221,7 @@ def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
 
 
 def test_result_restart_has_the_clock_of_its_own_successor() -> None:
-    plan = Plan(servers=1, workers=0, consistency=PolicySpec("Async"))
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
     job.stop()
     rank = Key("worker", 1)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import pytest
 
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
+from paramserve.core.registered import registered
 from paramserve.job import packing
-from paramserve.job.packing import WithArguments, pack
+from paramserve.job.packing import WithArguments, for_servers, pack
+from paramserve.rules.base import Rule
+from paramserve.rules.custom import CustomRule
 
 
 def unpack(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -86,3 +92,95 @@ def test_with_arguments_sets_argv_where_it_is_called(monkeypatch: pytest.MonkeyP
     function, _, _ = unpack(pack(WithArguments(train, ["script.py", "--fast"]), (), {}))
     assert sys.argv == ["pytest"]
     assert function(None) == ["script.py", "--fast"]
+
+
+# --- for the servers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    bound: int = 1
+
+    def check(self, workers: int) -> None:
+        if workers > 3:
+            raise ValueError("too many")
+
+
+@dataclass(frozen=True)
+class OwnRule(CustomRule):
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None: ...
+
+
+def halves(staleness: int) -> float:
+    return 0.5
+
+
+def test_servers_get_rules_policies_and_what_the_policy_needs_in_one_package() -> None:
+    told = for_servers(Async(damping=halves), 2, rules=[OwnRule], policies=[Own])
+    assert registered(cloudpickle.loads(told.code)).all == {
+        "OwnRule": OwnRule,
+        "Own": Own,
+        "halves": halves,
+    }
+    assert told.consistency.options["damping"] == "halves"
+    names = told.reference.split(",")
+    assert names == [f"{__name__}:{name}" for name in ("OwnRule", "Own", "halves")]
+
+
+def test_servers_get_the_rule_that_a_policy_has() -> None:
+    @dataclass(frozen=True)
+    class Outer(Policy):
+        outer: Rule = OwnRule()
+
+    for rules in ((), [OwnRule]):
+        told = for_servers(Outer(), 2, rules=rules, policies=())
+        assert [kind.__name__ for kind in cloudpickle.loads(told.code)] == ["OwnRule", "Outer"]
+
+
+def test_servers_get_no_code_for_what_is_built_in() -> None:
+    assert for_servers(Sync(), 2, rules=(), policies=())[1:] == (b"", "")
+
+
+def test_class_of_a_function_travels_by_value_only() -> None:
+    @dataclass(frozen=True)
+    class Local(Policy): ...
+
+    told = for_servers(Local(), 2, rules=(), policies=())
+    assert told.reference == ""
+    assert [each.__name__ for each in cloudpickle.loads(told.code)] == ["Local"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "error", "words"),
+    [
+        (Sync(backup=2), {}, ValueError, "backup of Sync must be below the number of workers, 2"),
+        ("sync", {}, TypeError, "consistency must be"),
+        (Own, {}, TypeError, "consistency must be"),
+        (Sync(), {"policies": [3]}, TypeError, "policies= takes"),
+        (Sync(), {"rules": [3]}, TypeError, "rules="),
+    ],
+)
+def test_what_servers_cannot_be_started_with_is_refused(
+    policy: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        for_servers(policy, 2, **({"rules": (), "policies": ()} | options))
+
+
+def test_policy_is_asked_about_the_number_of_workers_if_that_is_known() -> None:
+    for workers in (0, 3):
+        for_servers(Own(), workers, rules=(), policies=())
+    with pytest.raises(ValueError, match="too many"):
+        for_servers(Own(), 4, rules=(), policies=())
+
+
+def test_policy_that_cannot_be_pickled_is_named() -> None:
+    guard = threading.Lock()
+
+    @dataclass(frozen=True)
+    class Guarded(Policy):
+        def check(self, workers: int) -> None:
+            guard.locked()
+
+    with pytest.raises(TypeError, match=r"Guarded cannot be sent to the servers"):
+        for_servers(Guarded(), 2, rules=(), policies=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
 from paramserve.errors import CannotPlace, ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
 from paramserve.job.roster import (
@@ -18,13 +19,15 @@ from paramserve.job.roster import (
 )
 
 START_BY = 60.0
+RETIRE_S, STOP_S = 30.0, 2.0
 FIRST = 1
 """The incarnation of a worker that was never restarted."""
 SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)
 
 
 def running(on_worker_death: OnWorkerDeath = "stop", servers: int = 1, workers: int = 2) -> Roster:
-    roster = Roster(servers, workers, on_worker_death, START_BY)
+    deadlines = Deadlines(retire_s=RETIRE_S, stop_s=STOP_S)
+    roster = Roster(servers, workers, on_worker_death, START_BY, deadlines)
     for key in roster.entries:
         roster.on_report(key, "ready", msgspec.msgpack.encode(FIRST), now=1.0)
     return roster
@@ -278,3 +281,147 @@ def test_end_is_told_with_what_the_engine_knows() -> None:
     roster = running()
     roster.on_end(WORKER, -9, 2.0, "its node is lost\nand more")
     assert "was killed by SIGKILL (its node is lost)" in str(roster.decide(2.0).error)
+
+
+THIRD = Key("worker", 2)
+
+
+def test_scale_up_wants_new_ranks_and_waits_for_their_return() -> None:
+    roster = running()
+    assert roster.scale(4, 2.0) == (THIRD, Key("worker", 3))
+    assert roster.worker_states() == {0: "running", 1: "running", 2: "starting", 3: "starting"}
+    for key in (WORKER, OTHER, THIRD):
+        roster.on_report(key, "returned", b"", 3.0)
+    assert not roster.decide(3.0).finished
+    roster.on_report(Key("worker", 3), "returned", b"", 4.0)
+    assert roster.decide(4.0).finished
+
+
+def test_scale_up_joiner_that_fails_is_a_failure_like_any_other() -> None:
+    roster = running()
+    roster.scale(3, 2.0)
+    roster.on_report(THIRD, "failed", raised("ZeroDivisionError"), 3.0)
+    assert "worker 2 raised ZeroDivisionError" in str(roster.decide(3.0).error)
+
+
+def test_scale_up_joiner_is_restarted_as_the_others_are() -> None:
+    roster = running(Restart(times=1))
+    roster.scale(3, 2.0)
+    roster.on_end(THIRD, -9, 3.0)
+    assert [entry.key for entry in roster.decide(3.0).restart] == [THIRD]
+
+
+def test_scale_to_the_same_number_changes_nothing() -> None:
+    roster = running()
+    assert roster.scale(2, 2.0) == ()
+    assert roster.decide(99.0) == Decision()
+
+
+@pytest.mark.parametrize("how", ["returned", "raised", "killed", "silent"])
+@pytest.mark.parametrize("on_worker_death", ["stop", "continue", Restart()])
+def test_retiring_worker_may_end_as_it_likes(how: str, on_worker_death: OnWorkerDeath) -> None:
+    roster = running(on_worker_death)
+    assert roster.scale(1, 2.0) == ()
+    assert roster.worker_states() == {0: "running", 1: "retiring"}
+    if how == "returned":
+        roster.on_report(OTHER, "returned", b"early", 3.0)
+    elif how == "raised":
+        roster.on_report(OTHER, "failed", raised("KeyError"), 3.0)
+    elif how == "silent":
+        roster.on_silence(OTHER, 3.0, FIRST)
+    assert roster.decide(3.5).error is None
+    roster.on_end(OTHER, 0 if how == "returned" else -9, 4.0)
+    entry = roster.entries[OTHER]
+    assert roster.decide(4.0) == Decision(gone=(entry,))
+    assert roster.decide(5.0) == Decision(), "it is told once"
+    assert roster.worker_states() == {0: "running", 1: "retired"}
+    assert (entry.returned == b"early") == (how == "returned")
+
+
+def test_run_is_finished_when_the_retired_have_ended_too() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    roster.on_report(WORKER, "returned", b"", 3.0)
+    assert not roster.decide(3.0).finished
+    roster.on_end(OTHER, 1, 4.0)
+    assert roster.decide(4.0).finished
+
+
+def test_last_worker_that_is_wanted_dies_while_another_retires_fails_the_run() -> None:
+    roster = running("continue")
+    roster.scale(1, 2.0)
+    roster.on_end(WORKER, -9, 3.0)
+    assert isinstance(roster.decide(3.0).error, WorkerFailed)
+
+
+def test_retiring_worker_that_takes_too_long_is_interrupted_then_killed_once() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    assert roster.decide(2.0) == Decision(look_again_at=2.0 + RETIRE_S)
+    due = 2.0 + RETIRE_S
+    assert roster.decide(due) == Decision(interrupt=(OTHER,), look_again_at=due + STOP_S)
+    assert roster.decide(due + 1) == Decision(look_again_at=due + STOP_S)
+    assert roster.decide(due + STOP_S) == Decision(kill=(OTHER,))
+    assert roster.decide(99.0) == Decision()
+
+
+def test_starting_worker_that_is_to_retire_is_ended_at_once() -> None:
+    roster = running()
+    roster.scale(3, 2.0)
+    roster.scale(2, 3.0)
+    assert roster.decide(3.0).interrupt == (THIRD,)
+    roster.on_end(THIRD, 143, 3.1)
+    assert roster.decide(3.1).error is None
+
+
+def test_rank_that_comes_back_waits_for_the_end_of_its_old_process() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    assert roster.scale(2, 3.0) == ()
+    assert roster.worker_states() == {0: "running", 1: "retiring"}
+    roster.on_report(OTHER, "returned", b"", 4.0)
+    roster.on_report(WORKER, "returned", b"", 4.0)
+    assert not roster.decide(4.0).finished, "the rank is wanted again"
+    roster.on_end(OTHER, 0, 5.0)
+    decision = roster.decide(5.0)
+    assert decision.launch == (OTHER,)
+    assert [entry.key for entry in decision.gone] == [OTHER]
+    assert roster.worker_states() == {0: "returned", 1: "starting"}
+    assert roster.decide(6.0) == Decision()
+    roster.on_report(OTHER, "returned", b"again", 7.0)
+    assert roster.decide(7.0).finished
+
+
+def test_rank_that_comes_back_and_goes_again_is_not_launched() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    roster.scale(2, 3.0)
+    roster.scale(1, 4.0)
+    roster.on_end(OTHER, 0, 5.0)
+    assert roster.decide(5.0).launch == ()
+    assert roster.scale(2, 6.0) == (OTHER,), "its process has ended"
+    assert roster.worker_states()[1] == "starting"
+
+
+def test_scale_that_is_taken_back_leaves_all_as_it_was() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    roster.on_report(OTHER, "returned", b"kept", 2.5)
+    roster.on_end(OTHER, 0, 3.0)
+    roster.decide(3.0)
+    before = dict(roster.entries)
+    assert roster.scale(3, 4.0) == (OTHER, THIRD)
+    roster.take_back()
+    assert roster.entries == before
+    assert roster.wanted == 1
+    roster.on_report(WORKER, "returned", b"", 5.0)
+    assert roster.decide(5.0).finished
+
+
+def test_dismissed_workers_do_not_come_back() -> None:
+    roster = running()
+    roster.scale(1, 2.0)
+    roster.scale(2, 3.0)
+    roster.dismiss_workers()
+    roster.on_end(OTHER, 0, 4.0)
+    assert roster.decide(4.0) == Decision(finished=True)

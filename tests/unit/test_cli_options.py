@@ -1,0 +1,71 @@
+"""Policies as they are written in a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+import pytest
+
+from paramserve.cli_options import policy_of
+from paramserve.core.consistency import Adaptive, Async, BoundedStaleness, LocalSteps, Sync
+from paramserve.core.damping import Inverse
+from paramserve.core.decisions import Policy
+from paramserve.rules import SGD
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    bound: int = 1
+
+
+def halves(staleness: int) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("sync", Sync()),
+        ("sync:mean", Sync(reduce="mean")),
+        ("sync:sum", Sync(reduce="sum")),
+        ("async", Async()),
+        ("BoundedStaleness(4)", BoundedStaleness(4)),
+        (
+            "Sync(backup=1, timeout_s=Adaptive(factor=3.0))",
+            Sync("mean", "refuse", 1, Adaptive(3.0)),
+        ),
+        (
+            "Async(damping=Inverse(0.2), drop_after=None)",
+            Async(damping=Inverse(0.2), drop_after=None),
+        ),
+        ("Async(damping=halves)", Async(damping=halves)),
+        ("LocalSteps(every=3, outer=SGD(lr=1.0))", LocalSteps(every=3, outer=SGD(lr=1.0))),
+        ("Own(bound=7)", Own(7)),
+    ],
+)
+def test_policy_is_what_the_text_says(text: str, policy: Policy) -> None:
+    assert policy_of(text, [Own, halves]) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("eventual", "unknown name 'eventual'; known: .*BoundedStaleness"),
+        ("Own(1)", "unknown name 'Own'"),
+        ("BoundedStaleness", "is no policy"),
+        ("SGD(0.1)", "is no policy"),
+        ("BoundedStaleness(-1)", "bound of BoundedStaleness must be at least 0"),
+        ("BoundedStaleness()", "missing 1 required"),
+        ("BoundedStaleness(**{'bound': 1})", "unexpected keyword"),
+        ("Async(damping=lambda s: 1.0)", "malformed node"),
+        ("__import__('os').system('true')", "is no class"),
+        ("Inverse(0.1)(3)", "is no class"),
+        ("(", "never closed"),
+        ("", "invalid syntax"),
+    ],
+)
+def test_text_that_is_no_policy_is_refused_and_nothing_else_is_run(text: str, words: str) -> None:
+    with pytest.raises(click.BadParameter, match=words) as told:
+        policy_of(text)
+    assert told.value.param_hint == "--consistency"
