@@ -1,4 +1,4 @@
-# make demo | test | bench | venv | clean
+# make demo | test | soak | bench | venv | clean
 #
 # Needs Python 3.11 or newer, make and pip; everything else goes into .venv.
 # Another torch wheel, for example without CUDA:
@@ -10,6 +10,9 @@ TORCH ?= torch==2.13.0
 PIP_OPTIONS ?=
 DEMO ?=
 BENCH ?=
+SEEDS ?= 10000
+JOBS ?= 2
+SOAK ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +20,16 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-.PHONY: help venv demo test bench clean
+# Tests that may run beside others: they start no engines, and nothing of theirs is timed.
+APART := tests/unit tests/sim tests/contract/test_policy_contract.py tests/contract/test_rule_contract.py tests/api
+
+.PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train MNIST through a parameter server, in Sync and in Async"
 	@echo "make test    ruff, mypy, import-linter and the test suite"
+	@echo "make soak    simulated clusters, SEEDS=10000 seeds; SOAK='--first 5000 --policy async'"
 	@echo "make bench   measure against the rivals; the table of the README"
 	@echo "make venv    only make .venv"
 	@echo "make clean   remove .venv, caches and runs/"
@@ -48,7 +55,11 @@ test: $(FOR_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(APART)
+	$(BIN)/python -m pytest $(APART:%=--ignore=%)
+
+soak: $(FOR_TEST)
+	@$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(SOAK)
 
 bench: $(FOR_TEST)
 	@$(BIN)/python -m benchmarks $(BENCH)

@@ -6,25 +6,49 @@ The checkers know none of them. Each function plants one and returns the cluster
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from msgspec import structs
 
+from paramserve.core import asking, collecting, stepping
 from paramserve.core import shard as shard_module
-from paramserve.core import stepping
+from paramserve.core import shard_members as members_module
+from paramserve.core.changes import Changes
+from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
+from paramserve.core.decisions import (
+    ADMIT,
+    APPLY,
+    Admission,
+    Buffer,
+    OnPush,
+    Policy,
+    Pull,
+    Push,
+    Standing,
+    Wait,
+)
 from paramserve.core.events import ClientHere
 from paramserve.core.group import Group
+from paramserve.core.leases import Leases, Span
 from paramserve.core.session import ClientSession, Operation
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Collect, Contribution, Lead
 from paramserve.errors import ParamServeError
 from paramserve.messages import Commit, Done, PeerMessage, Propose, Ready, ShardRequest, Step
-from paramserve.testing import SimulatedCluster
+from paramserve.rules import PushInfo
+from paramserve.testing import Faults, SimulatedCluster, slow
 from paramserve.testing import process as process_module
 from paramserve.testing.network import Frame
 from paramserve.testing.process import Connection
 from paramserve.testing.scripts import SimulatedWorker
 
+STRAGGLER = (slow(worker=2, factor=40),)
+CHANGES = Faults(slow=0.1, change=0.05)
+LEASES: dict[str, Any] = {"samples": 60, "others": ()}
+JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
 
 
@@ -44,7 +68,7 @@ def no_duplicate_filter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
             verdict = super().admit(seq)
             return Verdict.NEW if verdict is Verdict.REPEATED else verdict
 
-    monkeypatch.setattr(shard_module, "ShardSession", AcceptsRepeats)
+    monkeypatch.setattr(members_module, "ShardSession", AcceptsRepeats)
     return SimulatedCluster
 
 
@@ -121,7 +145,7 @@ def gap_accepted_after_reconnect(monkeypatch: pytest.MonkeyPatch) -> type[Simula
             self.last = max(self.last, seq - 1)
             return super().admit(seq)
 
-    monkeypatch.setattr(shard_module, "ShardSession", AcceptsGaps)
+    monkeypatch.setattr(members_module, "ShardSession", AcceptsGaps)
     return SimulatedCluster
 
 
@@ -145,7 +169,7 @@ def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
         def _commit(self, group: Group, commit: Commit) -> None:
             before: tuple[Commit, dict[int, Contribution]] | None = getattr(self, "before", None)
             if before is not None and before[0] == commit:
-                stepping.apply_commit(group, commit, before[1])
+                collecting.apply_commit(group, commit, before[1])
             elif commit.clock == group.committed:
                 self.before = (commit, dict(group.collect.held))
             super()._commit(group, commit)
@@ -185,8 +209,10 @@ def commit_not_repeated(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
     """The lead forgets its decision once it is sent."""
 
     class Forgets(Lead):
-        def on_ready(self, ready: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
-            decided = super().on_ready(ready, clock)
+        def on_ready(
+            self, ready: Ready, clock: int, *policy: Any
+        ) -> list[tuple[int, Commit | Propose]]:
+            decided = super().on_ready(ready, clock, *policy)
             self.last = None
             return decided
 
@@ -216,7 +242,7 @@ def outcome_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]
         def record(self, answer: Answer) -> None:
             pass
 
-    monkeypatch.setattr(shard_module, "ShardSession", KeepsNone)
+    monkeypatch.setattr(members_module, "ShardSession", KeepsNone)
     return SimulatedCluster
 
 
@@ -244,7 +270,7 @@ def ghost_of_a_restarting_worker_not_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
     """An incarnation that was given up goes on until the next one comes."""
-    monkeypatch.setattr(shard_module, "ENDED", ("left", "dead"))
+    monkeypatch.setattr(members_module, "ENDED", ("left", "dead"))
     return SimulatedCluster
 
 
@@ -252,7 +278,7 @@ def clock_follows_a_repeated_step(monkeypatch: pytest.MonkeyPatch) -> type[Simul
     """A step that is repeated sets its rank's clock back where it had been applied before."""
 
     def ticked(self: Group, rank: int, clock: int) -> None:
-        self.clocks[rank] = clock + 1
+        self._set({**self.clocks, rank: clock + 1})
 
     monkeypatch.setattr(Group, "ticked", ticked)
     return SimulatedCluster
@@ -280,6 +306,315 @@ def own_step_of_a_restarted_worker_refused(
     return SimulatedCluster
 
 
+# --- policies that are off by one, or forget something ------------------------------------------
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, hook: str, kind: type[Policy], answer: Any) -> None:
+    """Let shards hear `answer(policy, ...)` from policies of a kind instead of their own."""
+    real = getattr(asking, hook)
+
+    def planted(since: Any, *arguments: Any) -> Any:
+        if isinstance(since.policy, kind):
+            return answer(since.policy, *arguments)
+        return real(since, *arguments)
+
+    monkeypatch.setattr(asking, hook, planted)
+
+
+def one_clock_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A read may be bound + 1 clocks ahead of the slowest worker."""
+
+    def on_pull(policy: BoundedStaleness, pull: Pull, group: Standing) -> Admission:
+        return BoundedStaleness(policy.bound + 1).on_pull(pull, group)
+
+    asked(monkeypatch, "on_pull", BoundedStaleness, on_pull)
+    return SimulatedCluster
+
+
+def reads_are_never_held(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A read is answered whatever the others have done."""
+    asked(monkeypatch, "on_pull", Policy, lambda policy, pull, group: ADMIT)
+    return SimulatedCluster
+
+
+def one_backup_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A clock is decided with one worker less than `backup` allows."""
+
+    def on_clock(policy: Sync, group: Standing) -> Admission:
+        return structs_of(policy, backup=policy.backup + 1).on_clock(group)
+
+    asked(monkeypatch, "on_clock", Sync, on_clock)
+    return SimulatedCluster
+
+
+def one_backup_less(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A clock waits for one worker more than `backup` asks for."""
+
+    def on_clock(policy: Sync, group: Standing) -> Admission:
+        return structs_of(policy, backup=max(0, policy.backup - 1)).on_clock(group)
+
+    asked(monkeypatch, "on_clock", Sync, on_clock)
+    return SimulatedCluster
+
+
+def structs_of(policy: Sync, backup: int) -> Sync:
+    return Sync(reduce=policy.reduce, backup=backup, timeout_s=policy.timeout_s)
+
+
+def deadline_half_as_long(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """`timeout_s` ends a clock in half the time."""
+
+    def on_clock(policy: Sync, group: Standing) -> Admission:
+        assert isinstance(policy.timeout_s, float)
+        return Sync(reduce=policy.reduce, timeout_s=policy.timeout_s / 2).on_clock(group)
+
+    asked(monkeypatch, "on_clock", Sync, on_clock)
+    return SimulatedCluster
+
+
+def staleness_one_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A gradient of staleness drop_after + 1 is applied."""
+
+    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+        return policy.on_push(push._replace(staleness=max(0, push.staleness - 1)), group)
+
+    asked(monkeypatch, "on_push", Async, on_push)
+    return SimulatedCluster
+
+
+def staleness_one_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A gradient of staleness drop_after is dropped."""
+
+    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+        return policy.on_push(push._replace(staleness=push.staleness + 1), group)
+
+    asked(monkeypatch, "on_push", Async, on_push)
+    return SimulatedCluster
+
+
+def buffer_of_one_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """An update waits for size + 1 gradients."""
+
+    def on_push(policy: Buffered, push: Push, group: Standing) -> OnPush:
+        answer = policy.on_push(push, group)
+        assert isinstance(answer, Buffer)
+        return answer._replace(size=answer.size + 1)
+
+    asked(monkeypatch, "on_push", Buffered, on_push)
+    return SimulatedCluster
+
+
+def buffer_forgets_its_first(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The first gradient of each buffer is applied at once instead of kept."""
+
+    def on_push(policy: Buffered, push: Push, group: Standing) -> OnPush:
+        return APPLY if not group.buffered else policy.on_push(push, group)
+
+    asked(monkeypatch, "on_push", Buffered, on_push)
+    return SimulatedCluster
+
+
+def buffer_not_applied_at_the_end(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What is in the buffer when the last worker leaves stays there."""
+    asked(monkeypatch, "on_membership", Buffered, lambda policy, group: False)
+    return SimulatedCluster
+
+
+def late_step_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A gradient that came after its clock's decision is told to be dropped, and applied."""
+    real = collecting.late
+
+    def late(
+        shard: Shard, group: Group, request: Request, session: ShardSession, at: int
+    ) -> Answer:
+        step = request.message
+        assert isinstance(step, Step)
+        for block, header, gradient in stepping.gradients(shard, step, request.memory):
+            push = PushInfo(session.rank, step.clock, 0, 0, 1.0, 1.0)
+            block.apply(gradient, header.active, header.hyper, push)
+        group.advance()
+        return real(shard, group, request, session, at)
+
+    monkeypatch.setattr(collecting, "late", late)
+    return SimulatedCluster
+
+
+def late_worker_not_told(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The answer to a late step does not say where its worker goes on, and that it was dropped."""
+    real = collecting.late
+
+    def late(
+        shard: Shard, group: Group, request: Request, session: ShardSession, at: int
+    ) -> Answer:
+        answer = real(shard, group, request, session, at)
+        assert isinstance(answer.message, Done)
+        return Answer(structs.replace(answer.message, skipped=False), answer.payload)
+
+    monkeypatch.setattr(collecting, "late", late)
+    return SimulatedCluster
+
+
+def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Shard 1 goes by a new policy one clock later than shard 0."""
+
+    class Later(Shard):
+        def _on_switch(self, group: Group, message: Any) -> None:
+            if self.number == 1:
+                change = structs.replace(message.change, clock=message.change.clock + 1)
+                message = structs.replace(message, change=change)
+            super()._on_switch(group, message)
+
+    return with_shard(Later)
+
+
+def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A shard goes by a new policy at once, and not from the clock that was agreed on."""
+
+    def at(self: Changes, clock: int) -> Any:
+        return self.later[-1] if self.later else self.first
+
+    monkeypatch.setattr(Changes, "at", at)
+    return SimulatedCluster
+
+
+def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Whoever comes later counts as if it had done nothing: all others wait for it."""
+
+    def enter(self: Group, rank: int) -> None:
+        self.resting.discard(rank)
+        self._set({**self.clocks, rank: 0})
+
+    monkeypatch.setattr(Group, "enter", enter)
+    return SimulatedCluster
+
+
+def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
+
+    def enter(self: Group, rank: int) -> None:
+        self.resting.discard(rank)
+        self._set({**self.clocks, rank: max(self.clocks.values(), default=0) + 2})
+
+    monkeypatch.setattr(Group, "enter", enter)
+    return SimulatedCluster
+
+
+def leaver_still_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Who has left by its own wish counts on."""
+
+    def live(self: Shard) -> list[int]:
+        states = ("expected", "live", "restarting", "retiring", "left")
+        return [r for r, m in sorted(self.members.items()) if m.state in states]
+
+    monkeypatch.setattr(Shard, "live", live)
+    return SimulatedCluster
+
+
+def retiring_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Who is asked to end counts no more, though it still steps."""
+
+    def live(self: Shard) -> list[int]:
+        states = ("expected", "live", "restarting")
+        return [r for r, m in sorted(self.members.items()) if m.state in states]
+
+    monkeypatch.setattr(Shard, "live", live)
+    return SimulatedCluster
+
+
+def nan_not_seen(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Nobody looks whether a gradient is finite."""
+    monkeypatch.setattr(stepping, "finite", lambda parts: True)
+    monkeypatch.setattr(collecting, "finite", lambda parts: True)
+    return SimulatedCluster
+
+
+def dropped_but_reported_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A gradient that is too stale is dropped, and its worker is told that it was applied."""
+
+    class Hides(Shard):
+        def _with_news(self, group: Group, session: Any, answer: Answer, *rest: Any) -> Answer:
+            answer = super()._with_news(group, session, answer, *rest)
+            assert isinstance(answer.message, Done)
+            return Answer(structs.replace(answer.message, skipped=False), answer.payload)
+
+    return with_shard(Hides)
+
+
+@dataclass(frozen=True)
+class NobodyReads(Policy):
+    """A user's policy that never lets anybody read."""
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        return Wait(tuple(group.clocks))
+
+
+def lease_given_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What was given to a worker stays free for the next one that asks, once."""
+    real, twice = Leases._remove, set[Leases]()
+
+    def remove(self: Leases, given: Span) -> None:
+        real(self, given)
+        if given.start == 8 and self not in twice:
+            twice.add(self)
+            self._put(given)
+
+    monkeypatch.setattr(Leases, "_remove", remove)
+    return SimulatedCluster
+
+
+def lease_of_a_dead_worker_lost(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What a worker that ended had not finished goes to nobody."""
+
+    def release(self: Leases, client: int, highest: object) -> None:
+        self.holders.pop(client)
+
+    monkeypatch.setattr(Leases, "release", release)
+    return SimulatedCluster
+
+
+def lease_returned_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What a dead worker had finished of its lease is given to others, too."""
+
+    def finished(self: Leases, client: int, mark: tuple[int, int]) -> None:
+        holder = self.holders.get(client)
+        if holder is not None and holder.ended is None:
+            real(self, client, mark)
+
+    real = Leases.finished
+    monkeypatch.setattr(Leases, "finished", finished)
+    return SimulatedCluster
+
+
+OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
+    (one_clock_more_than_the_bound, BoundedStaleness(0), {}),
+    (one_clock_more_than_the_bound, BoundedStaleness(1), {}),
+    (reads_are_never_held, BoundedStaleness(4), {"steps": 14, "script": STRAGGLER}),
+    (one_backup_more, Sync(reduce="sum"), {}),
+    (one_backup_more, Sync(reduce="sum", backup=1), {}),
+    (one_backup_less, Sync(reduce="sum", backup=1), {"faults": Faults(), "script": STRAGGLER}),
+    (deadline_half_as_long, Sync(reduce="sum", timeout_s=0.02), {"script": STRAGGLER}),
+    (staleness_one_past_the_limit, Async(drop_after=2), {}),
+    (staleness_one_before_the_limit, Async(drop_after=2), {}),
+    (dropped_but_reported_applied, Async(drop_after=1), {}),
+    (buffer_of_one_more, Buffered(3, damping=None), {"others": ()}),
+    (buffer_forgets_its_first, Buffered(3, damping=None), {"others": ()}),
+    (buffer_not_applied_at_the_end, Buffered(3, damping=None), {"others": ()}),
+    (late_step_applied, Sync(reduce="sum", backup=1), {}),
+    (late_worker_not_told, Sync(reduce="sum", backup=1), {}),
+    (change_one_clock_later_on_one_shard, Async(), {"faults": CHANGES}),
+    (change_at_the_clock_under_way, Async(), {"faults": CHANGES}),
+    (joiner_begins_at_clock_0, BoundedStaleness(1), {"faults": JOINS}),
+    (joiner_begins_ahead, Async(), {"faults": JOINS}),
+    (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),
+    (retiring_worker_not_waited_for, Sync(reduce="sum"), {"faults": JOINS}),
+    (nan_not_seen, Sync(reduce="sum"), {}),
+    (nan_not_seen, Async(), {}),
+    (lease_given_twice, Sync(reduce="sum"), LEASES),
+    (lease_given_twice, Async(), LEASES),
+    (lease_of_a_dead_worker_lost, Async(), LEASES),
+    (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
+)
+"""What is planted, under which policy, in which scenario."""
 RESTARTS_SYNC: tuple[Plant, ...] = (
     restarting_worker_not_waited_for,
     restarted_worker_begins_at_clock_0,

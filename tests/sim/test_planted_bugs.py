@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.sim import planted
 
-from paramserve.core.consistency import Async, Consistency, Sync
-from paramserve.testing import Scenario, SimulatedCluster, Violation
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 
 SEEDS = 30
 """The rarest of them showed first at seed 14."""
@@ -32,8 +33,14 @@ RESTARTS = [
 ]
 
 
+OFF_BY_ONE = [
+    pytest.param(plant, policy, options, id=f"{plant.__name__}-{type(policy).__name__}")
+    for plant, policy, options in planted.OFF_BY_ONE
+]
+
+
 def first_violation(
-    kind: type[SimulatedCluster], policy: Consistency, seeds: int = SEEDS, **options: Any
+    kind: type[SimulatedCluster], policy: Policy, seeds: int = SEEDS, **options: Any
 ) -> int | None:
     for seed in range(seeds):
         cluster = kind(seed, Scenario(consistency=policy, **options))
@@ -47,7 +54,7 @@ def first_violation(
 
 @pytest.mark.parametrize(("plant", "policy"), CASES)
 def test_planted_bug_is_found(
-    plant: planted.Plant, policy: Consistency, monkeypatch: pytest.MonkeyPatch
+    plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = first_violation(plant(monkeypatch), policy)
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
@@ -55,13 +62,38 @@ def test_planted_bug_is_found(
 
 @pytest.mark.parametrize(("plant", "policy"), RESTARTS)
 def test_planted_bug_of_restarts_is_found(
-    plant: planted.Plant, policy: Consistency, monkeypatch: pytest.MonkeyPatch
+    plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = plant(monkeypatch)
     found = first_violation(kind, policy, SEEDS_WITH_RESTARTS, restarts=True)
     assert found is not None, f"{plant.__name__} was not found in {SEEDS_WITH_RESTARTS} seeds"
 
 
+@pytest.mark.parametrize(("plant", "policy", "options"), OFF_BY_ONE)
+def test_planted_bug_of_a_policy_is_found(
+    plant: planted.Plant,
+    policy: Policy,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = first_violation(plant(monkeypatch), policy, **options)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize(("plant", "policy", "options"), OFF_BY_ONE)
+def test_without_the_planted_bug_of_a_policy_its_scenario_passes(
+    plant: planted.Plant, policy: Policy, options: dict[str, Any]
+) -> None:
+    assert first_violation(SimulatedCluster, policy, 10, **options) is None
+
+
+def test_policy_that_never_admits_is_found_in_the_liveness_phase() -> None:
+    cluster = SimulatedCluster(0, Scenario(consistency=planted.NobodyReads(), faults=Faults()))
+    cluster.run()
+    with pytest.raises(Violation, match=r"everyone_finishes: writer \d+ .* has not finished"):
+        cluster.check()
+
+
 @pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
-def test_without_a_planted_bug_the_same_seeds_pass(policy: Consistency) -> None:
+def test_without_a_planted_bug_the_same_seeds_pass(policy: Policy) -> None:
     assert first_violation(SimulatedCluster, policy) is None

@@ -6,6 +6,16 @@ from paramserve.testing import checkers
 from paramserve.testing.checkers import Violation, check
 from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Call, History, Part, Row
+from paramserve.testing.nemesis import (
+    ScriptedFault,
+    cut,
+    join,
+    kill,
+    leave,
+    set_policy,
+    slow,
+    stop,
+)
 from paramserve.testing.network import Faults
 from paramserve.testing.simulated import Scenario, SimulatedCluster, replay
 
@@ -14,6 +24,14 @@ __all__ = [
     "Scenario",
     "Faults",
     "replay",
+    "ScriptedFault",
+    "kill",
+    "stop",
+    "cut",
+    "slow",
+    "join",
+    "leave",
+    "set_policy",
     "Counting",
     "Pushed",
     "History",

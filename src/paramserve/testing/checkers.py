@@ -10,7 +10,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 
-from paramserve.testing.history import Call, History, Part, Row, mask
+from paramserve.core.consistency import Adaptive, Async, BoundedStaleness, Buffered, Sync
+from paramserve.core.decisions import Policy
+from paramserve.testing.history import Call, Decided, History, Part, Row, mask
 
 Checker = Callable[[History], list[str]]
 
@@ -26,24 +28,27 @@ def exactly_once(history: History) -> list[str]:
     """1. Acknowledged pushes are in the final values, once; refused and skipped ones are not.
 
     For a writer that ran to its end, exactly the acknowledged pushes are there. For one that was
-    killed, also pushes that it had no answer to may be.
+    killed, also pushes that it had no answer to may be. A policy that drops what is too stale does
+    so on each shard by itself, and each says so. While the policy changes, one shard may refuse
+    what another one has applied of a client without a clock: it is told that this is not known.
     """
     wrong = []
     for writer, calls in history.by_writer().items():
         for part, row in history.final.items():
             pushes = [c for c in calls if c.push is not None and part.block in c.blocks]
             present = row.pushes[writer]
-            acknowledged = mask(c.push for c in pushes if c.acknowledged)
-            rejected = mask(c.push for c in pushes if c.rejected)
+            acknowledged = mask(c.push for c in pushes if c.acknowledged_on(part.shard))
+            rejected = mask(c.push for c in pushes if c.rejected_on(part.shard))
             issued = mask(c.push for c in pushes)
+            half = (c for c in pushes if c.applied == "unknown" and not history.has_clock(c))
+            unknown = mask(c.push for c in half)
             who = f"writer {writer} on {_name(part)}"
             wrong += _numbers(acknowledged & ~present, f"{who}: acknowledged, but lost")
             wrong += _numbers(present & rejected, f"{who}: reported as not applied, but applied")
             wrong += _numbers(present & ~issued, f"{who}: applied, but never issued")
             if writer not in history.ended:
-                wrong += _numbers(
-                    present & ~acknowledged & ~rejected, f"{who}: applied, never acknowledged"
-                )
+                untold = present & ~acknowledged & ~rejected & ~unknown
+                wrong += _numbers(untold, f"{who}: applied, never acknowledged")
     return wrong
 
 
@@ -62,10 +67,10 @@ def counters_agree(history: History) -> list[str]:
 
 def all_or_nothing(history: History) -> list[str]:
     """2, second half. A synchronous clock is in all parts or in none, for every reader alike."""
-    if not history.collects:
-        return []
     wrong = []
     for call in history.calls:
+        if not (history.collects_at(call.clock) and history.has_clock(call)):
+            continue
         held = [
             (history.final[part].pushes[call.writer] >> call.push & 1, part)
             for part in history.final
@@ -100,19 +105,26 @@ def sessions_in_order(history: History) -> list[str]:
     """
     wrong = []
     timeline = _Timeline(history)
+    sizes = [policy.size for _, policy in history.policies if isinstance(policy, Buffered)]
+    spare = max(sizes, default=1) - 1
+    """Gradients that wait for their buffer to be full, and are acknowledged."""
     for writer, calls in history.by_writer().items():
         seen: dict[Part, Row] = {}
-        acknowledged: dict[int, int] = {}
+        acknowledged: dict[Part, int] = {}
+        parts = list(history.final)
         issued = 0
         for call in calls:
             if call.push is not None:
                 issued |= 1 << call.push
-                for block in call.blocks if call.acknowledged else ():
-                    acknowledged[block] = acknowledged.get(block, 0) | 1 << call.push
+                for part in parts:
+                    if part.block in call.blocks and call.acknowledged_on(part.shard):
+                        acknowledged[part] = acknowledged.get(part, 0) | 1 << call.push
             for part, row in call.reads.items():
                 who = f"{_call(call)} read of {_name(part)}"
                 own = row.pushes[writer]
-                wrong += _numbers(acknowledged.get(part.block, 0) & ~own, f"{who} lacks its own")
+                lacking = acknowledged.get(part, 0) & ~own
+                if lacking.bit_count() > spare:
+                    wrong += _numbers(lacking, f"{who} lacks its own")
                 wrong += _numbers(own & ~issued, f"{who} has its own later")
                 before = seen.get(part, row)
                 for other, (old, new) in enumerate(zip(before.pushes, row.pushes, strict=True)):
@@ -142,20 +154,302 @@ def older_incarnations_change_nothing(history: History) -> list[str]:
 def restarts_keep_the_clocks(history: History) -> list[str]:
     """8, for ranks that come back. Under Sync a rank is in each clock exactly once, whichever of
     its incarnations brought it, unless it had ended for good. A new incarnation goes on at the
-    clock that its rank had reached, and no clock goes back."""
+    clock that its rank had reached, and no clock goes back.
+
+    A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that
+    are late.
+    """
     wrong = list(history.backwards)
     last: dict[int, int] = {}
     for each in history.decided:
         ranks = [rank for rank, _ in each.contributors]
         if len(set(ranks)) < len(ranks):
             wrong.append(f"clock {each.clock} has {each.contributors}: one rank twice")
-        for rank in history.ranks:
+        missing = []
+        for rank in sorted({*history.ranks, *last}):
             if rank not in ranks and not each.empty:
                 if not history.was_away(rank, last.get(rank, 0), each.order):
-                    wrong.append(f"clock {each.clock} was decided without rank {rank}")
+                    missing.append(rank)
             else:
                 last[rank] = each.order
+        for rank in ranks:
+            last[rank] = each.order
+        wrong += _done_without(missing, each, history.policy_at(each.clock))
     return wrong + _resumed_wrongly(history) + _brought_twice(history)
+
+
+def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> list[str]:
+    backup = policy.backup if isinstance(policy, Sync) else 0
+    if len(missing) <= backup or (policy is not None and not isinstance(policy, Sync)):
+        return []
+    limit = policy.timeout_s if isinstance(policy, Sync) else None
+    if isinstance(limit, Adaptive):
+        limit = limit.least_s
+    if limit is not None and each.waited_s >= limit - 1e-9:
+        return []
+    late = "" if limit is None else f", {each.waited_s:.3f} s after its first gradients"
+    return [f"clock {each.clock} was decided without ranks {missing}{late} ({policy!r})"]
+
+
+def clocks_are_decided_in_time(history: History) -> list[str]:
+    """13, for Sync: a clock waits for nobody that it can do without.
+
+    Judged only where the network loses nothing, so that there is no other reason to wait.
+    """
+    if history.prompt_s is None:
+        return []
+    return [
+        f"clock {each.clock} was decided {each.late_s:.4f} s after all that it needs had come to "
+        f"all shards ({history.policy_at(each.clock)!r})"
+        for each in history.decided
+        if each.late_s > history.prompt_s
+    ]
+
+
+def bounded_staleness(history: History) -> list[str]:
+    """3. A read at clock c has every update of clock <= c - s - 1 of the workers that count there.
+
+    s is the bound of `BoundedStaleness`, and 0 under `Sync`. Which workers count on a shard when it
+    answers is what that shard has shown; `who_counts` judges that.
+    """
+    if all(_bound(policy) is None for _, policy in history.policies):
+        return []
+    wrong = []
+    pushes = _by_rank(history)
+    for call in history.calls:
+        if not call.reads or call.rank < 0:
+            continue
+        clock = call.clock + call.tick
+        policies = (history.policy_of(call), history.policy_at(clock))
+        bounds = [_bound(policy) for policy in policies]
+        if None in bounds:
+            continue
+        newest = clock - max(each for each in bounds if each is not None) - 1
+        for part, row in call.reads.items():
+            answered = history.answers.get((part.shard, call.writer, call.number))
+            if answered is None:
+                continue
+            for other in pushes:
+                if other.clock > newest or other.enters or other.rank == call.rank:
+                    continue
+                if isinstance(history.policy_of(other), Buffered):
+                    continue
+                if part.block in other.blocks and _lacks(history, other, part, row, answered.order):
+                    wrong.append(
+                        f"{_call(call)} read of {_name(part)} at clock {clock} lacks push "
+                        f"{other.push} of writer {other.writer} (rank {other.rank}), which is of "
+                        f"clock {other.clock}"
+                    )
+    return wrong
+
+
+def _bound(policy: Policy | None) -> int | None:
+    """How many clocks behind a read may be; None: any number."""
+    if isinstance(policy, BoundedStaleness):
+        return policy.bound
+    return 0 if isinstance(policy, Sync) else None
+
+
+def _by_rank(history: History) -> list[Call]:
+    return [call for call in history.calls if call.push is not None and call.rank >= 0]
+
+
+def _lacks(history: History, push: Call, part: Part, row: Row, order: int) -> bool:
+    """Whether a push that is applied at some time was not, when it had to be."""
+    assert push.push is not None
+    bit = 1 << push.push
+    if row.pushes[push.writer] & bit or not history.final[part].pushes[push.writer] & bit:
+        return False
+    if not history.counts(part.shard, push.rank, order):
+        return False
+    if any(  # it came back there at a later clock, and repeats what another shard has not had
+        each.shard == part.shard
+        and each.rank == push.rank
+        and each.order <= order
+        and each.clock > push.clock
+        for each in history.entered
+    ):
+        return False
+    return not any(  # an incarnation that repeats a step which its predecessor had brought here
+        each.rank == push.rank
+        and each.writer != push.writer
+        and each.clock == push.clock
+        and each.tick
+        and history.reached.get((part.shard, each.writer, each.number), order) < order
+        for each in history.calls
+    )
+
+
+def who_counts(history: History) -> list[str]:
+    """Workers that are live count, and who comes begins where the others are.
+
+    A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
+    rank that comes to count is not behind the slowest; one that joins a running cluster begins
+    there exactly.
+    """
+    wrong = []
+    for (shard, rank), changes in history.counted.items():
+        for order, whether in changes:
+            if not whether and not history.was_away(rank, 0, order):
+                wrong.append(f"shard {shard} went on without rank {rank}, which had not ended")
+    for each in history.entered:
+        if each.slowest is None:
+            continue
+        latest = max(each.slowest, each.then if each.then is not None else 0) + 1
+        if each.clock < each.slowest or (each.joins and each.clock > latest):
+            wrong.append(
+                f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
+                f"slowest worker was at {each.slowest}"
+            )
+    return wrong
+
+
+def spoiled_gradients_change_nothing(history: History) -> list[str]:
+    """9. A gradient with NaN is in no value, on no shard, at no time."""
+    wrong = []
+    spoiled: dict[int, int] = {}
+    for call in history.calls:
+        if call.spoiled and call.push is not None:
+            spoiled[call.writer] = spoiled.get(call.writer, 0) | 1 << call.push
+    if not spoiled:
+        return []
+    seen = [(f"final {_name(part)}", row) for part, row in history.final.items()]
+    seen += [(f"{_call(c)} read of {_name(part)}", row) for c, part, row in history.reads()]
+    for where, row in seen:
+        for writer, pushes in spoiled.items():
+            if row.pushes[writer] & pushes:
+                text = f"{where} has what writer {writer} had spoiled"
+                wrong += _numbers(row.pushes[writer] & pushes, text)
+    return wrong
+
+
+def drops_by_staleness(history: History) -> list[str]:
+    """`Async(drop_after=n)`: a gradient staler than n updates is never applied on that shard, and
+    one within n never dropped there. Staleness is counted again from the versions that the values
+    went through."""
+    if not any(isinstance(policy, Async) for _, policy in history.policies):
+        return []
+    wrong = []
+    applied = {
+        (each.shard, *push): (each.before, each.after)
+        for each in history.updates
+        for push in each.pushes
+    }
+    for call in history.calls:
+        policy = history.policy_of(call)
+        if call.push is None or not isinstance(policy, Async):
+            continue
+        limit = policy.drop_after
+        for shard, base in enumerate(call.bases):
+            answer = history.answers.get((shard, call.writer, call.number))
+            found = applied.get((shard, call.writer, call.push))
+            who = f"shard {shard}: push {call.push} of writer {call.writer}, based on {base},"
+            if found is not None and limit is not None and found[0] - base > limit:
+                wrong.append(f"{who} was applied at version {found[0]} ({policy!r})")
+            if answer is None or found is not None or not answer.skipped or call.spoiled:
+                continue
+            if limit is None or answer.after - base <= limit:
+                wrong.append(f"{who} was dropped at version {answer.after} ({policy!r})")
+    return wrong
+
+
+def buffers_are_full(history: History) -> list[str]:
+    """`Buffered(size=n)`: an update has exactly n gradients, fewer only when no worker is left."""
+    sizes = [policy.size for _, policy in history.policies if isinstance(policy, Buffered)]
+    if not sizes or len(sizes) < len(history.policies):
+        return []
+    wrong = []
+    for each in history.updates:
+        most = max(sizes) * (each.after - each.before)
+        least = min(sizes) * (each.after - each.before)
+        if len(each.pushes) > most or (len(each.pushes) < least and not each.alone):
+            wrong.append(
+                f"shard {each.shard}: {each.after - each.before} update(s) to version "
+                f"{each.after} with {len(each.pushes)} gradients, sizes {sizes}"
+            )
+    return wrong
+
+
+def samples_are_used(history: History) -> list[str]:
+    """14. Of samples that are shared by lease, each is used exactly once an epoch in Sync; else at
+    least once on each shard, and what is used again is counted. A gradient that came too late is
+    counted as dropped, and its samples as used.
+
+    Judged only where some worker was told that nothing is left.
+    """
+    shared = history.shared
+    if shared is None or not shared.over:
+        return []
+    wrong = []
+    again = [0] * shared.size
+    for part, row in history.final.items():
+        uses, dropped = [0] * shared.size, [False] * shared.size
+        for call in history.calls:
+            if call.samples is None or call.push is None or part.block not in call.blocks:
+                continue
+            answer = history.answers.get((part.shard, call.writer, call.number))
+            for position in range(*call.samples):
+                uses[position] += row.pushes[call.writer] >> call.push & 1
+                dropped[position] |= answer is not None and answer.skipped
+        unused = [at for at in range(shared.size) if not (uses[at] or dropped[at])]
+        if unused:
+            wrong.append(f"{_name(part)} lacks the samples {_ranges(unused)}")
+        again = [max(most, count - 1) for most, count in zip(again, uses, strict=True)]
+    repeated = [position for position, count in enumerate(again) if count > 0]
+    if repeated and history.collects:
+        wrong.append(f"used more than once in Sync: samples {_ranges(repeated)}")
+    elif sum(max(0, each) for each in again) > shared.counted:
+        wrong.append(
+            f"samples {_ranges(repeated)} were used again, and {shared.counted} repeats counted"
+        )
+    return wrong
+
+
+def _ranges(positions: list[int]) -> str:
+    return ", ".join(map(str, positions[:10])) + (", ..." if len(positions) > 10 else "")
+
+
+def changes_agree(history: History) -> list[str]:
+    """A change of policy holds from one clock on, on all shards: no step of that clock or later is
+    handled the old way, and none before it the new way."""
+    wrong = []
+    first: dict[int, tuple[int, str, int]] = {}
+    for each in history.switched:
+        clock, policy, shard = first.setdefault(each.number, (each.clock, each.policy, each.shard))
+        if (clock, policy) != (each.clock, each.policy):
+            wrong.append(
+                f"change {each.number} is to {policy} from clock {clock} on shard {shard}, and to "
+                f"{each.policy} from clock {each.clock} on shard {each.shard}"
+            )
+    if len(history.policies) > 1:
+        wrong += _handled_wrongly(history)
+    return wrong
+
+
+def _handled_wrongly(history: History) -> list[str]:
+    decided = {(each.clock, writer) for each in history.decided for _, writer in each.contributors}
+    known = {each.clock for each in history.decided}
+    """Where one shard decides several clocks in one event, only the last of them is recorded."""
+    wrong = []
+    for call in _by_rank(history):
+        assert call.push is not None
+        if (
+            call.enters
+            or not call.tick
+            or not any(
+                history.final[part].pushes[call.writer] >> call.push & 1 for part in history.final
+            )
+        ):
+            continue
+        together = (call.clock, call.writer) in decided
+        collects = history.collects_at(call.clock)
+        if together is not collects and not (collects and call.clock not in known):
+            how = "with its clock" if together else "by itself"
+            wrong.append(
+                f"{_call(call)} push {call.push} of clock {call.clock} was applied {how}, under "
+                f"{history.policy_at(call.clock)!r}"
+            )
+    return wrong
 
 
 def _resumed_wrongly(history: History) -> list[str]:
@@ -178,13 +472,13 @@ def _resumed_wrongly(history: History) -> list[str]:
 
 def _brought_twice(history: History) -> list[str]:
     """Pushes of two incarnations to one synchronous clock that are both in a part's value."""
-    if not history.collects:
-        return []
     wrong = []
     for part, row in history.final.items():
         found: dict[tuple[int, int], int] = {}
         for call in history.calls:
             if call.push is None or part.block not in call.blocks or call.rank < 0:
+                continue
+            if not history.collects_at(call.clock):
                 continue
             if row.pushes[call.writer] >> call.push & 1:
                 other = found.setdefault((call.rank, call.clock), call.writer)
@@ -208,6 +502,14 @@ ALL: tuple[Checker, ...] = (
     sessions_in_order,
     older_incarnations_change_nothing,
     restarts_keep_the_clocks,
+    clocks_are_decided_in_time,
+    bounded_staleness,
+    who_counts,
+    spoiled_gradients_change_nothing,
+    drops_by_staleness,
+    buffers_are_full,
+    changes_agree,
+    samples_are_used,
     everyone_finishes,
 )
 
@@ -248,10 +550,11 @@ def _miscounted(row: Row, where: str) -> list[str]:
 
 
 def _pushed(history: History) -> dict[tuple[int, int], int]:
-    """By (writer, block): the pushes that went to it."""
+    """By (writer, block): the pushes that went to it, of clocks that are all or nothing."""
     found: dict[tuple[int, int], int] = {}
     for call in history.calls:
-        if call.push is not None:
+        together = history.collects_at(call.clock) and history.has_clock(call)
+        if call.push is not None and together:
             for block in call.blocks:
                 key = (call.writer, block)
                 found[key] = found.get(key, 0) | 1 << call.push

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paramserve.core import policies
+from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation, SlotPool
-from paramserve.messages import Define, Gradient, Place, Step
+from paramserve.messages import Define, Gradient, Place, Rest, SetPolicy, Step
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ARENA, ClientProcess
@@ -33,6 +35,8 @@ class SimulatedClient(ClientProcess):
         """Steps that are not answered yet."""
         self.pool = SlotPool(lambda arena, offset, size: (arena, offset))
         self.pool.add_arena(ARENA, 0, self.arena.size)
+        self.enters = False
+        """Whether it counts only from its next step on."""
         self._slots: dict[Operation, list[int]] = {}
         self._calls = 0
         self._pushes = 0
@@ -80,6 +84,8 @@ class SimulatedClient(ClientProcess):
         skip: bool = False,
         spoiled: bool = False,
         state: int | None = None,
+        samples: tuple[int, int] | None = None,
+        mark: tuple[int, int] | None = None,
         then: Callable[[Call, Operation], None],
     ) -> None:
         """One step of all shards; `then` is called when all have answered.
@@ -87,11 +93,13 @@ class SimulatedClient(ClientProcess):
         Args:
             spoiled: one element of the gradient, on one shard, is NaN.
             state: how many clocks its reads contain, if they show a whole state.
+            samples: [start, stop) of those that its gradients come from, and `mark` of its lease.
         """
         number = None
         if push and not skip:
             number, self._pushes = self._pushes, self._pushes + 1
         ids = frozenset(block.id for block in push) if number is not None else frozenset()
+        bases = tuple(self.versions)
         call = self.cluster.history.issue(
             self.writer,
             self._calls,
@@ -101,7 +109,11 @@ class SimulatedClient(ClientProcess):
             rank=self.rank,
             clock=self.clock,
             tick=tick,
+            spoiled=spoiled,
+            bases=bases,
+            enters=self.enters,
         )
+        call.samples = samples
         self._calls += 1
         sources = self._gradients(push, number, spoiled)
         targets = [(block, self.take(block)) for block in pull]
@@ -110,17 +122,53 @@ class SimulatedClient(ClientProcess):
         for shard in range(len(self.connections)):
             gradients = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
             places = tuple(Place(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
-            requests.append(Step(0, group, self.clock, tick, gradients, places, skip=skip))
+            requests.append(
+                Step(
+                    0,
+                    group,
+                    self.clock,
+                    tick,
+                    gradients,
+                    places,
+                    bases[shard],
+                    skip=skip,
+                    mark=mark,
+                )
+            )
         operation = Operation(len(requests))
         self._slots[operation] = [slot for _, slot in (*sources, *targets)]
         operation.then(partial(self._complete, call, operation, targets, then))
+        for shard, connection in enumerate(self.connections):
+            self.cluster.call_of[self.writer, shard, connection.session.last + 1] = call
+        self.stepping = self.clock
         if tick:
             self.clock += 1
         self.in_flight += 1
-        numbers = self.submit(requests, operation)
-        if number is not None:
-            for shard, seq in enumerate(numbers):
-                self.cluster.push_of[self.writer, shard, seq] = number
+        self.submit(requests, operation)
+        self.stepping = None
+
+    def change_policy(self, policy: Policy) -> None:
+        """Ask the shards for another policy; the answers to later steps tell of it."""
+        group = self.blocks["left"].group
+        requests = [SetPolicy(0, group, policies.spec(policy)) for _ in self.connections]
+        self._ask_all(requests)
+
+    def rest(self) -> None:
+        """Nobody is to wait for this worker until its next step."""
+        self._ask_all([Rest(0, self.blocks["left"].group) for _ in self.connections])
+
+    def _ask_all(self, requests: Sequence[Rest] | Sequence[SetPolicy]) -> None:
+        operation = Operation(len(requests))
+
+        def complete() -> None:
+            self.in_flight -= 1
+            if not self.fenced:
+                self._hear(operation, None)
+                self.script()
+
+        operation.then(complete)
+        self.in_flight += 1
+        self.submit(requests, operation)
 
     def _gradients(
         self, push: Sequence[Block], number: int | None, spoiled: bool
@@ -133,7 +181,13 @@ class SimulatedClient(ClientProcess):
             self.cluster.workload.fill(self.values(block, slot), block, which)
         if spoiled:
             block, slot = sources[-1]
-            self.values(block, slot)[-1] = np.nan
+            values = self.values(block, slot)
+            values[-1] = np.nan
+            if self.late or not self.terms_at(self.clock).collects:
+                # Each shard judges its own part. Who has come later may not know the policy.
+                for shard in range(len(self.connections)):
+                    low, high = block.range(shard)
+                    values[low:high][-1:] = np.nan
         return sources
 
     @staticmethod
@@ -153,14 +207,31 @@ class SimulatedClient(ClientProcess):
         if error is not None:
             call.error, call.applied = type(error).__name__, error.applied
         else:
-            call.skipped = any(reply.skipped for reply in operation.replies.values())
+            replies = operation.replies
+            dropped = frozenset(shard for shard, reply in replies.items() if reply.skipped)
+            call.skipped = len(dropped) == len(replies)
+            call.dropped = frozenset() if call.skipped else dropped
+            if any(reply.at >= 0 for reply in replies.values()):
+                call.state = None  # It may have read a later one.
             for block, slot in targets:
                 self._read(call, block, self.values(block, slot))
+        self._hear(operation, call)
         self.cluster.history.answer(call)
         self.release(operation)
         self.in_flight -= 1
         self.cluster.moved(self)
         then(call, operation)
+
+    def _hear(self, operation: Operation, call: Call | None) -> None:
+        """Take what the answers say besides; of a step (`call`) also where it goes on."""
+        for shard, reply in sorted(operation.replies.items()):
+            self.retiring = self.retiring or reply.retire
+            for news in reply.news:
+                self.learn(news)
+            if call is not None and call.reads:
+                self.versions[shard] = max(self.versions[shard], reply.version)
+        if call is not None and operation.replies:
+            self.clock = max(self.clock, *(reply.at for reply in operation.replies.values()))
 
     def _read(self, call: Call, block: Block, values: Any) -> None:
         for shard in range(len(self.connections)):

@@ -7,14 +7,18 @@ the same information many times over, and bytes that were overwritten show.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.core.consistency import Async, BoundedStaleness, Sync
+from paramserve.core.decisions import Policy
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
 from paramserve.messages import Piece
-from paramserve.rules import Add, Rule
+from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
 from paramserve.testing.history import Row
 
@@ -33,6 +37,34 @@ class Pushed(NamedTuple):
     clock: int
 
 
+@dataclass(frozen=True)
+class AddWhole(Add):
+    """value += gradient, whatever the policy multiplies gradients by: pushes stay whole."""
+
+    name: ClassVar[str] = "AddWhole"
+
+    def apply(
+        self,
+        value: Array,
+        gradient: Array,
+        state: tuple[Array, ...],
+        hyper: Hyper,
+        runs: Sequence[Run],
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        super().apply(value, gradient, state, hyper, runs, push._replace(scale=1.0), out)
+
+
+def leaves_whole(policy: Policy) -> bool:
+    """Whether a policy multiplies no gradient by anything, so that `Add` leaves pushes whole."""
+    if type(policy) is Sync:
+        return policy.reduce == "sum"
+    if type(policy) is Async:
+        return policy.damping is None and policy.momentum == "given"
+    return type(policy) is BoundedStaleness
+
+
 class Counting:
     """What the simulated clients push and read. Subclass it for pushes of another kind.
 
@@ -43,6 +75,7 @@ class Counting:
 
     dtype: np.dtype[Any] = np.dtype(np.float64)
     rule: Rule = Add()
+    """A cluster whose policies multiply gradients takes `AddWhole` instead of `Add`."""
 
     def __init__(self, writers: int) -> None:
         self.writers = writers
@@ -83,6 +116,12 @@ class Counting:
             tuple(int(number) for number in numbers[1::2]),
             sound,
         )
+
+    def glance(self, values: Array, low: int) -> tuple[int, ...]:
+        """Which pushes a part's first whole tile says are in it: masks by writer."""
+        start = -low % self.tile
+        numbers = values[start + 1 : start + self.tile : 2].tolist()
+        return tuple(int(each) if 0 <= each < 2.0**PUSHES_MAX else 0 for each in numbers)
 
     def _columns_of(self, low: int, size: int) -> Array:
         """Where in its tile each element stands."""

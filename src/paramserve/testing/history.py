@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paramserve.core.decisions import Policy
+
 
 class Part(NamedTuple):
     """What one shard holds of one block."""
@@ -43,7 +45,13 @@ class Call:
         clock: the writer's clock before it.
         tick: whether it ends its clock.
         state: if its reads show a synchronous clock as a whole, how many clocks they contain.
+        spoiled: whether its gradients hold NaN.
+        samples: [start, stop) of the shared samples that its gradients come from.
+        enters: whether its worker counts from this step on, at a clock that the shards say.
+        bases: by shard, the version that they were computed from, if it was told.
         error: kind of the refusal; `applied` is what the error said.
+        skipped: it was told that its push is applied nowhere.
+        dropped: it was told so by these shards, and by the others that it is applied there.
         reads: what it read, if it was answered with values.
     """
 
@@ -56,21 +64,31 @@ class Call:
     rank: int = -1
     clock: int = 0
     tick: bool = False
+    spoiled: bool = False
+    bases: tuple[int, ...] = ()
+    enters: bool = False
+    samples: tuple[int, int] | None = None
     answered: int | None = None
     error: str = ""
     applied: str = ""
     skipped: bool = False
+    dropped: frozenset[int] = frozenset()
     reads: dict[Part, Row] = field(default_factory=dict)
 
     @property
     def acknowledged(self) -> bool:
-        """Whether its push was reported as applied."""
-        return self.answered is not None and not self.error and not self.skipped
+        """Whether its push was reported as applied, on all shards."""
+        return self.answered is not None and not (self.error or self.skipped or self.dropped)
 
-    @property
-    def rejected(self) -> bool:
-        """Whether its push was reported as not applied."""
-        return self.answered is not None and (self.skipped or self.applied == "no")
+    def acknowledged_on(self, shard: int) -> bool:
+        """Whether its push was reported as applied there."""
+        told = self.answered is not None and not self.error
+        return told and not self.skipped and shard not in self.dropped
+
+    def rejected_on(self, shard: int) -> bool:
+        """Whether its push was reported as not applied there."""
+        told = self.answered is not None
+        return told and (self.skipped or self.applied == "no" or shard in self.dropped)
 
 
 class Decided(NamedTuple):
@@ -81,6 +99,69 @@ class Decided(NamedTuple):
     order: int
     contributors: tuple[tuple[int, int], ...]
     empty: bool
+    waited_s: float = 0.0
+    """Since the first step of this clock came to any shard after the clock before was decided."""
+    late_s: float = 0.0
+    """Since as many steps as the policy asks for had come to every shard."""
+
+
+class Answered(NamedTuple):
+    """A shard has answered a step. Versions are of its group there, before and after the event
+    that brought the answer."""
+
+    order: int
+    skipped: bool
+    before: int
+    after: int
+
+
+class Update(NamedTuple):
+    """Values of a shard have changed: `after - before` updates, with these (writer, push)."""
+
+    shard: int
+    order: int
+    before: int
+    after: int
+    pushes: tuple[tuple[int, int], ...]
+    alone: bool = False
+    """Whether no worker counted there any more."""
+
+
+class Entered(NamedTuple):
+    """A rank counts on a shard from now on. `slowest` is that of the others before; None: nobody
+    counted. `joins`: it is no rank that the cluster began with, and counts for the first time."""
+
+    shard: int
+    rank: int
+    order: int
+    clock: int
+    slowest: int | None
+    joins: bool
+    then: int | None = None
+    """The slowest of the others after the event: it may have let many go on."""
+
+
+class Switched(NamedTuple):
+    """What a shard says of a change of policy."""
+
+    shard: int
+    number: int
+    clock: int
+    policy: str
+
+
+@dataclass
+class Shared:
+    """Samples that the workers share by lease: `size` of them, once.
+
+    Attributes:
+        over: whether a worker was told that all are used.
+        counted: repeats that the coordinator has counted.
+    """
+
+    size: int
+    over: bool = False
+    counted: int = 0
 
 
 @dataclass
@@ -88,13 +169,24 @@ class History:
     """A recorded run.
 
     Attributes:
-        ranks: all that the cluster has.
-        collects: whether a clock is all or nothing over the shards (`Sync`).
+        ranks: all that the cluster begins with.
+        collects: whether a clock is all or nothing over the shards (`Sync`), before any change.
+        policies: (first clock, policy), in order; empty: not recorded, and nothing of it is judged.
+        prompt_s: within which a clock that can be decided is; None: the network may lose what that
+            takes.
         final: what the shards hold in the end.
         arrivals: (shard, writer, push) to the order in which the push first reached the shard.
         fences: (shard, writer) to the order from which that shard knew the writer as ended.
+        reached: (shard, writer, call) to the order in which that step first reached the shard.
+        answers: (shard, writer, call) to the shard's first answer.
+        updates: of all shards, in order.
+        counted: (shard, rank) to (order, whether) of each change: who the shard's clocks speak of.
+        entered: who came to count, in order.
+        switched: every (shard, change of policy) once.
         decided: the synchronous clocks, in order.
+        shared: samples that are shared by lease; None: there are none.
         away: (order, rank, whether) of each change: a rank has ended for good, or is back.
+        resting: the same for ranks that take no steps by their own wish.
         backwards: clocks that went back on a shard, one text for each.
         ended: writers that were killed or declared dead.
         unfinished: what was still waiting when time was up, one text for each.
@@ -103,12 +195,22 @@ class History:
 
     collects: bool
     ranks: tuple[int, ...] = ()
+    policies: list[tuple[int, Policy]] = field(default_factory=list)
+    prompt_s: float | None = None
     calls: list[Call] = field(default_factory=list)
     final: dict[Part, Row] = field(default_factory=dict)
     arrivals: dict[tuple[int, int, int], int] = field(default_factory=dict)
     fences: dict[tuple[int, int], int] = field(default_factory=dict)
+    reached: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    answers: dict[tuple[int, int, int], Answered] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    counted: dict[tuple[int, int], list[tuple[int, bool]]] = field(default_factory=dict)
+    entered: list[Entered] = field(default_factory=list)
+    switched: dict[Switched, None] = field(default_factory=dict)
     decided: list[Decided] = field(default_factory=list)
+    shared: Shared | None = None
     away: list[tuple[int, int, bool]] = field(default_factory=list)
+    resting: list[tuple[int, int, bool]] = field(default_factory=list)
     backwards: list[str] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     unfinished: list[str] = field(default_factory=list)
@@ -131,9 +233,25 @@ class History:
         rank: int = -1,
         clock: int = 0,
         tick: bool = False,
+        spoiled: bool = False,
+        bases: tuple[int, ...] = (),
+        enters: bool = False,
     ) -> Call:
         """A client asks for something."""
-        call = Call(writer, number, self.next(), push, blocks, state, rank, clock, tick)
+        call = Call(
+            writer,
+            number,
+            self.next(),
+            push,
+            blocks,
+            state,
+            rank,
+            clock,
+            tick,
+            spoiled,
+            bases,
+            enters,
+        )
         self.calls.append(call)
         return call
 
@@ -151,21 +269,50 @@ class History:
 
     def belongs(self, rank: int, ended: bool) -> None:
         """The coordinator knows a rank as ended for good, or not."""
-        before = next((is_away for _, r, is_away in reversed(self.away) if r == rank), False)
-        if before is not ended:
-            self.away.append((self.next(), rank, ended))
+        self._change(self.away, rank, ended)
+
+    def rests(self, rank: int, whether: bool) -> None:
+        """A rank asks that nobody waits for it, or takes a step again."""
+        self._change(self.resting, rank, whether)
+
+    def _change(self, states: list[tuple[int, int, bool]], rank: int, new: bool) -> None:
+        before = next((state for _, r, state in reversed(states) if r == rank), False)
+        if before is not new:
+            states.append((self.next(), rank, new))
+
+    def policy_at(self, clock: int) -> Policy | None:
+        """What holds for steps of a clock; None: not recorded."""
+        found = None
+        for first, policy in self.policies:
+            if clock >= first:
+                found = policy
+        return found
+
+    def policy_of(self, call: Call) -> Policy | None:
+        """What holds for a call; None: not known."""
+        return self.policy_at(call.clock) if self.has_clock(call) else None
+
+    def has_clock(self, call: Call) -> bool:
+        """Whether a call's clock says which policy holds for it."""
+        return len(self.policies) < 2 or not (call.enters or call.rank < 0)
+
+    def collects_at(self, clock: int) -> bool:
+        """Whether a step of a clock is all or nothing over the shards."""
+        policy = self.policy_at(clock)
+        return self.collects if policy is None else policy.collects
+
+    def counts(self, shard: int, rank: int, order: int) -> bool:
+        """Whether a rank counted on a shard at a time."""
+        state = False
+        for at, whether in self.counted.get((shard, rank), ()):
+            if at > order:
+                break
+            state = whether
+        return state
 
     def was_away(self, rank: int, after: int, before: int) -> bool:
-        """Whether a rank counted as ended at any time between two orders."""
-        state = False
-        for order, who, ended in self.away:
-            if who != rank or order >= before:
-                continue
-            if order <= after:
-                state = ended
-            elif ended:
-                return True
-        return state
+        """Whether a rank counted as ended, or rested, at any time between two orders."""
+        return _ever(self.away, rank, after, before) or _ever(self.resting, rank, after, before)
 
     def by_writer(self) -> dict[int, list[Call]]:
         """Calls in the order of their numbers."""
@@ -188,3 +335,15 @@ def mask(pushes: Iterator[int | None]) -> int:
         if number is not None:
             found |= 1 << number
     return found
+
+
+def _ever(states: list[tuple[int, int, bool]], rank: int, after: int, before: int) -> bool:
+    state = False
+    for order, who, new in states:
+        if who != rank or order >= before:
+            continue
+        if order <= after:
+            state = new
+        elif new:
+            return True
+    return state

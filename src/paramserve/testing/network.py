@@ -3,6 +3,9 @@
 A stream keeps the order of what is sent on it, as a socket does. A frame that it loses is followed
 by its end a little later, so that the other side may still see what was sent behind the gap. What
 shards tell each other may come late, twice, in any order or never.
+
+A way from one place to another can be cut for a while: what streams carry waits there until it is
+mended, as bytes do that a socket sends again, and what shards tell each other is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -18,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.testing.clock import VirtualClock
+from paramserve.virtual import VirtualClock
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,7 +32,8 @@ BREAK_S = 0.005
 
 @dataclass(frozen=True)
 class Faults:
-    """How often what goes wrong. Rates are probabilities for each frame that is sent.
+    """How often what goes wrong. Rates are probabilities: the first ones for each frame that is
+    sent, those from `kill` on for each request that a worker sends.
 
     Attributes:
         delay_s: a frame is on its way for 0 to twice this.
@@ -39,6 +44,13 @@ class Faults:
         peer_lose, peer_duplicate: the same for messages between shards.
         kill: the worker that sends a request dies right after it.
         freeze: it stands still for up to `freeze_s`, and may count as dead when it goes on.
+        partition: some way is cut for up to `partition_s`, in one direction or in both: between a
+            worker and a shard, a worker and the coordinator, or two shards.
+        sluggish: a worker, or its link to one shard, takes up to `factor` times as long for up to
+            `sluggish_s`.
+        change: somebody gives the group another policy: one of `Scenario.others`.
+        join: the run is to have one worker more.
+        leave: it is to have one worker less; or a worker ends by its own wish.
     """
 
     delay_s: float = 0.0005
@@ -52,10 +64,28 @@ class Faults:
     kill: float = 0.0
     freeze: float = 0.0
     freeze_s: float = 0.5
+    partition: float = 0.0
+    partition_s: float = 0.2
+    sluggish: float = 0.0
+    sluggish_s: float = 0.2
+    factor: float = 20.0
+    change: float = 0.0
+    join: float = 0.0
+    leave: float = 0.0
 
     def healed(self) -> Faults:
-        """Delays stay, nothing is lost any more."""
+        """Delays stay, nothing goes wrong any more."""
         return Faults(delay_s=self.delay_s)
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        plain = Faults.__dataclass_fields__
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name in plain
+            if getattr(self, name) != plain[name].default
+        ]
+        return f"Faults({', '.join(given)})"
 
     @classmethod
     def drawn(cls, random: Random) -> Faults:
@@ -71,6 +101,11 @@ class Faults:
             peer_duplicate=random.choice((0.0, 0.05, 0.3)),
             kill=random.choice(seldom),
             freeze=random.choice(seldom),
+            partition=random.choice((0.0, 0.0, 0.01, 0.04)),
+            sluggish=random.choice((0.0, 0.0, 0.01, 0.04)),
+            change=random.choice((0.0, 0.0, 0.01, 0.04)),
+            join=random.choice(seldom),
+            leave=random.choice(seldom),
         )
 
 
@@ -84,6 +119,11 @@ class Frame(NamedTuple):
 class End(Protocol):
     """One side of a stream."""
 
+    @property
+    def place(self) -> str:
+        """Where it is, for ways that are cut or slow: "worker 0", "shard 1", "coordinator"."""
+        ...
+
     def received(self, stream: Stream, frame: Frame) -> None:
         """A frame has come."""
         ...
@@ -92,6 +132,9 @@ class End(Protocol):
         """The stream has ended, by the other side's wish or by a fault."""
         ...
 
+
+Way = tuple[str, str]
+"""From a place to a place."""
 
 NEAR, FAR = 0, 1
 """Sides of a stream: who opened it, and who was called."""
@@ -106,6 +149,12 @@ class Network:
         self.faults = faults
         self.log: Callable[[str], None] | None = None
         """Is told of every arrival."""
+        self._cut: dict[Way, float] = {}
+        """Until when."""
+        self._held: dict[Way, list[Callable[[], None]]] = {}
+        """What goes on when the way is mended."""
+        self._slow: dict[Way, tuple[float, float]] = {}
+        """Factor, and until when."""
         self._hash = hashlib.blake2b(digest_size=16)
         self._streams = 0
 
@@ -114,23 +163,73 @@ class Network:
         self._streams += 1
         return Stream(self, self._streams, near, far, name, faulty)
 
-    def tell(self, name: str, header: bytes, deliver: Callable[[bytes], None]) -> None:
+    # --- ways ---------------------------------------------------------------------------
+
+    def cut(self, source: str, target: str, seconds: float, *, both: bool = True) -> None:
+        """Nothing gets from one place to the other for a time, and back if `both`."""
+        self.note(f"{source} {'<->' if both else '->'} {target} is cut for {seconds:.3f} s")
+        for way in ((source, target), (target, source))[: 1 + both]:
+            until = self.clock.now + seconds
+            self._cut[way] = max(until, self._cut.get(way, 0.0))
+            self.clock.at(until, self._mend, way)
+
+    def slow(self, source: str, target: str, factor: float, seconds: float) -> None:
+        """What goes from one place to the other or back takes `factor` times as long for a time."""
+        self.note(f"{source} <-> {target} is slow by {factor:.1f} for {seconds:.3f} s")
+        for way in ((source, target), (target, source)):
+            self._slow[way] = (factor, self.clock.now + seconds)
+
+    def heal(self) -> None:
+        """Nothing goes wrong from now on, and what waited at a cut goes on."""
+        self.faults = self.faults.healed()
+        self._slow = {}
+        for way in list(self._cut):
+            self._cut[way] = self.clock.now
+            self._mend(way)
+
+    def is_cut(self, way: Way) -> bool:
+        """Whether nothing gets along this way now."""
+        return way in self._cut
+
+    def hold(self, way: Way, action: Callable[[], None]) -> None:
+        """Do something when a way that is cut is mended."""
+        self._held.setdefault(way, []).append(action)
+
+    def _mend(self, way: Way) -> None:
+        if self._cut.get(way, self.clock.now + 1.0) > self.clock.now:
+            return
+        del self._cut[way]
+        for action in self._held.pop(way, ()):
+            action()
+
+    def _factor(self, way: Way) -> float:
+        factor, until = self._slow.get(way, (1.0, 0.0))
+        return factor if self.clock.now < until else 1.0
+
+    # --- messages -----------------------------------------------------------------------
+
+    def tell(self, way: Way, header: bytes, deliver: Callable[[bytes], None]) -> None:
         """Send a message to another shard: no order, no promise."""
         faults, draw = self.faults, self.random.random
         times = 0 if draw() < faults.peer_lose else 1 + (draw() < faults.peer_duplicate)
+        if self._cut and way in self._cut:
+            return
         for _ in range(times):
-            self.clock.after(self.delay_s(), self._told, name, header, deliver)
+            self.clock.after(
+                self.delay_s(way), self._told, f"{way[0]} -> {way[1]}", header, deliver
+            )
 
     def _told(self, name: str, header: bytes, deliver: Callable[[bytes], None]) -> None:
         self.arrived(0, name, header)
         deliver(header)
 
-    def delay_s(self) -> float:
+    def delay_s(self, way: Way | None = None) -> float:
         """How long a frame that is sent now will be on its way."""
         faults, draw = self.faults, self.random.random
+        factor = self._factor(way) if self._slow and way is not None else 1.0
         if faults.slow and draw() < faults.slow:
-            return draw() * faults.slow_s
-        return draw() * 2 * faults.delay_s
+            return draw() * faults.slow_s * factor
+        return draw() * 2 * faults.delay_s * factor
 
     def arrived(self, number: int, name: str, header: bytes) -> None:
         """Count an arrival into the trace."""
@@ -161,6 +260,7 @@ class Stream:
         self.ended = False
         self._network = network
         self._ends = (near, far)
+        self._ways = ((near.place, far.place), (far.place, near.place))
         self._faulty = faulty
         self._free_at = [0.0, 0.0]
         self._closed = [False, False]
@@ -186,8 +286,11 @@ class Stream:
                 self._put(side, Frame(frame.header, payload))
 
     def _put(self, side: int, frame: Frame) -> None:
-        network = self._network
-        at = max(self._free_at[side], network.clock.now + network.delay_s())
+        network, way = self._network, self._ways[side]
+        if network.is_cut(way):
+            network.hold(way, partial(self._put, side, frame))
+            return
+        at = max(self._free_at[side], network.clock.now + network.delay_s(way))
         self._free_at[side] = at
         network.clock.at(at, self._arrive, side, frame)
 
@@ -212,8 +315,15 @@ class Stream:
         if self.ended or self._closed[side]:
             return
         self._closed[side] = True
-        at = max(self._free_at[side], self._network.clock.now + self._network.delay_s())
-        self._network.clock.at(at, self._end, side)
+        self._finish(side)
+
+    def _finish(self, side: int) -> None:
+        network, way = self._network, self._ways[side]
+        if network.is_cut(way):
+            network.hold(way, partial(self._finish, side))
+            return
+        at = max(self._free_at[side], network.clock.now + network.delay_s(way))
+        network.clock.at(at, self._end, side)
 
     def _end(self, side: int) -> None:
         if not self.ended:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from paramserve.core.answering import gathered
 from paramserve.core.group import resume
+from paramserve.core.policies import Terms
 from paramserve.core.session import Operation, Sent
-from paramserve.core.stepping import gathered
+from paramserve.core.terms import GroupTerms
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     AskReport,
@@ -27,6 +29,7 @@ from paramserve.messages import (
     Done,
     Failed,
     Gradient,
+    GroupPolicy,
     GroupReport,
     Hello,
     Join,
@@ -42,6 +45,7 @@ from paramserve.messages import (
     decoder,
     encode,
 )
+from paramserve.testing.nemesis import worker_place
 from paramserve.testing.network import NEAR, Bytes, Frame, Stream
 
 if TYPE_CHECKING:
@@ -93,6 +97,13 @@ class ClientProcess(ABC):
         """Told that it does not belong to the cluster any more."""
         self.finished = False
         self.clock = 0
+        self.stepping: int | None = None
+        """Clock of the step that is being sent, for faults in the middle of it."""
+        self.retiring = False
+        """Told that the run will do without it."""
+        self.versions = [0] * cluster.scenario.servers
+        """Read last from each shard."""
+        self.terms = GroupTerms(cluster.described)
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
         self.connections = [
@@ -103,8 +114,19 @@ class ClientProcess(ABC):
         self._frozen_until = 0.0
         self._then: Then | None = None
         self._reports: dict[int, tuple[GroupReport, ...]] | None = {}
-        """By shard, until all have told where a later incarnation goes on."""
+        """By shard, until all have told where it goes on, if it may find the others under way."""
+        self.late = False
+        """Whether it may."""
         self._coordinator = cluster.call_coordinator(self)
+
+    @property
+    def place(self) -> str:
+        """For ways that are cut or slow."""
+        return worker_place(self.rank)
+
+    def terms_at(self, clock: int) -> Terms:
+        """What this client takes to hold for its step of a clock."""
+        return self.terms.at(0, clock)
 
     @property
     def alive(self) -> bool:
@@ -126,6 +148,9 @@ class ClientProcess(ABC):
     @abstractmethod
     def script(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
+
+    def going_on(self) -> None:  # noqa: B027 - a hook, rightly empty
+        """It has joined, and knows whether the others may be under way."""
 
     def kill(self) -> None:
         """The process ends at once; what it has sent may still arrive, or not."""
@@ -190,18 +215,25 @@ class ClientProcess(ABC):
 
     def _joined(self, reply: Joined | Failed) -> None:
         if isinstance(reply, Failed):
-            self.later(REJOIN_S, self.call, Join(0, self.rank, 0), self._joined)
+            if self.rank >= self.cluster.wanted:
+                self._fence(rebuild(reply.kind, reply.failed, "no", reply.fix))
+            else:
+                self.later(REJOIN_S, self.call, Join(0, self.rank, 0), self._joined)
             return
         self.id, self.incarnation = reply.client, reply.incarnation
+        self.late = reply.late
+        self.cluster.joined(self)
         for connection in self.connections:
             self._connect(connection)
-        if self.incarnation > 1:
+        self.going_on()
+        if self.late:
             self._ask()
         else:
             self.script()
 
     def _ask(self) -> None:
-        """A later incarnation asks all shards how far its rank was, until all have answered."""
+        """A later incarnation asks all shards how far its rank was, and one that comes later than
+        the others how far these are, until all have answered."""
         if self._reports is None:
             return
         for connection in self.connections:
@@ -216,9 +248,17 @@ class ClientProcess(ABC):
         self._reports[shard] = beat.groups
         if len(self._reports) == len(self.connections):
             reports, self._reports = list(self._reports.values()), None
-            found = resume(reports, self.rank, collects=self.cluster.collects)
+            for report in (each for groups in reports for each in groups):
+                for change in report.changes:
+                    self.learn(change)
+            found = resume(reports, self.rank)
             self.clock = max((each.clock for each in found.values()), default=0)
             self.script()
+
+    def learn(self, news: GroupPolicy | None) -> None:
+        """A shard has told of a change of policy."""
+        if news is not None:
+            self.terms.changed(news)
 
     # --- streams ------------------------------------------------------------------------
 
@@ -255,7 +295,7 @@ class ClientProcess(ABC):
         reply = _decode_reply(frame.header)
         if isinstance(reply, Welcome):
             connection.welcome = True
-            if self.incarnation > 1 and self._reports is not None:
+            if self.late and self._reports is not None:
                 assert connection.stream is not None
                 connection.stream.send(NEAR, Frame(encode(AskReport())))
             for message in connection.session.to_resend():

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
+from paramserve.core.consistency import Sync
+from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.errors import WorkerFenced, rebuild
-from paramserve.messages import Defined, Failed, Leave, Ok, PlaceBlock, Placed
+from paramserve.messages import (
+    Defined,
+    Failed,
+    Lease,
+    Leased,
+    Leave,
+    Ok,
+    PlaceBlock,
+    Placed,
+)
 from paramserve.rules.registry import spec
 from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Call
@@ -19,6 +31,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 60.0
 """A define waits this long for another client's define."""
+LEASE_WAIT_S = 5.0
+"""The coordinator keeps a worker without samples waiting for so long."""
 PAUSE_S = 0.002
 """A client computes for up to this between two calls."""
 
@@ -30,6 +44,8 @@ class ScriptedClient(SimulatedClient):
         super().__init__(cluster, writer, rank)
         self.left = cluster.scenario.steps
         """Steps still to be begun."""
+        self.changes: deque[Policy] = deque()
+        """Policies that it is to give the group, when it has room for a request."""
         self._undefined = list(cluster.workload.blocks)
         self._thinking = False
 
@@ -43,10 +59,15 @@ class ScriptedClient(SimulatedClient):
             self._place()
         elif not self._thinking:
             self._thinking = True
-            self.later(self.cluster.random.random() * PAUSE_S, self._go_on)
+            pause_s = self.cluster.random.random() * PAUSE_S * self.cluster.slowness(self.rank)
+            self.later(pause_s, self._go_on)
 
     def _go_on(self) -> None:
         self._thinking = False
+        if self.retiring and self.left > 0:
+            self.left = 0
+        while self.changes and self.alive and self.in_flight < self.window and not self.full:
+            self.change_policy(self.changes.popleft())
         while self.alive and self.in_flight < self.window and not self.full and self.next():
             pass
         if self.alive and self.in_flight == 0 and self.left == 0:
@@ -115,32 +136,56 @@ class ScriptedClient(SimulatedClient):
 
 
 class SimulatedWorker(ScriptedClient):
-    """Steps through its clocks: pushes, ticks and pulls in changing company.
+    """Steps through its clocks: pushes, ticks and pulls in changing company, and sometimes a rest.
 
     A later incarnation goes on at the clock that its rank has reached, and repeats the step that
     not all shards have. Before its first step, what it reads may have one clock more: that was
     being decided without its rank, which had ended for good.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self._in_step = False
+    def going_on(self) -> None:
+        self.enters = self.late
 
     def state(self) -> int | None:
-        known = self.cluster.collects and (self.incarnation == 1 or self._in_step)
-        return self.clock if known else None
+        """For a read without a step: how many clocks it shows, if nobody goes on without it."""
+        return self._shown(self.clock)
+
+    def _shown(self, clock: int, *, step: bool = False) -> int | None:
+        """How many clocks a read shows that is answered with, or (`step`) ends with, a clock."""
+        if self.enters:
+            return None
+        policies = (self.terms_at(clock - step).policy, self.terms_at(max(0, clock - 1)).policy)
+        if not all(isinstance(policy, Sync) for policy in policies):
+            return None
+        alone = not step and any(
+            isinstance(policy, Sync) and (policy.backup or policy.timeout_s is not None)
+            for policy in policies
+        )
+        return None if alone else clock
 
     def next(self) -> bool:
-        if self.left <= 0:
-            return False
+        if self.left <= 0 or (self.enters and self.in_flight):
+            return False  # The answer to a first step says with which clock it goes on.
         self.left -= 1
-        self._step_of(self.cluster.random.random())
+        kind = self.cluster.random.random()
+        if kind >= 0.985 and not self.in_flight and not self.enters:
+            self.enters = True
+            self.cluster.history.rests(self.rank, True)
+            self.rest()
+            return False
+        self._step_of(kind)
         return True
 
+    def answered(self, call: Call, operation: Operation) -> None:
+        late = call.skipped or call.dropped  # It counts from a clock on that it is in.
+        if operation.error is None and call.enters and call.tick and not late:
+            self.enters = False
+            self.cluster.history.rests(self.rank, False)
+        super().answered(call, operation)
+
     def _step_of(self, kind: float) -> None:
-        every, collects = self.every, self.cluster.collects
-        self._in_step = self._in_step or not 0.78 <= kind < 0.88
-        after = self.clock + 1 if collects else None
+        every, collects = self.every, self.terms_at(self.clock).collects
+        after = self._shown(self.clock + 1, step=True)
         if kind < 0.68:
             self.step(every, every, tick=True, state=after, then=self.answered)
         elif kind < 0.78:
@@ -151,10 +196,91 @@ class SimulatedWorker(ScriptedClient):
             self.step(pull=every, tick=True, state=after, then=self.answered)
         elif kind < 0.96:
             self.step(every, every, tick=True, skip=True, state=after, then=self.answered)
-        elif collects:
+        elif collects or kind < 0.97:
             self.step(every, every, tick=True, spoiled=True, then=self.answered)
         else:
             self.step(every[1:], every[:1], then=self.answered)
+
+
+class LeasingWorker(SimulatedWorker):
+    """A worker that steps through samples which it draws by lease, until none are left."""
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self.left = cluster.scenario.samples
+        """More steps than it may get."""
+        self._leased: Leased | None = None
+        self._used = 0
+        """Samples of it that it has taken."""
+        self._mark: tuple[int, int] | None = None
+        self._seen = 0
+        self._asking = False
+        self._dry = False
+        """Nothing is left for now, but others may give something back."""
+        self._rests = False
+
+    def next(self) -> bool:
+        if self.left <= 0 or self._asking or (self.enters and self.in_flight):
+            return False
+        leased = self._leased
+        if leased is not None and self._used < leased.stop - leased.start:
+            if self.enters and self.terms_at(self.clock).collects:
+                self._rests = False
+                self.step(tick=True, then=self.answered)  # No samples are risked until it counts.
+                return False
+            self.left -= 1
+            self._use(leased)
+            return True
+        if self._dry:
+            if not self.in_flight:
+                self._draw_idle()
+        else:
+            self._draw(wait_s=0.0, idle=False)
+        return False
+
+    def _use(self, leased: Leased) -> None:
+        start = leased.start + self._used
+        stop = min(start + leased.batch, leased.stop)
+        self._used = stop - leased.start
+        self._mark, self._rests = (leased.lease, self._used), False
+        every, both = self.every, self.cluster.random.random() < 0.8
+        self.step(
+            every,
+            every if both else (),
+            tick=True,
+            state=self._shown(self.clock + 1, step=True) if both else None,
+            samples=(start, stop),
+            mark=self._mark,
+            then=self.answered,
+        )
+
+    def _draw_idle(self) -> None:
+        """Let nobody wait for this worker, and wait for what others give back."""
+        if self._rests:
+            self._draw(wait_s=LEASE_WAIT_S, idle=True)
+            return
+        self.enters = self._rests = True
+        self.cluster.history.rests(self.rank, True)
+        self.rest()  # and again, when it is answered
+
+    def _draw(self, wait_s: float, idle: bool) -> None:
+        self._asking = True
+        taken = self._mark if idle else None
+        message = Lease(0, "samples", self.cluster.plan, 0, self._seen, wait_s, 0.0, idle, taken)
+        self.call(message, self._given)
+
+    def _given(self, reply: Leased | Failed) -> None:
+        self._asking = False
+        if isinstance(reply, Failed):
+            self._fence(rebuild(reply.kind, reply.failed, "no", reply.fix))
+            return
+        if reply.over:
+            self.left = 0
+            self.cluster.samples_over(self)
+        self._dry = not reply.lease
+        if reply.lease:
+            self._leased, self._used, self._seen = reply, 0, reply.lease
+        self.script()
 
 
 class SimulatedReader(ScriptedClient):
@@ -166,6 +292,8 @@ class SimulatedReader(ScriptedClient):
         self.left -= 1
         draw = self.cluster.random.random
         chosen = [block for block in self.every if draw() < 0.5]
+        if chosen and self.cluster.counts_updates:
+            chosen = self.every  # A push without elements on some shard would not show there.
         kind = draw()
         if kind < 0.4 or not chosen:
             self.step(pull=self.every, then=self.answered)

@@ -26,6 +26,7 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
+from paramserve.core.group import Group
 from paramserve.core.shard import refusal
 from paramserve.messages import (
     AskReport,
@@ -33,11 +34,13 @@ from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorReply,
     CoordinatorRequest,
+    Done,
     Hello,
     Inquire,
     Members,
     PeerMessage,
     Register,
+    Scale,
     ServerBeat,
     ShardRequest,
     Welcome,
@@ -45,6 +48,8 @@ from paramserve.messages import (
     decoder,
     encode,
 )
+from paramserve.testing.history import Answered, Entered, Update
+from paramserve.testing.nemesis import COORDINATOR, shard_place
 from paramserve.testing.network import FAR, NEAR, Frame, Stream
 from paramserve.testing.process import ARENA, ClientProcess
 
@@ -75,9 +80,20 @@ class SimulatedServer:
         """By group, the last clock that the history knows of."""
         self._clocks: dict[tuple[int, int], int] = {}
         """By group and rank, as they were last."""
+        self._counting: dict[int, dict[int, int]] = {}
+        """By group: the clocks of those who count, as they were last."""
+        self._versions: dict[int, int] = {}
+        """By group, as they were last."""
+        self._pushes: dict[int, tuple[int, ...]] = {}
+        """By block: the masks of all writers, as they were last."""
         self._coordinator = cluster.call_coordinator(self)
         self._coordinator.send(NEAR, Frame(encode(Register(0, number, 0, (f"shard {number}",)))))
         self._beat()
+
+    @property
+    def place(self) -> str:
+        """For ways that are cut or slow."""
+        return shard_place(self.number)
 
     def accept(self, stream: Stream, client: ClientProcess) -> None:
         """A client opens a stream; who it is, it says in its first frame."""
@@ -143,13 +159,20 @@ class SimulatedServer:
     def _happen(self, event: Event) -> None:
         self._act(self.shard.step(event, self.cluster.clock.now))
 
-    def _look(self) -> None:
-        """Tell the history of clocks that were decided here, or went back."""
+    def _look(self, effects: Effects) -> None:
+        """Tell the history what has changed here: values, clocks, who counts, who is answered."""
+        order = self.cluster.history.next()
+        versions = dict(self._versions)
         for group in self.shard.groups.values():
+            if group.version != self._versions.get(group.id, 0):
+                self._updated(group, order)
+            if group.clocks.keys() != self._counting.get(group.id, {}).keys():
+                self._who_counts(group, order)
+            self._counting[group.id] = dict(group.clocks)
             last = None if group.lead is None else group.lead.last
             if last is not None and last.clock != self._decided.get(group.id):
                 self._decided[group.id] = last.clock
-                self.cluster.decided(last)
+                self.cluster.decided(last, group)
             for rank, clock in group.clocks.items():
                 before = self._clocks.get((group.id, rank), 0)
                 if clock < before:
@@ -159,15 +182,72 @@ class SimulatedServer:
                     )
                 self._clocks[group.id, rank] = clock
 
+        for client, answer in effects.replies:
+            if isinstance(answer.message, Done):
+                self._answered(client, answer.message, order, versions)
+
+    def _updated(self, group: Group, order: int) -> None:
+        """Values have changed: which pushes are in them that were not."""
+        new: dict[tuple[int, int], None] = {}
+        workload = self.cluster.workload
+        for number, block in sorted(group.blocks.items()):
+            if not block.size:
+                continue
+            masks = workload.glance(block.value, block.low)
+            old = self._pushes.get(number, (0,) * len(masks))
+            self._pushes[number] = masks
+            for writer, (was, is_now) in enumerate(zip(old, masks, strict=True)):
+                more = is_now & ~was
+                while more:
+                    low = more & -more
+                    new[writer, low.bit_length() - 1] = None
+                    more ^= low
+        version = self._versions.get(group.id, 0)
+        self._versions[group.id] = group.version
+        self.cluster.history.updates.append(
+            Update(self.number, order, version, group.version, tuple(new), not group.clocks)
+        )
+
+    def _who_counts(self, group: Group, order: int) -> None:
+        history = self.cluster.history
+        before = self._counting.get(group.id, {})
+        slowest = min(before.values(), default=None)
+        for rank in sorted({*before, *group.clocks}):
+            here = rank in group.clocks
+            if here is (rank in before):
+                continue
+            changes = history.counted.setdefault((self.number, rank), [])
+            changes.append((order, here))
+            if here:
+                joins = len(changes) == 1 and rank not in history.ranks
+                others = [clock for each, clock in group.clocks.items() if each != rank]
+                then = min(others, default=None)
+                clock = group.clocks[rank]
+                entered = Entered(self.number, rank, order, clock, slowest, joins, then)
+                history.entered.append(entered)
+
+    def _answered(self, client: int, done: Done, order: int, before: dict[int, int]) -> None:
+        """A shard's answer to a step, for the first time."""
+        for news in done.news:
+            self.cluster.learned(self.number, news)
+        writer = self.cluster.writers.get(client, -1)
+        call = self.cluster.call_of.get((writer, self.number, done.seq))
+        if call is not None:
+            group = self.cluster.group
+            versions = (before.get(group, 0), self._versions.get(group, 0))
+            self.cluster.history.answers.setdefault(
+                (self.number, writer, call.number), Answered(order, done.skipped, *versions)
+            )
+
     def _act(self, effects: Effects) -> None:
-        self._look()
+        self._look(effects)
         for client, answer in effects.replies:
             stream = self._streams.get(client)
             if stream is not None:
                 stream.send(FAR, Frame(encode(answer.message), answer.payload))
         for shard, message in effects.peers:
-            name = f"shard {self.number} -> {shard}"
-            self.cluster.network.tell(name, encode(message), self.cluster.servers[shard]._told)
+            way = (self.place, shard_place(shard))
+            self.cluster.network.tell(way, encode(message), self.cluster.servers[shard]._told)
         for client in effects.drops:
             stream = self._streams.get(client)
             if stream is not None:
@@ -183,12 +263,38 @@ class SimulatedServer:
 
     def _beat(self) -> None:
         self._happen(DeadlineReached())
-        self._coordinator.send(NEAR, Frame(encode(ServerBeat(self.number, self.shard.report()))))
+        reports = self.shard.report()
+        for report in reports:
+            self.cluster.learned(self.number, report.change)
+        members = self.shard.members_number
+        beat = ServerBeat(self.number, reports, members=members)
+        self._coordinator.send(NEAR, Frame(encode(beat)))
         self.cluster.clock.after(BEAT_S, self._beat)
+
+
+class SimulatedDriver:
+    """Who runs the job: it tells the coordinator how many workers there are to be."""
+
+    place = "driver"
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._coordinator = cluster.call_coordinator(self)
+
+    def scale(self, workers: int) -> None:
+        """From now on there are to be this many."""
+        self._coordinator.send(NEAR, Frame(encode(Scale(0, workers))))
+
+    def lost(self, stream: Stream) -> None:
+        """Never: the coordinator's streams do not break."""
+
+    def received(self, stream: Stream, frame: Frame) -> None:
+        """The coordinator has done it."""
 
 
 class SimulatedCoordinator:
     """The coordinator process."""
+
+    place = COORDINATOR
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
@@ -197,7 +303,9 @@ class SimulatedCoordinator:
         self._servers: list[Stream] = []
         cluster.clock.after(BEAT_S, self._tick)
 
-    def accept(self, stream: Stream, caller: ClientProcess | SimulatedServer) -> None:
+    def accept(
+        self, stream: Stream, caller: ClientProcess | SimulatedServer | SimulatedDriver
+    ) -> None:
         """Somebody opens a stream."""
         self._streams[stream.number] = stream
         if isinstance(caller, SimulatedServer):

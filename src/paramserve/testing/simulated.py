@@ -11,21 +11,39 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, Literal
 
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec
-from paramserve.core.consistency import Consistency, Decision, Sync
+from paramserve.config import CoordinatorConfig, Deadlines, Limits
+from paramserve.core import policies
+from paramserve.core.consistency import Async, BoundedStaleness, Sync
 from paramserve.core.coordination import Coordination
+from paramserve.core.decisions import Policy
+from paramserve.core.group import Group
+from paramserve.core.membership import RETIRING
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession
 from paramserve.core.shard import ENDED, Shard
-from paramserve.messages import Commit, Members, ShardRequest
+from paramserve.messages import (
+    Commit,
+    GroupPolicy,
+    LeasePlan,
+    Members,
+    ShardRequest,
+    Step,
+)
+from paramserve.rules import Add
 from paramserve.testing.checkers import check
-from paramserve.testing.clock import VirtualClock
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Decided, History, Part
+from paramserve.testing.counting import AddWhole, Counting, leaves_whole
+from paramserve.testing.history import Call, Decided, History, Part, Shared, Switched
+from paramserve.testing.nemesis import ALWAYS_S, Nemesis, ScriptedFault, _SetPolicy, _Slow
 from paramserve.testing.network import Faults, Network, Stream
 from paramserve.testing.process import ClientProcess
-from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
-from paramserve.testing.server import SimulatedCoordinator, SimulatedServer
+from paramserve.testing.scripts import (
+    LeasingWorker,
+    ScriptedClient,
+    SimulatedReader,
+    SimulatedWorker,
+)
+from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
+from paramserve.virtual import VirtualClock
 
 SAFETY_S = 0.8
 """Virtual seconds with faults; most runs end before."""
@@ -33,18 +51,31 @@ LIVENESS_S = 30.0
 """Virtual seconds after healing within which every client must end."""
 MOVE_S = 5.0
 """After healing a live client has a call answered at least this often."""
-REST_S = 0.2
-"""After the last client's end, for what is still on its way."""
+REST_S = 0.8
+"""After the last client's end, for what is still on its way, and until nobody is waited for any
+more: what is in a buffer then is applied."""
 STALL_S = 0.25
 """A worker that is not heard of for this long counts as dead."""
+EVENTS_MAX = 200_000
+"""In one run; most have some hundreds."""
 RESEND_S = 0.01
 RESTART_S = 0.05
 """A process that is started again is up within this time."""
 AWAITED_S = 0.3
 """A worker that is to be started again is waited for this long."""
+BATCH = 2
+"""Samples of one step, if they are shared."""
 RESTARTS_MAX = 4
 """New incarnations in one run."""
 RESTART_RATE = 0.7
+JOINS_MAX = 3
+"""Workers that come because a run is to have more, in one run."""
+CHANGES_MAX = 6
+"""Changes of policy that are asked for in one run."""
+PROMPT_DELAYS = 6
+"""In this many times the longest delay a clock is decided that can be: the decision before may
+still be on its way to another shard, whose `Ready` then comes back."""
+OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
 
 
 @dataclass(frozen=True)
@@ -60,16 +91,28 @@ class Scenario:
         restarts: whether the clocks of Sync wait for a worker that died until it is started again,
             or not at all. None: drawn from the seed.
         faults: None: drawn from the seed.
+        script: faults that happen besides, as `kill(worker=1, clock=7)`.
+        others: what the policy may be changed to while running, if the faults have changes.
+        samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
     """
 
     servers: int = 2
     workers: int = 3
     outstanding: int = 2
     steps: int = 10
-    consistency: Consistency = field(default_factory=lambda: Sync(reduce="sum"))
+    consistency: Policy = field(default_factory=lambda: Sync(reduce="sum"))
     links: Literal["mixed", "shared", "tcp"] = "mixed"
     restarts: bool | None = None
     faults: Faults | None = None
+    script: tuple[ScriptedFault, ...] = ()
+    others: tuple[Policy, ...] = OTHERS
+    samples: int = 0
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All that may come to hold."""
+        scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
+        return (self.consistency, *self.others, *scripted)
 
     def is_shared(self, random: Random) -> bool:
         """Whether a client that is made now reaches a shard through shared memory."""
@@ -108,6 +151,8 @@ class SimulatedCluster:
     coordination_type: type[Coordination] = Coordination
     worker_type: type[SimulatedWorker] = SimulatedWorker
     reader_type: type[SimulatedReader] = SimulatedReader
+    leaser_type: type[SimulatedWorker] = LeasingWorker
+    """Workers of a scenario with `samples`."""
     workload_type: type[Counting] = Counting
 
     def __init__(
@@ -120,6 +165,7 @@ class SimulatedCluster:
         self.scenario = scenario if scenario is not None else Scenario()
         self.random = Random(seed)
         self.clock = VirtualClock()
+        self.clock.events_max = EVENTS_MAX
         self.restarts = self.scenario.restarts
         if self.restarts is None:
             self.restarts = Random(f"restarts {seed}").random() < 0.5
@@ -128,16 +174,52 @@ class SimulatedCluster:
             faults = Faults.drawn(self.random)
         self.network = Network(self.clock, self.random, faults)
         self.network.log = log
-        self.collects = self.scenario.consistency.on_push(0) is Decision.COLLECT
-        self.history = History(self.collects, tuple(range(self.scenario.workers)))
-        self.workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX)
+        policy, ranks = self.scenario.consistency, tuple(range(self.scenario.workers))
+        self.described = policies.spec(policy)
+        self.registered = self._registered()
+        self.history = History(policy.collects, ranks, [(0, policy)])
+        self.plan = LeasePlan(self.scenario.samples, 1, 0, BATCH, BATCH, BATCH, 1, -1)
+        if self.scenario.samples:
+            self.worker_type = self.leaser_type
+            self.history.shared = Shared(self.scenario.samples)
+        lossless = faults == faults.healed()
+        if lossless and all(isinstance(each, _Slow) for each in self.scenario.script):
+            self.history.prompt_s = PROMPT_DELAYS * 2 * faults.delay_s
+        own = set(map(type, self.scenario.policies)) <= {Sync, Async, BoundedStaleness}
+        self.counts_updates = not own or any(
+            isinstance(each, Async) and each.drop_after is not None
+            for each in self.scenario.policies
+        )
+        """Whether each update must show on each shard."""
+        self.workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
+        if isinstance(self.workload.rule, Add) and not all(
+            leaves_whole(each) for each in self.scenario.policies
+        ):
+            self.workload.rule = AddWhole()
         self.workload.prepare()
         self.blocks: dict[int, Block] = {}
-        self.push_of: dict[tuple[int, int, int], int] = {}
-        """Which push of a writer has a number on a shard."""
+        self.group = 0
+        """Number of the one group that there is."""
+        self.call_of: dict[tuple[int, int, int], Call] = {}
+        """Which call of a writer has a number on a shard."""
+        self.writers: dict[int, int] = {}
+        """By the id that the coordinator gave."""
+        self.wanted = self.scenario.workers
+        """Workers that the run is to have."""
+        self.nemesis = Nemesis(self)
+        self._slow: dict[int, tuple[float, float]] = {}
+        """By rank: by how much a worker is slowed down, and until when."""
+        self._changes = 0
+        self._joins = 0
+        self._told: dict[int, GroupPolicy] = {}
+        """Changes of policy by number, as the first shard told of them."""
+        self._came: dict[int, dict[int, dict[int, float]]] = {}
+        """By clock, shard and rank: when the step came."""
+        self._decided_at = 0.0
         self.clients: list[ClientProcess] = []
         self.coordinator = SimulatedCoordinator(self)
         self.servers = [SimulatedServer(self, k) for k in range(self.scenario.servers)]
+        self.driver = SimulatedDriver(self)
         self._restarts = 0
         self._starting = 0
         """Clients whose process is still coming up."""
@@ -146,12 +228,20 @@ class SimulatedCluster:
         for rank in range(self.scenario.workers):
             self._start_after(self.network.delay_s(), self.worker_type, rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
+        self.nemesis.begin()
+
+    def _registered(self) -> policies.Registered:
+        """Classes and functions of all policies that are not built in, as a run registers them."""
+        found: dict[str, Any] = {}
+        for policy in self.scenario.policies:
+            found |= policies.check_registered((), policy)
+        return found
 
     # --- a run --------------------------------------------------------------------------
 
     def run(self) -> History:
         """Run to the end and record what happened."""
-        self.clock.run(SAFETY_S)
+        self.clock.run(SAFETY_S + self.nemesis.lasts_s)
         self.heal()
         if not self.done:
             self.clock.run(self.clock.now + LIVENESS_S)
@@ -171,7 +261,8 @@ class SimulatedCluster:
 
     def heal(self) -> None:
         """End all faults; what is broken is mended as clients find out."""
-        self.network.faults = self.network.faults.healed()
+        self.network.heal()
+        self._slow = {rank: each for rank, each in self._slow.items() if each[1] >= ALWAYS_S}
         self._healed_at = self.clock.now
 
     def trace(self) -> str:
@@ -184,6 +275,15 @@ class SimulatedCluster:
         return self.network.trace(values)
 
     def _record(self) -> None:
+        for server in self.servers:
+            for report in server.shard.report():
+                self.learned(server.number, report.change)
+        for _, change in sorted(self._told.items()):
+            policy = policies.build(change.policy, self.registered)
+            self.history.policies.append((change.clock, policy))
+        if self.history.shared is not None:
+            reports = self.coordinator.coordination.leases.reports()
+            self.history.shared.counted = sum(report.repeated for report in reports)
         for server in self.servers:
             for number, block in sorted(server.shard.blocks.items()):
                 if block.size:
@@ -213,15 +313,59 @@ class SimulatedCluster:
         self.clock.after(delay_s, self._start, kind, rank)
 
     def maybe_fail(self, client: ClientProcess) -> None:
-        """A worker has sent a request: the moment for a fault of its process."""
-        faults, draw = self.network.faults, self.random.random
-        if client.rank < 0 or not client.alive:
+        """A worker has sent a request: the moment for a fault."""
+        self.nemesis.sent(client)
+
+    def joined(self, client: ClientProcess) -> None:
+        """The coordinator has given a client its id."""
+        self.writers[client.id] = client.writer
+
+    def samples_over(self, client: ClientProcess) -> None:
+        """A worker was told that no samples are left, and not only because it is to end."""
+        member = self.coordinator.coordination.membership.members[client.rank]
+        if self.history.shared is not None and member.state != RETIRING:
+            self.history.shared.over = True
+
+    def stop(self, client: ClientProcess, seconds: float) -> None:
+        """Let a client's process stand still for a time."""
+        self.network.note(f"writer {client.writer} stands still for {seconds:.3f} s")
+        client.freeze(seconds)
+
+    def leave(self, client: ClientProcess) -> None:
+        """Let a worker end by its own wish, after what it has sent."""
+        self.network.note(f"writer {client.writer} is to leave")
+        if isinstance(client, ScriptedClient):
+            client.left = min(client.left, 0)
+
+    def slow_worker(self, rank: int, factor: float, seconds: float) -> None:
+        """Let a worker's own computing take longer, for a time."""
+        self.network.note(f"worker {rank} is slow by {factor:.1f} for {seconds:.3f} s")
+        self._slow[rank] = (factor, self.clock.now + seconds)
+
+    def slowness(self, rank: int) -> float:
+        """By how much a worker's own computing takes longer now."""
+        factor, until = self._slow.get(rank, (1.0, 0.0))
+        return factor if self.clock.now < until else 1.0
+
+    def change_policy(self, client: ClientProcess | None, policy: Policy) -> None:
+        """Let a client, or the first one that lives, give the group another policy."""
+        found = [each for each in self.clients if each.alive] if client is None else [client]
+        if self._changes < CHANGES_MAX and found and isinstance(found[0], ScriptedClient):
+            self._changes += 1
+            self.network.note(f"writer {found[0].writer} is to change the policy to {policy!r}")
+            found[0].changes.append(policy)
+
+    def scale_by(self, more: int) -> None:
+        """From now on the run has this many workers more (or less)."""
+        if self.wanted + more < 1 or (more > 0 and self._joins >= JOINS_MAX):
             return
-        if faults.kill and draw() < faults.kill:
-            self.kill(client)
-        elif faults.freeze and draw() < faults.freeze:
-            self.network.note(f"writer {client.writer} stands still")
-            client.freeze(draw() * faults.freeze_s)
+        self.wanted += more
+        self.network.note(f"there are to be {self.wanted} workers")
+        self.driver.scale(self.wanted)
+        if more > 0:
+            self._joins += 1
+            delay_s = self.network.delay_s() + self.random.random() * RESTART_S
+            self._start_after(delay_s, self.worker_type, self.wanted - 1)
 
     def kill(self, client: ClientProcess) -> None:
         """End a client's process without a word."""
@@ -269,7 +413,7 @@ class SimulatedCluster:
         server.accept(stream, client)
         return stream
 
-    def call_coordinator(self, caller: ClientProcess | SimulatedServer) -> Stream:
+    def call_coordinator(self, caller: ClientProcess | SimulatedServer | SimulatedDriver) -> Stream:
         """A stream to the coordinator. It breaks only with the process that opened it."""
         name = f"{type(caller).__name__} - coordinator"
         stream = self.network.open(caller, self.coordinator, name, faulty=False)
@@ -285,6 +429,8 @@ class SimulatedCluster:
             self.scenario.consistency,
             limits=Limits(),
             resend_s=RESEND_S,
+            rules={AddWhole.name: AddWhole},
+            policies=self.registered,
         )
 
     def new_coordination(self) -> Coordination:
@@ -293,7 +439,7 @@ class SimulatedCluster:
             self.scenario.servers,
             self.scenario.workers,
             "",
-            PolicySpec(type(self.scenario.consistency).__name__),
+            self.described,
             restarts=bool(self.restarts),
             deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S),
         )
@@ -303,9 +449,17 @@ class SimulatedCluster:
 
     def arrived(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
         """A numbered request has reached a shard."""
-        push = self.push_of.get((client.writer, shard, request.seq))
-        if push is not None:
-            self.history.arrived(shard, client.writer, push)
+        call = self.call_of.get((client.writer, shard, request.seq))
+        if call is None:
+            return
+        key = (shard, client.writer, call.number)
+        if key not in self.history.reached:
+            self.history.reached[key] = self.history.next()
+        if call.push is not None:
+            self.history.arrived(shard, client.writer, call.push)
+        if call.tick and isinstance(request, Step):
+            came = self._came.setdefault(call.clock, {}).setdefault(shard, {})
+            came.setdefault(client.rank, self.clock.now)
 
     def members_told(self, shard: int, message: Members) -> None:
         """A shard has been told who belongs to the cluster."""
@@ -318,12 +472,47 @@ class SimulatedCluster:
                 ):
                     self.history.fenced(shard, client.writer)
 
-    def decided(self, commit: Commit) -> None:
+    def decided(self, commit: Commit, group: Group) -> None:
         """The lead has decided about a synchronous clock."""
         known = {client.id: (client.rank, client.writer) for client in self.clients}
         contributors = tuple(known[each] for each in commit.contributors)
-        order = self.history.next()
-        self.history.decided.append(Decided(commit.clock, order, contributors, not contributors))
+        order, now = self.history.next(), self.clock.now
+        came = self._came.get(commit.clock, {})
+        first = min((min(each.values()) for each in came.values()), default=now)
+        due = self._due(commit.clock, len(group.clocks))
+        self.history.decided.append(
+            Decided(
+                commit.clock,
+                order,
+                contributors,
+                not contributors,
+                now - max(first, self._decided_at),
+                0.0 if due is None else now - max(due, self._decided_at),
+            )
+        )
+        self._decided_at = now
+
+    def _due(self, clock: int, counting: int) -> float | None:
+        """When as many steps as the policy asks for had come to every shard; None: not known."""
+        policy = self.scenario.consistency
+        everybody = counting == self.scenario.workers  # else somebody has just left, or rests
+        if self._told or not isinstance(policy, Sync) or not everybody:
+            return None
+        needed = max(1, counting - policy.backup)
+        due = 0.0
+        for shard in range(self.scenario.servers):
+            times = sorted(self._came.get(clock, {}).get(shard, {}).values())
+            if len(times) < needed:
+                return None
+            due = max(due, times[needed - 1])
+        return due
+
+    def learned(self, shard: int, change: GroupPolicy | None) -> None:
+        """A shard has told of a change of policy."""
+        if change is not None:
+            self._told.setdefault(change.number, change)
+            told = Switched(shard, change.number, change.clock, repr(change.policy))
+            self.history.switched.setdefault(told)
 
     def belonging(self, message: Members) -> None:
         """The coordinator has changed the membership."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ class VirtualClock:
         """Seconds."""
         self.events = 0
         """Things that have happened."""
+        self.events_max: int | None = None
+        """`run` returns after so many in all: a run without an end is a fault of its own."""
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
         self._planned = 0
         self._stopped = False
@@ -41,7 +44,8 @@ class VirtualClock:
         """Let things happen up to a time, or until `stop`, or until nothing is planned."""
         self._stopped = False
         heap = self._heap
-        while heap and heap[0][0] <= until_s and not self._stopped:
+        limit = self.events_max if self.events_max is not None else math.inf
+        while heap and heap[0][0] <= until_s and not self._stopped and self.events < limit:
             self.now, _, action, args = heapq.heappop(heap)
             self.events += 1
             action(*args)

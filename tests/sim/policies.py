@@ -1,0 +1,70 @@
+"""Every policy that the simulated seeds run under, and a user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paramserve.core.consistency import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    ElasticAverage,
+    LocalSteps,
+    Sync,
+)
+from paramserve.core.damping import Inverse
+from paramserve.core.decisions import (
+    ADMIT,
+    APPLY,
+    DROP,
+    Admission,
+    OnPush,
+    Policy,
+    Pull,
+    Push,
+    Standing,
+    Wait,
+)
+
+
+@dataclass(frozen=True)
+class IgnoreStragglers(Policy):
+    """A user's own: who is more than `behind` clocks behind the fastest is not waited for, and what
+    it brings is not used."""
+
+    behind: int = 3
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        fastest = max(group.clocks.values(), default=0)
+        return DROP if push.worker >= 0 and push.clock < fastest - self.behind else APPLY
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        fastest = max(group.clocks.values(), default=0)
+        slow = [
+            rank
+            for rank, clock in group.clocks.items()
+            if fastest - self.behind <= clock < pull.clock - 1
+        ]
+        return Wait(tuple(slow)) if slow else ADMIT
+
+
+POLICIES: dict[str, Policy] = {
+    "sync": Sync(reduce="sum"),
+    "sync-mean": Sync(on_nonfinite="skip"),
+    "sync-backup": Sync(reduce="sum", backup=1),
+    "sync-timeout": Sync(reduce="sum", timeout_s=0.01),
+    "sync-adaptive": Sync(backup=1, timeout_s=Adaptive(factor=3.0, least_s=0.005)),
+    "async": Async(),
+    "async-damped": Async(damping=Inverse(0.5), momentum="corrected", on_nonfinite="skip"),
+    "async-drop": Async(drop_after=3),
+    "bounded-0": BoundedStaleness(0),
+    "bounded-1": BoundedStaleness(1),
+    "bounded-4": BoundedStaleness(4),
+    "delay-compensated": DelayCompensated(lam=1e-300),
+    "buffered": Buffered(3, damping=None),
+    "local-steps": LocalSteps(every=2),
+    "elastic-average": ElasticAverage(rho=0.5),
+    "own": IgnoreStragglers(),
+}

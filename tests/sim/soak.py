@@ -1,0 +1,87 @@
+"""As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`.
+
+It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
+that seed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+
+from tests.sim.policies import POLICIES
+
+from paramserve.testing import Scenario, SimulatedCluster, Violation
+
+CHUNK = 20
+"""Seeds that a process takes at a time."""
+TOLD_S = 5.0
+"""How often it says how far it is."""
+
+Chunk = tuple[str, int, int]
+
+
+def run(chunk: Chunk) -> tuple[int, int, str]:
+    """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
+    name, first, stop = chunk
+    events = 0
+    for seed in range(first, stop):
+        scenario = Scenario(consistency=POLICIES[name])
+        cluster = SimulatedCluster(seed, scenario)
+        try:
+            cluster.run()
+            cluster.check()
+        except Violation as violation:
+            return seed - first + 1, events + cluster.clock.events, f"{name}: {violation}"
+        except Exception as error:  # what breaks the simulator is found as well
+            again = f"paramserve.testing.replay(seed={seed}, {scenario!r})"
+            return seed - first + 1, events, f"{name}: {again}\n  {type(error).__name__}: {error}"
+        events += cluster.clock.events
+    return stop - first, events, ""
+
+
+def chunks(policies: Sequence[str], first: int, seeds: int) -> list[Chunk]:
+    """`seeds` seeds in all, shared by the policies, each from `first` on."""
+    each = -(-seeds // len(policies))
+    return [
+        (name, low, min(low + CHUNK, first + each))
+        for low in range(first, first + each, CHUNK)
+        for name in policies
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="make soak")
+    parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
+    parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
+    parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args(argv)
+    if given.seeds < 1 or given.first < 0:
+        parser.error("--seeds is at least 1, --first at least 0")
+    work = chunks([given.policy] if given.policy else list(POLICIES), given.first, given.seeds)
+    began = told = time.monotonic()
+    seeds = events = 0
+    with get_context("spawn").Pool(given.processes) as pool:
+        for done, happened, violation in pool.imap_unordered(run, work):
+            seeds, events = seeds + done, events + happened
+            now = time.monotonic()
+            if violation:
+                print(f"{seeds} seeds, then a violation of {violation}")
+                return 1
+            if now - told > TOLD_S:
+                told = now
+                print(f"{seeds} seeds, {seeds / (now - began):.1f} a second", flush=True)
+    wall_s = time.monotonic() - began
+    print(
+        f"{seeds} seeds without a violation in {wall_s:.1f} s: {seeds / wall_s:.1f} seeds and "
+        f"{events / wall_s:,.0f} events a second, from seed {given.first}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
