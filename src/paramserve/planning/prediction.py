@@ -1,0 +1,142 @@
+"""What a play of the model says, in figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paramserve.planning.setting import GBPS, Setting
+
+
+class StalenessFigures(NamedTuple):
+    """Updates between reading values and applying the gradient from them, over all pushes."""
+
+    mean: float
+    p95: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Means over the modelled steps, without the first ones.
+
+    A step is one gradient of one worker; a policy with `every` exchanges after that many.
+
+    Attributes:
+        step_s: of one worker.
+        steps_per_s: of all workers together.
+        compute_share, waiting_share, exchange_share: of a worker's time: computing; held back
+            because of other workers; all else (links, servers, messages). Their sum is 1.
+        dropped_share: of the gradients, those that came too late or were too stale.
+        worker_bytes, server_bytes: over one link in one direction, in one step of all workers.
+        worker_link_use, server_link_use: of each direction of each link.
+        server_use: of the busiest server's processor.
+        events: things that happened in the model.
+    """
+
+    workers: int
+    shards: int
+    step_s: float
+    steps_per_s: float
+    compute_share: float
+    waiting_share: float
+    exchange_share: float
+    dropped_share: float
+    staleness: StalenessFigures
+    worker_bytes: float
+    server_bytes: float
+    worker_link_use: float
+    server_link_use: float
+    server_use: float
+    events: int
+
+    @property
+    def limit(self) -> str:
+        """What most of the time goes into: the part that is used nearly always, or the largest."""
+        uses = {
+            "server links": self.server_link_use,
+            "worker links": self.worker_link_use,
+            "servers": self.server_use,
+        }
+        part, use = max(uses.items(), key=lambda each: each[1])
+        if use > BUSY:
+            return part
+        shares = {
+            "compute": self.compute_share,
+            "waiting": self.waiting_share,
+            part: self.exchange_share,
+        }
+        return max(shares.items(), key=lambda each: each[1])[0]
+
+
+BUSY = 0.85
+"""A part that is used for more than this share of the time is what limits all."""
+
+
+def staleness_figures(counts: Mapping[int, int]) -> StalenessFigures:
+    """Of pushes counted by their staleness."""
+    total = sum(counts.values())
+    if not total:
+        return StalenessFigures(0.0, 0, 0)
+    mean = sum(staleness * count for staleness, count in counts.items()) / total
+    seen, p95 = 0, 0
+    for p95, count in sorted(counts.items()):  # noqa: B007  # the last one is what is asked for
+        seen += count
+        if seen >= 0.95 * total:
+            break
+    return StalenessFigures(mean, p95, max(counts))
+
+
+def predict(
+    setting: Setting,
+    *,
+    every: int,
+    rounds_s: float,
+    waiting_s: float,
+    compute_s: float,
+    server_use: float,
+    skipped: float,
+    dropped: float,
+    staleness: Counter[int],
+    events: int,
+) -> Prediction:
+    """Figures from what was counted.
+
+    Args:
+        every: own steps in one exchange.
+        rounds_s: exchanges a second of all workers.
+        waiting_s, compute_s: of one worker in one exchange, on average.
+        skipped, dropped: of the gradients, by clock and by shard.
+    """
+    workers, shards = setting.workers, setting.shards
+    round_s = workers / rounds_s
+    step_bytes = setting.model_bytes / every
+    steps_per_s = rounds_s * every
+    # In a short play the computing of the last steps counts, but not all of their exchange.
+    compute = min(1.0, compute_s / round_s)
+    waiting = min(1.0 - compute, waiting_s / round_s)
+    return Prediction(
+        workers=workers,
+        shards=shards,
+        step_s=round_s / every,
+        steps_per_s=steps_per_s,
+        compute_share=compute,
+        waiting_share=waiting,
+        exchange_share=1.0 - compute - waiting,
+        dropped_share=min(1.0, skipped + dropped),
+        staleness=staleness_figures(staleness),
+        worker_bytes=step_bytes,
+        server_bytes=step_bytes * workers / shards,
+        worker_link_use=rounds_s
+        / workers
+        * setting.model_bytes
+        / (setting.network.worker_gbps * GBPS),
+        server_link_use=rounds_s
+        * setting.model_bytes
+        / shards
+        / (setting.network.server_gbps * GBPS),
+        server_use=server_use,
+        events=events,
+    )

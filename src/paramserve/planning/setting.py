@@ -1,0 +1,152 @@
+"""What is planned: how many workers and shards, their links, their compute, what servers cost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+
+from paramserve.core.decisions import number, whole
+
+GBPS = 1e9 / 8
+"""Bytes a second in one Gb/s."""
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Network:
+    """Every worker and every server has one link, full duplex; in between nothing is short.
+
+    Args:
+        worker_gbps, server_gbps: of each direction of each link.
+        latency_s: one way, of every message.
+    """
+
+    worker_gbps: float = 10.0
+    server_gbps: float = 10.0
+    latency_s: float = 50e-6
+
+    def __post_init__(self) -> None:
+        number("worker_gbps of Network", self.worker_gbps, above=0.0)
+        number("server_gbps of Network", self.server_gbps, above=0.0)
+        number("latency_s of Network", self.latency_s)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How long a worker takes from values to gradient.
+
+    Args:
+        step_s: mean of a worker of average speed that does not straggle.
+        spread: standard deviation over mean of the workers' speeds, which they keep: a lognormal
+            factor for each worker.
+        jitter: the same of each worker's single steps.
+        straggler_p, straggler_factor: a step takes `straggler_factor` times longer with this
+            probability.
+        slow, slow_factor: so many workers take `slow_factor` times longer in each step.
+    """
+
+    step_s: float = 0.1
+    spread: float = 0.0
+    jitter: float = 0.0
+    straggler_p: float = 0.0
+    straggler_factor: float = 1.0
+    slow: int = 0
+    slow_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        number("step_s of Compute", self.step_s)
+        number("spread of Compute", self.spread)
+        number("jitter of Compute", self.jitter)
+        number("straggler_p of Compute", self.straggler_p)
+        number("straggler_factor of Compute", self.straggler_factor, above=0.0)
+        whole("slow of Compute", self.slow, 0)
+        number("slow_factor of Compute", self.slow_factor, above=0.0)
+        if self.straggler_p > 1.0:
+            raise ValueError(f"straggler_p of Compute must be at most 1, not {self.straggler_p}")
+
+    def mean_of(self, rank: int, source: random.Random) -> float:
+        """A worker's own mean step, in seconds: drawn once for each worker."""
+        own = self.step_s * lognormal(self.spread, source)
+        return own * self.slow_factor if rank < self.slow else own
+
+    def draw(self, mean_s: float, source: random.Random) -> float:
+        """One step of a worker with this mean."""
+        taken = mean_s
+        if self.jitter:
+            taken *= lognormal(self.jitter, source)
+        if self.straggler_p and source.random() < self.straggler_p:
+            taken *= self.straggler_factor
+        return taken
+
+
+def lognormal(spread: float, source: random.Random) -> float:
+    """A factor of mean 1 with this standard deviation."""
+    if not spread:
+        return 1.0
+    variance = log(1.0 + spread * spread)
+    return exp(source.gauss(-variance / 2, sqrt(variance)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Processor time, in seconds. A server handles its messages one after the other.
+
+    Args:
+        message_s: of each message, at a worker and at a server.
+        byte_s: of one pass of a server over one byte: to check, add, update or copy it.
+        cores: workers and servers share so many; None: each has one of its own.
+        contention: a pass takes so many times longer while another process on these cores works.
+    """
+
+    message_s: float = 20e-6
+    """A `push_pull` of 8 KB takes about 100 us on a common server, in two messages at each end."""
+    byte_s: float = 0.1e-9
+    """10 GB/s: what one core reads from memory."""
+    cores: int | None = None
+    contention: float = 1.0
+
+    def __post_init__(self) -> None:
+        number("message_s of Costs", self.message_s)
+        number("byte_s of Costs", self.byte_s)
+        number("contention of Costs", self.contention, above=0.0)
+        if self.cores is not None:
+            whole("cores of Costs", self.cores, 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster and its work.
+
+    Args:
+        workers, shards: how many; each shard is on a server of its own.
+        model_bytes: what each worker pushes, and pulls, in each step.
+    """
+
+    workers: int
+    shards: int
+    model_bytes: float
+    network: Network = field(default_factory=Network)
+    compute: Compute = field(default_factory=Compute)
+    costs: Costs = field(default_factory=Costs)
+
+    def __post_init__(self) -> None:
+        whole("workers", self.workers, 1)
+        whole("shards", self.shards, 1)
+        number("model_bytes", self.model_bytes)
+
+    @property
+    def worker_link_s(self) -> float:
+        """What one worker's gradients take over its own link."""
+        return self.model_bytes / (self.network.worker_gbps * GBPS)
+
+    @property
+    def server_link_s(self) -> float:
+        """What all workers' gradients take into one server's link."""
+        into_one = self.workers * self.model_bytes / self.shards
+        return into_one / (self.network.server_gbps * GBPS)
+
+    @property
+    def one_way_s(self) -> float:
+        """All workers' gradients to the servers, or the values back: by the narrower link."""
+        return max(self.worker_link_s, self.server_link_s)
