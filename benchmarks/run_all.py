@@ -11,6 +11,7 @@ from benchmarks import (
     bench_latency,
     bench_memory,
     bench_mnist,
+    bench_policies,
     bench_ray_engine,
     bench_start,
     bench_tcp,
@@ -21,6 +22,7 @@ from benchmarks import (
 BENCHMARKS = (
     bench_dense_100mb,
     bench_latency,
+    bench_policies,
     bench_large_step,
     bench_mnist,
     bench_memory,

@@ -89,3 +89,153 @@ def picture(runs: Sequence[Run], path: Path) -> None:
     figure.suptitle("MNIST ConvNet through a parameter server")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+# --- races: many policies against each other -----------------------------------------------------
+
+HUES = {
+    "sync": "#12416f",
+    "backup": "#2a6fbb",
+    "deadline": "#7fb0e0",
+    "balanced": "#4b9cb8",
+    "async": "#a8440a",
+    "damped": "#d1661a",
+    "corrected": "#e8923f",
+    "dropping": "#f2b97d",
+    "leases": "#8a6d3b",
+    "bounded": "#3a8f3a",
+    "compensated": "#8250c4",
+    "buffered": "#c43c84",
+    "local": "#5c5c5c",
+    "elastic": "#9a9a9a",
+}
+"""Blue waits for a clock, orange for nobody; the bars' colours are the lines'."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """One policy in one scenario, as its workers' logs and its servers tell.
+
+    Attributes:
+        seconds, updates: from the common first step to the target; None: it was not reached.
+            An update is a version of the values.
+        steps_per_second: batches of all workers together.
+        staleness: mean and largest over all pushes.
+        waiting: share of the workers' time that went by in pushing and pulling.
+        dropped: gradients that came too late or were too stale.
+        samples: that each rank computed.
+        curve: accuracy on the whole test set.
+    """
+
+    name: str
+    label: str
+    scenario: str
+    target: float
+    seconds: float | None
+    updates: int | None
+    steps_per_second: float
+    staleness: tuple[float, int]
+    waiting: float
+    dropped: int
+    samples: dict[int, int]
+    curve: list[Point]
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table, in the order of `race_headings`."""
+        total = max(sum(self.samples.values()), 1)
+        return (
+            f"{self.seconds:.1f}" if self.seconds is not None else "not reached",
+            f"{self.updates:,}" if self.updates is not None else "-",
+            f"{self.steps_per_second:.0f}",
+            "{:.1f} ({})".format(*self.staleness),
+            f"{self.waiting:.0%}",
+            f"{self.dropped:,}",
+            "/".join(f"{100 * count / total:.0f}" for count in self.samples.values()),
+        )
+
+
+def race_headings(races: Sequence[Race]) -> tuple[str, ...]:
+    """Of the columns after the policy's name."""
+    target = f"{races[0].target:.0%}" if races else "the target"
+    return (
+        f"seconds to {target}",
+        "updates",
+        "batches/s",
+        "staleness",
+        "waits",
+        "dropped",
+        "% by worker",
+    )
+
+
+def race_table(races: Sequence[Race]) -> Table:
+    """One row for each policy of a scenario."""
+    scenario = races[0].scenario if races else ""
+    found = Table(title=f"MNIST, workers: {scenario}", title_justify="left")
+    found.add_column("policy", no_wrap=True)
+    for column in race_headings(races):
+        found.add_column(column, justify="right")
+    for race in races:
+        found.add_row(race.label, *race.cells())
+    return found
+
+
+def race_rows(races: Sequence[Race]) -> list[str]:
+    """The same as lines of Markdown."""
+    heads = ("policy", *race_headings(races))
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    return lines + [f"| `{one.label}` | " + " | ".join(one.cells()) + " |" for one in races]
+
+
+def save_races(races: Sequence[Race], folder: Path) -> Path:
+    """Write `races.json` and a picture for each scenario into a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "races.json").write_text(json.dumps([asdict(one) for one in races], indent=1) + "\n")
+    for scenario in dict.fromkeys(one.scenario for one in races):
+        own = [one for one in races if one.scenario == scenario]
+        race_picture(own, folder / f"consistency_{scenario}.png")
+    return folder
+
+
+def race_picture(races: Sequence[Race], path: Path) -> None:
+    """Accuracy over seconds, and the seconds to the target as bars, which are the legend too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
+
+    height = max(4.0, 0.36 * len(races) + 1.0)
+    figure, (lines, bars) = pyplot.subplots(1, 2, figsize=(12, height), layout="constrained")
+    target = races[0].target
+    for race in races:
+        seconds = [point.seconds for point in race.curve]
+        heights = [point.accuracy for point in race.curve]
+        lines.plot(seconds, heights, color=HUES[race.name], linewidth=1.4)
+    lines.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
+    lines.set(xlabel="seconds since the common first step", ylabel="accuracy on the test set")
+    lines.set_ylim(0, 1)
+    lines.set_xlim(left=0)
+    lines.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    lines.grid(color="#dddddd", linewidth=0.6)
+
+    last = max((point.seconds for race in races for point in race.curve), default=1.0)
+    ordered = sorted(races, key=lambda one: one.seconds if one.seconds is not None else last * 2)
+    for row, race in enumerate(ordered):
+        color = HUES[race.name]
+        if race.seconds is None:
+            bars.text(0, row, " not reached", va="center", color=color)
+        else:
+            bars.barh(row, race.seconds, color=color, height=0.7)
+            bars.text(race.seconds, row, f" {race.seconds:.1f}", va="center")
+    bars.set_yticks(range(len(ordered)), [race.label for race in ordered])
+    bars.invert_yaxis()
+    bars.margins(x=0.12)
+    bars.set(xlabel=f"seconds to {target:.0%}")
+    bars.grid(axis="x", color="#dddddd", linewidth=0.6)
+    bars.set_axisbelow(True)
+    for one in (lines, bars):
+        one.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"MNIST ConvNet, {len(races[0].samples)} workers: {races[0].scenario}")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

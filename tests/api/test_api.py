@@ -11,16 +11,18 @@ import pytest
 
 import paramserve
 from paramserve import errors
-from paramserve.core.consistency import Consistency
+from paramserve.core.decisions import Policy
 from paramserve.rules.base import Rule
 
 PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]
 EXPECTED = {
     *("run", "start", "Job", "Result", "Worker", "Cluster", "Client", "Ticket"),
     *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
-    *("Deadlines", "Limits"),
+    *("Deadlines", "Limits", "BoundedStaleness", "DelayCompensated", "Buffered", "LocalSteps"),
+    *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "Standing"),
+    *("Push", "Pull", "Apply", "Buffer", "Drop", "Admit", "Wait"),
 }
-CONTRACTS = (Rule, Consistency)
+CONTRACTS = (Rule, Policy)
 """A method may be documented where its contract is."""
 
 

@@ -15,9 +15,11 @@ from benchmarks import (
     bench_latency,
     bench_memory,
     bench_mnist,
+    bench_policies,
     bench_ray_engine,
     bench_start,
     bench_tcp,
+    ours_policies,
     run_all,
 )
 
@@ -51,6 +53,21 @@ def test_bench_without_rivals_tiny_measures_ours_and_floor(
 ) -> None:
     for row in rows_of(bench, tmp_path):
         assert {"ours", "floor"} <= set(row["medians"])
+
+
+def test_bench_policies_tiny_measures_every_policy_beside_async(tmp_path: Path) -> None:
+    rows = rows_of(bench_policies, tmp_path)
+    calls = [row for row in rows if "push_pull" in row["workload"]]
+    both = [*ours_policies.NOBODY_WAITS, *ours_policies.ALONE]
+    assert [row["workload"].rpartition(", ")[2] for row in calls] == [
+        *both,
+        *ours_policies.NOBODY_WAITS,
+    ]
+    assert all(set(row["medians"]) == {"ours", "base"} for row in calls)
+    assert all(value > 0 for row in rows for value in row["medians"].values())
+    # Async() is what the others are compared with; every other row has a bar, and an answer to it.
+    assert sum(not row["judged"] for row in rows) == 2
+    assert all(bar["met"] is not None for row in rows for bar in row["judged"])
 
 
 @pytest.mark.slow

@@ -6,18 +6,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from paramserve.messages import Status
-from paramserve.observe.status import by_group, by_rank
+from paramserve.observe.status import by_group, by_rank, drops_by_rank
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def as_table(address: str, status: Status) -> RenderableType:
     """Servers, workers and groups of a cluster at one moment."""
+    parts = [_servers(status), _workers(status), _groups(status)]
+    if status.leases:
+        parts.append(_leases(status))
     return Group(
         f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers",
-        _servers(status),
-        _workers(status),
-        _groups(status),
+        *parts,
     )
 
 
@@ -37,6 +38,7 @@ def _workers(status: Status) -> Table:
         "clocks",
         "pushes",
         "staleness",
+        "dropped",
         title="workers",
         title_justify="left",
     )
@@ -46,7 +48,7 @@ def _workers(status: Status) -> Table:
             for rank, clock in group.clocks:
                 known = clocks.setdefault(rank, {})
                 known[group.name] = min(clock, known.get(group.name, clock))
-    staleness = by_rank(status.servers)
+    staleness, dropped = by_rank(status.servers), drops_by_rank(status.servers)
     for member in status.members:
         told = clocks.get(member.rank, {})
         pushed = staleness.get(member.rank)
@@ -57,16 +59,48 @@ def _workers(status: Status) -> Table:
             ", ".join(f"{name} {clock}" for name, clock in sorted(told.items())),
             str(pushed.pushes) if pushed is not None else "0",
             f"{pushed.mean:.2f} (largest {pushed.max})" if pushed is not None else "",
+            str(dropped.get(member.rank, 0)),
         )
     return table
 
 
 def _groups(status: Status) -> Table:
     table = Table(
-        "group", "version", "slowest clock", "skipped", title="groups", title_justify="left"
+        "group",
+        "policy",
+        "version",
+        "slowest clock",
+        "staleness",
+        "skipped",
+        "dropped",
+        "buffered",
+        "copies",
+        title="groups",
+        title_justify="left",
     )
     for name, group in sorted(by_group(status.servers).items()):
-        table.add_row(name, str(group.version), str(group.clock), str(group.skipped))
+        policy = f"{group.policy}, then {group.coming}" if group.coming else group.policy
+        table.add_row(
+            name,
+            policy,
+            str(group.version),
+            str(group.clock),
+            f"{group.staleness.mean:.2f} (largest {group.staleness.max})",
+            str(group.skipped),
+            str(group.dropped),
+            str(group.buffered),
+            in_bytes(group.kept_bytes),
+        )
+    return table
+
+
+def _leases(status: Status) -> Table:
+    title = "samples by lease"
+    table = Table("loader", "rank", "given", "done", "repeated", title=title, title_justify="left")
+    for loader in status.leases:
+        for number, (rank, given, done) in enumerate(loader.ranks):
+            of_all = (loader.loader, str(loader.repeated)) if number == 0 else ("", "")
+            table.add_row(of_all[0], str(rank), str(given), str(done), of_all[1])
     return table
 
 

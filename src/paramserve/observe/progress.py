@@ -1,7 +1,8 @@
 """Progress lines: steps per second, what the workers log, and staleness.
 
-On a terminal one line is rewritten in place; elsewhere (a file, a CI log) a line is added at each
-interval. A last line stays.
+On a terminal one line is rewritten in place, with a second one about each worker's staleness;
+elsewhere (a file, a CI log) a line is added at each interval, and the second one at the end. The
+last ones stay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from paramserve.observe.status import GroupStatus, RunStatus
 WINDOW_S = 3.0
 """Steps per second are those of the last seconds: servers report once a second."""
 ENDED = ("finished", "stopped", "failed")
+WORKERS_SHOWN = 16
+"""In the line about each worker's staleness."""
 
 
 class Watched(Protocol):
@@ -38,8 +41,8 @@ class Progress:
 
     def line(self, status: RunStatus) -> str:
         """One line about where the run stands now."""
-        live = sum(state in ("running", "returned") for state in status.workers.values())
-        parts = [f"{status.seconds:6.1f} s", f"{live}/{len(status.workers)} workers"]
+        live, wanted = status.staffing
+        parts = [f"{status.seconds:6.1f} s", f"{live}/{wanted} workers"]
         if not any(group.steps for group in status.groups.values()):
             parts.append(status.state)
         for name, group in status.groups.items():
@@ -48,15 +51,34 @@ class Progress:
         parts += [f"{name} {value:.4g}" for name, value in status.metrics.items()]
         return "  ".join(parts)
 
+    def by_worker(self, status: RunStatus) -> str:
+        """How stale each worker's gradients are and how many were dropped, where any are; or
+        nothing."""
+        parts = []
+        for name, group in status.groups.items():
+            stale = group.staleness_by_rank
+            ranks = sorted({*stale, *group.dropped_by_rank})
+            if group.dropped or any(each.max for each in stale.values()):
+                told = [_worker(rank, group) for rank in ranks[:WORKERS_SHOWN]]
+                more = f", and {len(ranks) - len(told)} more" * (len(ranks) > len(told))
+                parts.append(f"{name}, staleness by worker: {', '.join(told)}{more}")
+        return "  ".join(parts)
+
     def _group(self, name: str, group: GroupStatus, status: RunStatus) -> list[str]:
         rate = self._rate(name, group.steps, status)
-        parts = [f"{name}: {group.steps:,} steps"]
+        under = f" ({group.policy})" if group.policy else ""
+        parts = [f"{name}{under}: {group.steps:,} steps"]
         if rate is not None:
             parts.append(f"{rate:,.0f} steps/s")
         parts.append(f"staleness {group.staleness.mean:.1f} (max {group.staleness.max})")
-        if group.skipped:
-            parts.append(f"{group.skipped:,} skipped")
-        return parts
+        for count, what in (
+            (group.skipped, "skipped"),
+            (group.dropped, "dropped"),
+            (group.buffered, "buffered"),
+        ):
+            if count:
+                parts.append(f"{count:,} {what}")
+        return [*parts, group.coming] if group.coming else parts
 
     def _rate(self, name: str, steps: int, status: RunStatus) -> float | None:
         """Steps per second of late; once the run has ended, from the first step to the last."""
@@ -70,6 +92,13 @@ class Progress:
         since, until = first if status.state in ENDED else seen[0], seen[-1]
         seconds = until[0] - since[0]
         return (until[1] - since[1]) / seconds if seconds > 0 else None
+
+
+def _worker(rank: int, group: GroupStatus) -> str:
+    stale = group.staleness_by_rank.get(rank)
+    text = f"{rank}: {stale.mean:.1f} (max {stale.max})" if stale is not None else f"{rank}: -"
+    dropped = group.dropped_by_rank.get(rank, 0)
+    return f"{text} {dropped:,} dropped" if dropped else text
 
 
 @contextmanager
@@ -94,7 +123,11 @@ def watch(
             ended = over.wait(every_s)
             if failed:
                 return
-            text = Text(progress.line(watched.status()), no_wrap=True, overflow="ellipsis")
+            status = watched.status()
+            lines = [progress.line(status)]
+            if (live is not None or ended) and (workers := progress.by_worker(status)):
+                lines.append("         " + workers)
+            text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
             if live is not None:
                 live.update(text, refresh=True)
             else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paramserve.messages import GroupReport, ServerBeat
+from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat
+
+RETIRED = ("retiring", "retired")
+"""States of workers that a run does without by its own wish."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,15 @@ class GroupStatus:
         clock: steps that every live worker has finished.
         steps: steps of all workers together, also of those who have left.
         skipped: clocks or gradients that were not applied because they held NaN or Inf.
+        staleness: of all workers' pushes.
+        policy: name of the consistency policy that holds for the slowest worker; empty: not told.
+        coming: the next policy and the clock from which on it holds, as "Sync from clock 40"; empty
+            if none has been decided, or if it holds already.
+        staleness_by_rank: of each worker's pushes; a push's is the mean over the shards.
+        dropped_by_rank: gradients of each worker that came too late or were too stale, on the shard
+            that dropped most of them.
+        buffered: gradients that wait until their buffer is full.
+        kept_bytes: copies of what workers have read, on all shards together.
     """
 
     version: int
@@ -33,6 +45,17 @@ class GroupStatus:
     steps: int
     skipped: int
     staleness: Staleness
+    policy: str = ""
+    coming: str = ""
+    staleness_by_rank: Mapping[int, Staleness] = field(default_factory=dict)
+    dropped_by_rank: Mapping[int, int] = field(default_factory=dict)
+    buffered: int = 0
+    kept_bytes: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """Gradients of all workers that came too late or were too stale."""
+        return sum(self.dropped_by_rank.values())
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,8 @@ class RunStatus:
     Attributes:
         state: "starting", "running", "finishing", "finished", "stopped" or "failed".
         seconds: since the start; no longer counted once the run has ended.
-        workers: "starting", "running", "returned" or "dead", by rank.
+        workers: "starting", "running", "returned", "dead", "retiring" (asked to end, because the
+            run goes on with fewer) or "retired", by rank.
         groups: by name, as of the servers' last heartbeat.
         metrics: the last value of each name that a worker logged.
     """
@@ -59,11 +83,17 @@ class RunStatus:
             f"{name} at clock {group.clock} (version {group.version})"
             for name, group in self.groups.items()
         ]
-        live = sum(state in ("running", "returned") for state in self.workers.values())
+        live, wanted = self.staffing
         return (
             f"after {self.seconds:.1f} s: {', '.join(done) if done else 'no step was finished'}, "
-            f"{live} of {len(self.workers)} workers"
+            f"{live} of {wanted} workers"
         )
+
+    @property
+    def staffing(self) -> tuple[int, int]:
+        """How many workers work or have returned, of how many that the run wants to have."""
+        states = [state for state in self.workers.values() if state not in RETIRED]
+        return sum(state in ("running", "returned") for state in states), len(states)
 
 
 def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:
@@ -81,18 +111,30 @@ def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:
 def by_rank(beats: Iterable[ServerBeat]) -> dict[int, Staleness]:
     """The staleness of each rank's pushes, over all groups. A push reaches every shard and counts
     once; its staleness is the mean over the shards."""
-    shards: dict[tuple[str, int], list[Staleness]] = {}
-    for beat in beats:
-        for report in beat.groups:
-            for rank, pushes, total, largest in report.staleness:
-                each = Staleness(pushes, total / max(pushes, 1), largest)
-                shards.setdefault((report.name, rank), []).append(each)
     found: dict[int, list[Staleness]] = {}
-    for (_, rank), parts in shards.items():
-        joined = _total(parts)
-        pushes = max(part.pushes for part in parts)
-        found.setdefault(rank, []).append(Staleness(pushes, joined.mean, joined.max))
+    for group in by_group(beats).values():
+        for rank, each in group.staleness_by_rank.items():
+            found.setdefault(rank, []).append(each)
     return {rank: _total(parts) for rank, parts in sorted(found.items())}
+
+
+def drops_by_rank(beats: Iterable[ServerBeat]) -> dict[int, int]:
+    """Each rank's gradients that came too late or were too stale, over all groups; a rank without
+    any is left out."""
+    found: dict[int, int] = {}
+    for group in by_group(beats).values():
+        for rank, count in group.dropped_by_rank.items():
+            found[rank] = found.get(rank, 0) + count
+    return dict(sorted(found.items()))
+
+
+def samples_by_rank(leases: Iterable[LeaseReport]) -> dict[int, int]:
+    """Each rank's samples that are in the values, over all loaders that share them by lease."""
+    found: dict[int, int] = {}
+    for loader in leases:
+        for rank, _, finished in loader.ranks:
+            found[rank] = found.get(rank, 0) + finished
+    return dict(sorted(found.items()))
 
 
 def _join(shards: list[GroupReport]) -> GroupStatus:
@@ -101,17 +143,49 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
     steps = {rank: pushes for rank, pushes, _, _ in behind.staleness}  # those who left are in it
     for rank, clock in clocks.items():
         steps[rank] = max(clock, steps.get(rank, 0))
-    stale = [
-        Staleness(pushes, total / max(pushes, 1), largest)
-        for _, pushes, total, largest in behind.staleness
-    ]
+    slowest = min(clocks.values(), default=behind.version)
     return GroupStatus(
         version=behind.version,
-        clock=min(clocks.values(), default=behind.version),
+        clock=slowest,
         steps=sum(steps.values()),
         skipped=max(report.skipped for report in shards),
-        staleness=_total(stale),
+        staleness=_total([_mean(*told) for _, *told in behind.staleness]),
+        policy=behind.policy,
+        coming=_coming(behind.change, slowest),
+        staleness_by_rank=_staleness(shards),
+        dropped_by_rank=_dropped(shards),
+        buffered=max(report.buffered for report in shards),
+        kept_bytes=sum(report.kept_bytes for report in shards),
     )
+
+
+def _coming(change: GroupPolicy | None, clock: int) -> str:
+    if change is None or change.clock <= clock:
+        return ""
+    return f"{change.policy.name} from clock {change.clock}"
+
+
+def _staleness(shards: list[GroupReport]) -> dict[int, Staleness]:
+    parts: dict[int, list[Staleness]] = {}
+    for report in shards:
+        for rank, *told in report.staleness:
+            parts.setdefault(rank, []).append(_mean(*told))
+    return {
+        rank: Staleness(max(part.pushes for part in each), _total(each).mean, _total(each).max)
+        for rank, each in sorted(parts.items())
+    }
+
+
+def _dropped(shards: list[GroupReport]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for report in shards:
+        for rank, count in report.dropped:
+            found[rank] = max(count, found.get(rank, 0))
+    return dict(sorted(found.items()))
+
+
+def _mean(pushes: int, total: int, largest: int) -> Staleness:
+    return Staleness(pushes, total / max(pushes, 1), largest)
 
 
 def _total(parts: list[Staleness]) -> Staleness:

@@ -99,6 +99,7 @@ def test_read_idx_whole_file_gives_its_array(tmp_path: Path, array: np.ndarray) 
         b"\0\0\x08\x04" + idx(IMAGES)[4:],
         gzip.compress(idx(LABELS)),
     ],
+    ids=["empty", "short", "three", "dtype", "first", "rank 0", "rank 4", "compressed"],
 )
 def test_read_idx_wrong_magic_is_refused(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "file"

@@ -58,6 +58,40 @@ def test_line_tells_what_was_skipped() -> None:
     assert "1,234 skipped" in Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
 
 
+STALE = {rank: Staleness(5, rank / 2, rank) for rank in range(3)}
+UNDER_ASYNC = GroupStatus(
+    9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", "Sync from clock 7", STALE, {2: 1000, 3: 1}, 4
+)
+
+
+def test_line_tells_policy_dropped_and_buffered() -> None:
+    line = Progress().line(RunStatus("running", 1.0, {}, {"m": UNDER_ASYNC}, {}))
+    assert "m (Async): 9 steps" in line
+    for part in ("1,001 dropped", "4 buffered", "Sync from clock 7"):
+        assert part in line
+
+
+def test_by_worker_tells_staleness_and_drops_of_each() -> None:
+    told = Progress().by_worker(RunStatus("running", 1.0, {}, {"m": UNDER_ASYNC}, {}))
+    expected = "0: 0.0 (max 0), 1: 0.5 (max 1), 2: 1.0 (max 2) 1,000 dropped, 3: - 1 dropped"
+    assert told == "m, staleness by worker: " + expected
+
+
+def test_by_worker_of_many_says_how_many_more() -> None:
+    stale = {rank: Staleness(1, 1.0, 1) for rank in range(20)}
+    group = GroupStatus(1, 1, 20, 0, Staleness(20, 1.0, 1), staleness_by_rank=stale)
+    told = Progress().by_worker(RunStatus("running", 1.0, {}, {"m": group}, {}))
+    assert "15: 1.0" in told
+    assert "16: " not in told
+    assert told.endswith("and 4 more")
+
+
+def test_by_worker_without_staleness_says_nothing() -> None:
+    stale = {rank: Staleness(5, 0.0, 0) for rank in range(3)}
+    group = GroupStatus(5, 5, 15, 0, Staleness(15, 0.0, 0), "Sync", staleness_by_rank=stale)
+    assert Progress().by_worker(RunStatus("running", 1.0, {}, {"m": group}, {})) == ""
+
+
 class AsksBack:
     """A run whose status is asked for; tells when that happened."""
 
@@ -77,6 +111,22 @@ def test_watch_prints_lines_and_ends_its_thread(terminal: bool) -> None:
         assert run.asked.wait(10.0)
     assert "model: 10 steps" in out.getvalue()
     assert threading.active_count() == threads
+
+
+class IsStale:
+    """A run whose workers have old values."""
+
+    def status(self) -> RunStatus:
+        return RunStatus("running", 1.0, {0: "running"}, {"m": UNDER_ASYNC}, {})
+
+
+def test_watch_in_a_file_tells_of_each_worker_at_the_end() -> None:
+    out = io.StringIO()
+    with watch(IsStale(), every_s=60.0, console=Console(file=out, width=200)):
+        pass
+    first, last = out.getvalue().splitlines()
+    assert "9 steps" in first
+    assert "2: 1.0 (max 2)" in last
 
 
 def test_watch_prints_a_last_line_even_for_a_short_run() -> None:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from paramserve.messages import GroupReport, ServerBeat
-from paramserve.observe.status import RunStatus, Staleness, by_group, by_rank
+from typing import Any
+
+import pytest
+
+from paramserve.config import ConsistencySpec
+from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat
+from paramserve.observe.status import (
+    RunStatus,
+    Staleness,
+    by_group,
+    by_rank,
+    drops_by_rank,
+    samples_by_rank,
+)
 
 
 def shard(number: int, version: int, *ranks: tuple[int, int, int, int]) -> ServerBeat:
@@ -49,3 +61,50 @@ def test_progress_says_how_far_the_run_got() -> None:
 def test_progress_before_the_first_step_says_so() -> None:
     status = RunStatus("starting", 0.5, {0: "starting"}, {}, {})
     assert status.progress() == "after 0.5 s: no step was finished, 0 of 1 workers"
+
+
+def report(version: int, **told: Any) -> GroupReport:
+    return GroupReport("model", version, ((0, 6), (1, 5)), 0, (), policy="Async", **told)
+
+
+def test_group_tells_its_policy_and_what_waits_or_was_dropped() -> None:
+    beats = [
+        ServerBeat(0, (report(9, dropped=((1, 3),), buffered=2, kept_bytes=100),)),
+        ServerBeat(1, (report(8, dropped=((0, 1), (1, 2)), buffered=1, kept_bytes=40),)),
+    ]
+    group = by_group(beats)["model"]
+    assert group.policy == "Async"
+    assert (group.buffered, group.kept_bytes) == (2, 140)
+    # Each shard drops by itself: a gradient counts as dropped where most were.
+    assert group.dropped_by_rank == {0: 1, 1: 3}
+    assert group.dropped == 4
+
+
+def test_drops_are_added_over_the_groups() -> None:
+    other = GroupReport("other", 3, (), 0, (), dropped=((1, 5), (2, 1)))
+    beats = [ServerBeat(0, (report(9, dropped=((1, 3),)), other))]
+    assert drops_by_rank(beats) == {1: 8, 2: 1}
+
+
+@pytest.mark.parametrize(("clock", "told"), [(6, "Buffered from clock 6"), (5, "")])
+def test_group_tells_a_change_of_policy_until_it_holds(clock: int, told: str) -> None:
+    change = GroupPolicy(0, 1, clock, ConsistencySpec("Buffered", {"size": 4}))
+    beats = [ServerBeat(0, (report(9, changes=(change,)),))]  # its slowest worker is at clock 5
+    assert by_group(beats)["model"].coming == told
+
+
+def test_group_staleness_of_a_worker_is_the_mean_over_shards() -> None:
+    beats = [shard(0, 4, (0, 2, 2, 1), (1, 2, 0, 0)), shard(1, 4, (0, 2, 6, 5), (1, 2, 0, 0))]
+    found = by_group(beats)["model"].staleness_by_rank
+    assert found == {0: Staleness(2, 2.0, 5), 1: Staleness(2, 0.0, 0)}
+
+
+def test_progress_does_not_wait_for_workers_that_retired() -> None:
+    states = {0: "running", 1: "retiring", 2: "retired", 3: "dead"}
+    assert RunStatus("running", 1.0, states, {}, {}).staffing == (1, 2)
+
+
+def test_samples_are_those_in_the_values_over_all_loaders() -> None:
+    first = LeaseReport("train", ((0, 600, 512), (1, 100, 96)))
+    second = LeaseReport("more", ((1, 50, 48), (2, 50, 0)))
+    assert samples_by_rank([first, second]) == {0: 512, 1: 144, 2: 0}
