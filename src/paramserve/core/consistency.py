@@ -41,7 +41,7 @@ def _check_nonfinite(value: str) -> None:
 
 
 def _check_damping(value: object) -> None:
-    if value is not None and not callable(value):
+    if value is not None and (isinstance(value, type) or not callable(value)):
         raise TypeError(f"damping must be ps.Inverse(...) or a function, not {value!r}")
 
 

@@ -228,18 +228,19 @@ class Shard(ShardChanges):
             self._hold(group, session, request)
             return None
         guest = session.rank not in group.clocks and self._may_enter(session)
-        if guest and not group.collects:
+        steps = bool(step.push or step.tick or step.skip)
+        if guest and steps and not group.collects:
             group.enter(session.rank)
         elif guest and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too
             return None
         self._catch_up(group, session, step)
         since = group.of(session.rank, max(step.clock, group.start) if guest else step.clock)
-        if guest and step.clock < since.clock and (step.push or step.tick or step.skip):
+        if guest and steps and step.clock < since.clock:
             # Of before a change of policy, which other shards may have handled the old way.
             late = collecting.late(self, group, request, session, group.start)
             return self._with_news(group, session, late, guest)
-        if not (step.push or step.tick or step.skip):
+        if not steps:
             answer = self._read(session, group, request)
         elif since.policy.collects:
             answer = self._bring(group, session, request, parts, guest)

@@ -157,8 +157,8 @@ def _apply(
         _compensate(group.reads.of(session.rank, step.base), parts, how.compensate)
         if not finite(parts):
             raise NonFinite(
-                f"the gradient of worker {session.rank} for group {group.name!r} was finite, and is "
-                f"not when it is corrected by {how.compensate} * g * g * change",
+                f"the gradient of worker {session.rank} for group {group.name!r} was finite, and "
+                f"is not when corrected by {how.compensate} * g * g * change of the values",
                 fix="lower lam or the learning rate, or clip",
             )
     return apply_parts(group, step, parts, memory, push, how.less_momentum)
