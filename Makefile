@@ -20,8 +20,8 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-# Tests that may run beside others: they start no engines, and nothing of theirs is timed.
-APART := tests/unit tests/sim tests/contract/test_policy_contract.py tests/contract/test_rule_contract.py tests/api
+# Tests that may run beside others; those that start Ray, networks or benchmarks run alone.
+BESIDE := tests/unit tests/sim tests/contract tests/api tests/faults tests/learning
 
 .PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:
@@ -55,8 +55,8 @@ test: $(FOR_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(APART)
-	$(BIN)/python -m pytest $(APART:%=--ignore=%)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(BESIDE)
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%)
 
 soak: $(FOR_TEST)
 	@$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(SOAK)

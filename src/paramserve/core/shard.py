@@ -229,9 +229,10 @@ class Shard(ShardChanges):
             return None
         guest = session.rank not in group.clocks and self._may_enter(session)
         steps = bool(step.push or step.tick or step.skip)
-        if guest and steps and not group.collects:
+        collects = group.collects
+        if guest and steps and not collects:
             group.enter(session.rank)
-        elif guest and step.clock > group.start and self.shards > 1:
+        elif guest and collects and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too
             return None
         self._catch_up(group, session, step)

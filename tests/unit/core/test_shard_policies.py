@@ -21,7 +21,7 @@ from paramserve.core.consistency import (
 from paramserve.core.decisions import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
 from paramserve.core.policies import spec
-from paramserve.messages import Done, Inquire, Refused, SetPolicy, Waiting
+from paramserve.messages import Done, Inquire, Refused, Rest, SetPolicy, Waiting
 from paramserve.rules import SGD
 
 A, B, C = 1, 2, 3
@@ -545,3 +545,12 @@ def test_compensation_that_overflows_is_refused_and_applies_nothing() -> None:
     error = refused(one.step(A, {0: [1e10]}))
     assert type(error).__name__ == "NonFinite"
     assert one.value() == [1.0]
+
+
+def test_worker_that_rests_reads_at_its_own_clock_while_all_others_are_behind() -> None:
+    one = rig(Async(), shards=2, workers=2)
+    for clock in range(5):
+        push(one, A, clock)
+    for shard in (0, 1):
+        done(one.send(A, Rest(0, 0), shard))
+        assert done(one.step(A, pull=[0], shard=shard, clock=5, tick=False)).at == 0
