@@ -230,7 +230,7 @@ class Shard(ShardChanges):
         guest = session.rank not in group.clocks and self._may_enter(session)
         steps = bool(step.push or step.tick or step.skip)
         collects = group.collects
-        if guest and steps and not collects:
+        if guest and not collects:
             group.enter(session.rank)
         elif guest and collects and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too

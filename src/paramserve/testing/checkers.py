@@ -285,7 +285,7 @@ def who_counts(history: History) -> list[str]:
 
     A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
     rank that comes to count is not behind the slowest; one that joins a running cluster begins
-    there exactly.
+    there exactly, or where it has begun on another shard.
     """
     wrong = []
     for (shard, rank), changes in history.counted.items():
@@ -296,6 +296,8 @@ def who_counts(history: History) -> list[str]:
         if each.slowest is None:
             continue
         latest = max(each.slowest, each.then if each.then is not None else 0) + 1
+        elsewhere = (e.clock for e in history.entered if e.rank == each.rank and e is not each)
+        latest = max(latest, 1 + max(elsewhere, default=0))
         if each.clock < each.slowest or (each.joins and each.clock > latest):
             wrong.append(
                 f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "

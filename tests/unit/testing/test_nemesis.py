@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
+from paramserve.core.damping import Inverse
 from paramserve.testing import cut, join, kill, leave, set_policy, slow, stop
 from paramserve.testing.counting import AddWhole, leaves_whole
 from paramserve.testing.nemesis import ScriptedFault
@@ -104,6 +105,6 @@ def test_leaves_whole_names_the_policies_that_scale_nothing() -> None:
     assert not any(
         map(
             leaves_whole,
-            (Sync(), Async(damping=float), Async(momentum="corrected"), Buffered(3)),
+            (Sync(), Async(damping=Inverse()), Async(momentum="corrected"), Buffered(3)),
         )
     )
