@@ -178,11 +178,11 @@ def place(races: Sequence[report.Race], scenario: str, options: argparse.Namespa
     """What stands on the page for one scenario: the table, the findings, how it was measured."""
     own = [one for one in races if one.scenario == scenario]
     rounds = "one run each" if options.rounds == 1 else f"the middle one of {options.rounds} runs"
+    told = [f"- {text}" for text in findings(races, scenario)]
     lines = [
         *report.race_rows(own),
         "",
-        *(f"- {text}" for text in findings(races, scenario)),
-        "",
+        *([*told, ""] if told else []),
         f"{options.workers} workers, {options.servers} server, seed {options.seed}, learning rate "
         f"{options.lr:g} for a single gradient, {rounds}, {os.cpu_count()} cores.",
     ]

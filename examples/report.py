@@ -110,6 +110,13 @@ HUES = {
     "elastic": "#9a9a9a",
 }
 """Blue waits for a clock, orange for nobody; the bars' colours are the lines'."""
+TITLES = {
+    "even": "{} workers that are alike",
+    "persistent": "{} workers, one of them always slow",
+    "transient": "{} workers, each slow now and then",
+}
+SHOWN = 0.4
+"""The curves are drawn from this far below the target on: there they part."""
 
 
 @dataclass(frozen=True)
@@ -214,9 +221,10 @@ def race_picture(races: Sequence[Race], path: Path) -> None:
         lines.plot(seconds, heights, color=HUES[race.name], linewidth=1.4)
     lines.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
     lines.set(xlabel="seconds since the common first step", ylabel="accuracy on the test set")
-    lines.set_ylim(0, 1)
+    best = max((point.accuracy for race in races for point in race.curve), default=target)
+    lines.set_ylim(max(target - SHOWN, 0.0), max(best, target) + 0.02)
     lines.set_xlim(left=0)
-    lines.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    lines.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     lines.grid(color="#dddddd", linewidth=0.6)
 
     last = max((point.seconds for race in races for point in race.curve), default=1.0)
@@ -236,6 +244,6 @@ def race_picture(races: Sequence[Race], path: Path) -> None:
     bars.set_axisbelow(True)
     for one in (lines, bars):
         one.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"MNIST ConvNet, {len(races[0].samples)} workers: {races[0].scenario}")
+    figure.suptitle("MNIST ConvNet, " + TITLES[races[0].scenario].format(len(races[0].samples)))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

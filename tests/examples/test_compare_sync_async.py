@@ -195,11 +195,13 @@ def test_write_page_without_marks_is_an_error(tmp_path: Path) -> None:
     assert page.read_text() == "no marks\n"
 
 
-def test_page_has_a_place_for_every_scenario() -> None:
+def test_page_has_a_place_and_a_picture_for_every_scenario() -> None:
     text = compare.PAGE.read_text()
     for scenario in racing.SCENARIOS:
         for mark in (f"<!-- compare:{scenario} -->", f"<!-- compare:{scenario}:end -->"):
             assert text.count(mark) == 1, mark
+        assert f"(consistency_{scenario}.png)" in text
+        assert (compare.DOCS / f"consistency_{scenario}.png").stat().st_size > 10_000
 
 
 def test_entrants_are_all_policies_each_with_a_colour() -> None:

@@ -1,0 +1,46 @@
+"""Every policy trains MNIST with real processes: two workers, two servers, one pace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import compare_sync_async as compare
+import racing
+from paramserve.errors import ParamServeError
+
+STEPS = 150
+"""Of each worker at most; a run ends soon after it has seen the target."""
+TARGET = 0.8
+"""On the test images. Guessing gives 0.1."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real MNIST as arrays, from the user's cache or fetched into it."""
+    path = tmp_path_factory.mktemp("mnist")
+    try:
+        racing.prepare(None, path)
+    except ParamServeError as error:
+        pytest.skip(f"TRAINING UNDER EVERY POLICY IS NOT CHECKED HERE: {error}")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)  # 9 s; fetching may try each source to its end first
+@pytest.mark.parametrize("entrant", compare.entrants(), ids=lambda each: each.name)
+def test_policy_trains_mnist(entrant: racing.Entrant, folder: Path) -> None:
+    course = racing.Course(
+        data=folder,
+        pace=racing.Pace("even", 0),
+        workers=2,
+        servers=2,
+        steps=STEPS,
+        lr=0.01,
+        target=TARGET,
+    )
+    done = racing.race(entrant, course, seed=0)
+    best = max(point.accuracy for point in done.curve)
+    assert done.seconds is not None, f"{best:.3f} after {sum(done.samples.values()):,} samples"
+    assert all(done.samples[rank] > 0 for rank in range(2)), "somebody did nothing"
