@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from benchmarks import harness
 from benchmarks.ours_policies import BASE, Policies
@@ -59,7 +60,7 @@ def measure(contest: harness.Contest, tiny: bool) -> list[Row]:
 def _by_policy(found: harness.Measured, workload: str, unit: str, factor: float) -> list[Row]:
     """One row for each policy, beside `Async()` of the same run."""
     names = list(dict.fromkeys(name for one in found.rounds["ours"] for name in one))
-    form = "cost" if unit == "us" else "share"
+    form: Literal["cost", "share"] = "cost" if unit == "us" else "share"
     reach = MORE if unit == "us" else 1 / MORE
     rows = []
     for name in names:
@@ -67,7 +68,7 @@ def _by_policy(found: harness.Measured, workload: str, unit: str, factor: float)
             label: [value * factor for value in values["ours"]]
             for label, values in (("ours", found.samples(name)), ("base", found.samples(BASE)))
         }
-        bars = () if name == BASE else (Bar(form, reach, "base", BASE),)  # type: ignore[arg-type]
+        bars = () if name == BASE else (Bar(form, reach, "base", BASE),)
         rows.append(
             Row(f"{workload}, {name}", unit, "less" if unit == "us" else "more", samples, bars)
         )

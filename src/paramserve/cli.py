@@ -14,8 +14,8 @@ import cloudpickle
 
 from paramserve import __version__
 from paramserve.cli_cluster import COMMANDS, load_object
-from paramserve.cli_options import POLICY_HELP, policy_of
 from paramserve.cli_plan import plan
+from paramserve.cli_policies import POLICY_HELP, policy_of
 from paramserve.core.registered import split
 from paramserve.errors import ParamServeError
 

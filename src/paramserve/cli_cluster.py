@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paramserve.agent import agent_command
-from paramserve.cli_options import POLICY_HELP, policy_of, split_reference, tls_of, with_tls
+from paramserve.cli_options import split_reference, tls_of, with_tls
+from paramserve.cli_policies import POLICY_HELP, policy_of
 from paramserve.config import Deadlines, Limits
 from paramserve.core.registered import split
 from paramserve.errors import ParamServeError

@@ -1,29 +1,15 @@
-"""What several commands share: the options of TLS, MODULE:NAME, and policies in a command line."""
+"""What several commands share: the options of TLS, and MODULE:NAME."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from paramserve.config import TLS
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import BUILT_IN, PARTS
-from paramserve.rules.registry import BUILT_IN as RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
-SHORT: Mapping[str, str] = {
-    "sync": "Sync()",
-    "sync:mean": "Sync()",
-    "sync:sum": "Sync(reduce='sum')",
-    "async": "Async()",
-}
-POLICY_HELP = (
-    f"{', '.join(SHORT)}, or as in Python: BoundedStaleness(4), "
-    "Async(damping=Inverse(0.1), drop_after=20)."
-)
 
 
 def with_tls(command: F) -> F:
@@ -68,40 +54,3 @@ def split_reference(
     if not (module and colon and name.isidentifier()):
         raise ValueError(f"{reference!r} is not {form}")
     return module, name
-
-
-def policy_of(text: str, registered: Sequence[Any] = ()) -> Policy:
-    """The policy that `--consistency` names: a short name, or a policy as it is written in Python.
-
-    Args:
-        text: only classes that are known are called, with plain values and each other.
-        registered: classes and functions of the user's own.
-    Raises:
-        click.BadParameter: it is none.
-    """
-    own = {getattr(each, "__name__", ""): each for each in registered}
-    known = {**own, **RULES, **PARTS, **BUILT_IN}
-    hint = "--consistency"
-    try:
-        found = _made(ast.parse(SHORT.get(text, text), mode="eval").body, known)
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise click.BadParameter(f"{text!r}: {error}", param_hint=hint) from error
-    if not isinstance(found, Policy):
-        raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=hint)
-    return found
-
-
-def _made(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    """What an expression of known names, calls of them and plain values stands for."""
-    if isinstance(node, ast.Name):
-        if node.id not in known:
-            raise ValueError(f"unknown name {node.id!r}; known: {', '.join(sorted(known))}")
-        return known[node.id]
-    if not isinstance(node, ast.Call):
-        return ast.literal_eval(node)
-    given = [_made(each, known) for each in node.args]
-    named = {each.arg or "**": _made(each.value, known) for each in node.keywords}
-    kind = _made(node.func, known) if isinstance(node.func, ast.Name) else None
-    if not isinstance(kind, type):
-        raise ValueError(f"{ast.unparse(node.func)} is no class")
-    return kind(*given, **named)

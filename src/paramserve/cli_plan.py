@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from paramserve.cli_options import policy_of
+from paramserve.cli_policies import policy_of
 from paramserve.core.decisions import Policy
 
 if TYPE_CHECKING:
@@ -41,6 +42,26 @@ class Factor(click.ParamType[tuple[float, float]]):
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
 COUNT = click.IntRange(min=1)
+
+
+NOT_CALIBRATED = frozenset(
+    [
+        "workers",
+        "shards",
+        "out",
+        "search",
+        "seed",
+        "clocks",
+        "spread",
+        "jitter",
+        "straggler",
+        "slow",
+        "link_gbps",
+        "worker_link_gbps",
+        "latency_us",
+    ]
+)
+"""Options that `--calibrate` has no use for."""
 
 
 class Play(NamedTuple):
@@ -115,20 +136,14 @@ def plan(
 
     A model plays the real consistency policies with a network and compute as told.
     """
-    from paramserve.planning.naming import in_python
-
     if options["model_mb"] is not None and options["parameters"] is not None:
         raise click.UsageError("give --model-mb or --parameters, not both")
-    chosen = {}
-    for text in policies or (POLICIES[:1] if calibrate else POLICIES):
-        try:
-            chosen[text] = policy_of(in_python(text))
-        except (ValueError, click.BadParameter) as wrong:
-            said = getattr(wrong, "message", str(wrong))
-            raise click.BadParameter(said, param_hint="--policy") from None
+    chosen = {
+        text: policy_of(text, option="--policy")
+        for text in policies or (POLICIES[:1] if calibrate else POLICIES)
+    }
     if calibrate:
-        if workers or shards or out is not None:
-            raise click.UsageError("--calibrate is of 4 workers and 2 shards, and has no picture")
+        _refuse_beside_calibrate()
         _calibrate(chosen, as_json, options)
         return
     if out is not None:
@@ -146,6 +161,22 @@ def plan(
 
         draw(rows, out)
         click.echo(f"paramserve: wrote {out}", err=as_json)
+
+
+def _refuse_beside_calibrate() -> None:
+    """Refuse options that would do nothing."""
+    context = click.get_current_context()
+    given = [
+        "/".join([*each.opts, *each.secondary_opts])
+        for each in context.command.params
+        if each.name in NOT_CALIBRATED
+        and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(
+            f"--calibrate plays 4 even workers and 2 shards of this machine, as it measures them, "
+            f"and draws no picture: leave out {', '.join(given)}"
+        )
 
 
 def _setting(workers: int, options: dict[str, Any]) -> Setting:

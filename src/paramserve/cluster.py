@@ -12,14 +12,10 @@ from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Async
 from paramserve.core.decisions import Policy
 from paramserve.engine.base import Engine
+from paramserve.job.arguments import SEED_BITS, check_count, check_engine
 from paramserve.job.packing import for_servers
 from paramserve.job.plan import Plan
-from paramserve.job.running import (
-    SEED_BITS,
-    check_count,
-    check_engine,
-    handle_of,
-)
+from paramserve.job.running import handle_of
 from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
 from paramserve.settings import check_settings

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +34,7 @@ from paramserve.core.policies import build as build_policy
 from paramserve.core.registered import Registered, registered
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
-from paramserve.errors import (
-    CoordinatorGone,
-    Overloaded,
-    ParamServeError,
-    ProtocolError,
-    ServerGone,
-)
+from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.loading import load_kernels, loaded, prepare_rule, prepared
 from paramserve.messages import (
     AskReport,
@@ -60,17 +53,16 @@ from paramserve.messages import (
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import TORCH
 from paramserve.rules.registry import build as build_rule
+from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
 from paramserve.transport.framing import ByteArray
-from paramserve.transport.link import Link
 from paramserve.transport.listener import Connection, listen
+from paramserve.transport.peers import PeerLinks
 from paramserve.transport.tcp import join_place
 
 logger = logging.getLogger("paramserve")
 
-PEER_QUEUE_MAX = 1024
-"""Messages kept for a shard that is still being connected to; the oldest go, `Ready` repeats."""
 PEER_CONNECT_S = 5.0
 QUICK_S = 200e-6
 """Requests that follow each other sooner than this are quick succession."""
@@ -91,15 +83,6 @@ class _Party:
     """Who is on a connection: a client, or (client 0) another server."""
 
     client: int
-
-
-class _Peer:
-    """Messages to another shard: kept until the connection stands."""
-
-    def __init__(self) -> None:
-        self.link: Link | None = None
-        self.queue: deque[bytes] = deque(maxlen=PEER_QUEUE_MAX)
-        self.connecting: asyncio.Task[None] | None = None
 
 
 class ServerRole:
@@ -127,19 +110,19 @@ class ServerRole:
             allocate=self._buffers.take,
         )
         self._rules = registered.rules
-        self._credentials = credentials
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._parties: dict[Connection, _Party] = {}
         self._clients: dict[int, Connection] = {}
-        self._peers: dict[int, _Peer] = {}
-        self._addresses: tuple[tuple[str, ...], ...] = ()
+        # Looked up each time: a role that threads of its process enter exchanges its loop.
+        self._peers = PeerLinks(
+            config, credentials, PEER_CONNECT_S, lambda task: self._loop.create_task(task)
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
         """Frames that came while kernels are being compiled, in order."""
         self.ended = asyncio.Event()
         """Set when the coordinator is gone, or when the process is to end."""
-        self._closed = False
         self._last_frame = 0.0
         self._spinning = False
         self._spin_s = SPIN_S
@@ -191,16 +174,8 @@ class ServerRole:
                 f"client {hello.client} attached an arena without a connection",
                 fix="connect first",
             )
-        limits, both = self.config.limits, {**main.arenas, **conn.arenas}
-        total = sum(arena.nbytes for arena in both.values())
-        if total > limits.arena_bytes_max or len(both) > limits.arenas_max:
-            raise Overloaded(
-                f"client {hello.client} would have {len(both)} arenas of {total} bytes mapped, "
-                f"arenas_max is {limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
-                fix="use smaller blocks or fewer outstanding steps, or raise the limit",
-            )
+        take_arenas(main, conn, self.config.limits)
         self._parties[conn] = _Party(-1)
-        main.arenas.update(conn.arenas)
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
         try:
@@ -263,7 +238,7 @@ class ServerRole:
                 payload = () if answer.payload is None else (answer.payload,)
                 connection.send(encode(answer.message), payload)
         for shard, message in effects.peers:
-            self._to_peer(shard, encode(message))
+            self._peers.send(shard, encode(message))
         for client in effects.drops:
             connection = self._clients.get(client)
             if connection is not None:
@@ -323,44 +298,7 @@ class ServerRole:
                 logger.exception("a request that waited for kernels failed")
                 conn.close()
 
-    # --- other servers, the coordinator --------------------------------------------------------
-
-    def _to_peer(self, shard: int, header: bytes) -> None:
-        peer = self._peers.setdefault(shard, _Peer())
-        if peer.link is not None:
-            try:
-                peer.link.send(header)
-                return
-            except ConnectionError:
-                peer.link.close()
-                peer.link = None
-        peer.queue.append(header)
-        if peer.connecting is None and self._addresses:
-            peer.connecting = self._loop.create_task(self._connect(shard, peer))
-
-    async def _connect(self, shard: int, peer: _Peer) -> None:
-        hello = Hello("server", client=self.config.shard, cluster=self.config.cluster)
-        try:
-            link = await asyncio.to_thread(
-                Link.connect,
-                self._addresses[shard],
-                hello,
-                credentials=self._credentials,
-                arenas=(),
-                timeout_s=PEER_CONNECT_S,
-                lost_s=self.config.deadlines.lost_s,
-                limits=self.config.limits,
-            )
-            if self._closed:
-                link.close()
-                return
-            peer.link = link
-            while peer.queue:
-                link.send(peer.queue.popleft())
-        except (ParamServeError, ConnectionError) as error:
-            logger.warning("shard %d cannot reach shard %d: %s", self.config.shard, shard, error)
-        finally:
-            peer.connecting = None
+    # --- the coordinator -----------------------------------------------------------------------
 
     def _notices(self) -> None:
         assert self._control is not None
@@ -376,7 +314,7 @@ class ServerRole:
         """Memberships that the coordinator has sent."""
         for members in notices:
             if members.servers:
-                self._addresses = members.servers
+                self._peers.addresses = members.servers
             self._happen(MembersChanged(members))
 
     def _beat(self) -> None:
@@ -404,10 +342,7 @@ class ServerRole:
             self._loop.remove_reader(self._control_fd)
         if self._timer is not None:
             self._timer.cancel()
-        self._closed = True
-        for peer in self._peers.values():
-            if peer.link is not None:
-                peer.link.close()
+        self._peers.close()
 
 
 async def _serve(boot: Bootstrap, config: ServerConfig) -> None:

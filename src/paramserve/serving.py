@@ -56,18 +56,34 @@ LAST_ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a server is started; see `serve`."""
+class Place:
+    """Where a server is reached, and which cluster it belongs to."""
 
     bind: str
+    advertise: str
     credentials: Credentials
     join: str | None
+    """The first server's address; None: this is it."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a whole cluster consists of, and how it trains; only its first server says so."""
+
     servers: int
     workers: int
     consistency: ConsistencySpec
+    restarts: bool
+    """Whether Sync waits for a worker that died."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server is started; see `serve`."""
+
+    place: Place
+    terms: Terms
     registered: Registered
-    advertise: str
-    restart_s: float | None
     until_done: bool
     limits: Limits
     deadlines: Deadlines
@@ -117,14 +133,14 @@ class _Running:
         settings = self.settings
         listeners: list[Listener] = []
         both: _Both | None = None
-        if settings.join is None:
+        if settings.place.join is None:
             self.coordinator = CoordinatorRole(_coordinator_config(settings))
             self.coordinator.on_server_lost = self.lost.set
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
         else:
-            coordinator = (full_address(settings.join),)
+            coordinator = (full_address(settings.place.join),)
         control = self.control = await self._reach(coordinator)
         self.stack.callback(control.close)
         enlisted = await asyncio.to_thread(
@@ -132,7 +148,7 @@ class _Running:
         )
         config = _server_config(settings, coordinator, enlisted)
         registered = settings.registered
-        self.role = ServerRole(config, settings.credentials, control, registered=registered)
+        self.role = ServerRole(config, settings.place.credentials, control, registered=registered)
         self.stack.callback(self.role.close)
         if both is not None:
             both.server = self.role
@@ -152,7 +168,7 @@ class _Running:
                     ControlLink.connect,
                     coordinator,
                     Hello("register"),
-                    credentials=settings.credentials,
+                    credentials=settings.place.credentials,
                     limits=settings.limits,
                     timeout_s=min(ATTEMPT_S, max(deadline - loop.time(), 0.0)),
                     lost_s=settings.deadlines.lost_s,
@@ -160,7 +176,7 @@ class _Running:
             except ConnectTimeout as error:
                 if loop.time() >= deadline:
                     raise ConnectTimeout(
-                        f"no server answered at {settings.join} for "
+                        f"no server answered at {settings.place.join} for "
                         f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
                         fix="start the cluster's first server, and look at its address",
                     ) from error
@@ -170,11 +186,11 @@ class _Running:
         listeners = await listen(
             "",
             name,
-            settings.bind,
-            settings.credentials,
+            settings.place.bind,
+            settings.place.credentials,
             handler,
             settings.limits,
-            advertise=settings.advertise,
+            advertise=settings.place.advertise,
             lost_s=settings.deadlines.lost_s,
         )
         for listener in listeners:
@@ -204,7 +220,7 @@ class _Running:
             )
         if self.coordinator is None and not self._saw_all_leave():
             raise ParamServeError(
-                f"the coordinator at {self.settings.join} is gone, and the cluster with it",
+                f"the coordinator at {self.settings.place.join} is gone, and the cluster with it",
                 applied="unknown",
                 fix="start the cluster again, its first server first",
             )
@@ -229,11 +245,11 @@ class _Running:
 
 def _coordinator_config(settings: Settings) -> CoordinatorConfig:
     return CoordinatorConfig(
-        settings.servers,
-        settings.workers,
+        settings.terms.servers,
+        settings.terms.workers,
         "",
-        settings.consistency,
-        restarts=settings.restart_s is not None,
+        settings.terms.consistency,
+        restarts=settings.terms.restarts,
         cluster=secrets.token_bytes(CLUSTER_BYTES),
         limits=settings.limits,
         deadlines=settings.deadlines,
@@ -305,30 +321,26 @@ def serve(
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
-    described, registered = spec(policy), check(rules, policies, policy)
-    build(described, registered.all)
-    if workers:
-        policy.check(workers)
+    described, registered = _described(policy, workers, rules, policies)
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
     if until_done and join is None and not workers:
         raise ValueError("until_done needs the number of workers: without any it would never end")
-    settings = Settings(
-        bind,
-        credentials_of(token_file, tls),
-        join,
-        servers,
-        workers,
-        described,
-        registered,
-        advertise,
-        restart_s,
-        until_done,
-        bounds,
-        waits,
-    )
+    place = Place(bind, advertise, credentials_of(token_file, tls), join)
+    terms = Terms(servers, workers, described, restarts=restart_s is not None)
     warn_if_open(bind, tls)
-    asyncio.run(_serve(settings, ready))
+    asyncio.run(_serve(Settings(place, terms, registered, until_done, bounds, waits), ready))
+
+
+def _described(
+    policy: Policy, workers: int, rules: Sequence[type[Any]], policies: Sequence[Any]
+) -> tuple[ConsistencySpec, Registered]:
+    """A policy as it travels, and what this server may run, after a check of both."""
+    described, registered = spec(policy), check(rules, policies, policy)
+    build(described, registered.all)
+    if workers:
+        policy.check(workers)
+    return described, registered
 
 
 def _deadlines(deadlines: Deadlines | None, restart_s: float | None) -> Deadlines:

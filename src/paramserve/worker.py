@@ -22,7 +22,7 @@ from paramserve.core.consistency import ElasticAverage, LocalSteps
 if TYPE_CHECKING:
     import torch
 
-    from paramserve.client.leases import LeasedWork
+    from paramserve.client.leases import LeasedWork, OwnSteps
     from paramserve.core.decisions import Policy
     from paramserve.engine.child import Bootstrap
 
@@ -68,6 +68,7 @@ class Worker:
         aliases: for each adopted optimizer's name, further names of tied tensors.
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
+        own_steps: the adopted optimizers that step by themselves, between two exchanges.
         leased: the leased loader whose batches the steps take at present, if there is one.
     """
 
@@ -79,6 +80,7 @@ class Worker:
         self.aliases: dict[str, dict[str, str]] = {}
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
+        self.own_steps: list[OwnSteps] = []
         self.leased: LeasedWork | None = None
         self._leased_loaders = 0
         self._report = report
@@ -242,8 +244,9 @@ class Worker:
         to another. `adaptive_batch=(smallest, largest)` also sizes each rank's batches by its
         speed; `batch_size` is then their mean over the ranks.
 
-        A step takes `batches_per_step` batches: 1, or under `ps.LocalSteps` and `ps.ElasticAverage`
-        as many as these make own steps, unless told.
+        A step on the servers takes `batches_per_step` batches: unless told 1, or as many as
+        `ps.LocalSteps` or `ps.ElasticAverage` make own steps, if that is the policy of the adopted
+        optimizer when the iteration begins.
 
         The order depends on the run's seed and the epoch only. In a worker that was started again,
         the batches of the first `worker.clock` steps are left out; a loader that is not for
@@ -259,9 +262,7 @@ class Worker:
             epochs=epochs,
             steps=steps,
             shuffle=shuffle,
-            batches_per_step=self._batches_per_step
-            if batches_per_step is None
-            else batches_per_step,
+            batches_per_step=batches_per_step,
             resume=resume,
             shards=shards,
             adaptive_batch=adaptive_batch,
@@ -270,8 +271,9 @@ class Worker:
         )
 
     @property
-    def _batches_per_step(self) -> int:
-        """Of one clock, with one batch for each call of the optimizer."""
+    def batches_per_step(self) -> int:
+        """Batches of one clock on the first of `groups`, with one for each call of the optimizer:
+        what a loader's iteration goes by if the loader was not told."""
         policy = self.client.terms(self.groups[0]).policy
         return policy.every if isinstance(policy, LocalSteps | ElasticAverage) else 1
 
@@ -286,8 +288,8 @@ class Worker:
         """The sampler of `loader`, for a DataLoader of your own.
 
         Static, it goes into `sampler=`; with `shards="dynamic"`, `batch_size` and what else
-        `loader` takes of a leased one, it makes the batches, and goes into `batch_sampler=`. See
-        `paramserve.pytorch.loader.sampler`.
+        `loader` takes of a leased one, it makes the batches, and goes into `batch_sampler=`.
+        `batches_per_step` is as for `loader`. See `paramserve.pytorch.loader.sampler`.
         """
         from paramserve.pytorch.loader import sampler
 

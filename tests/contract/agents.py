@@ -15,7 +15,9 @@ from typing import IO, Any
 from paramserve.config import TLS
 from paramserve.engine.base import Event, Process, Role
 from paramserve.engine.child import Bootstrap
-from paramserve.engine.external import External, ExternalFleet, ExternalProcess
+from paramserve.engine.external import External
+from paramserve.engine.external.fleet import ExternalFleet
+from paramserve.engine.external.matching import ExternalProcess
 
 TOKEN = "0123456789abcdef" * 4
 WAIT_S = 30.0

@@ -522,10 +522,8 @@ def test_run_is_scaled_up_down_and_up_and_counts_every_push_once(
     added = result.values["default"]["w"]
     assert {rank: each[0] for rank, each in result.returns.items()} == {0: 1, 1: 2, 2: 1}
     for rank, (incarnation, steps) in result.returns.items():
-        dropped = result.dropped.get(rank, 0)  # Sync: a joiner's first one may come too late
-        assert added[rank, incarnation] in (steps - dropped, steps)
-        assert incarnation == 2 or added[rank, incarnation] == steps - dropped
-    assert result.dropped.get(0, 0) == 0
+        assert added[rank, incarnation] == steps
+    assert not any(result.dropped.values()), "no gradient is dropped on the way in or out"
     assert added[1, 1] > 0
     assert np.count_nonzero(added) == 4
     assert job.status().workers == {0: "returned", 1: "returned", 2: "retired"}
@@ -539,7 +537,7 @@ def test_run_scaled_to_what_means_nothing_goes_on(local_fleet: Fleet) -> None:
     with started(Local()) as (job, client):
         for workers, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
             with pytest.raises(error, match="workers must be"):
-                job.scale(workers)  # type: ignore[arg-type]
+                job.scale(workers)  # type: ignore[arg-type]  # what is tested
         assert job.status().workers.keys() == {0}
         take_part(client, (0, 1))
 

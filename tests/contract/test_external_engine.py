@@ -29,14 +29,13 @@ from paramserve.engine.external import (
     AGENT,
     Assign,
     External,
-    ExternalFleet,
     Finished,
     Offer,
     Report,
     Started,
-    seal,
-    unseal,
 )
+from paramserve.engine.external.fleet import ExternalFleet
+from paramserve.engine.external.sealing import seal, unseal
 from paramserve.engine.placed import SERVER, load
 from paramserve.errors import CannotPlace, NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION, Hello, decoder, encode
@@ -95,7 +94,7 @@ def given(link: Link, timeout_s: float = WAIT_S) -> Assign | None:
 
 
 def until_known(fleet: ExternalFleet, count: int) -> None:
-    while sum(agent.offer is not None for agent in tuple(fleet._agents.values())) < count:
+    while sum(agent.offer is not None for agent in fleet._dispatcher._agents) < count:
         assert not fleet.events(0.01)
 
 
@@ -333,7 +332,7 @@ def test_give_back_frees_the_agent_for_any_role(fleet: ExternalFleet) -> None:
 def test_close_ends_a_wait_for_room(fleet: ExternalFleet) -> None:
     with ThreadPoolExecutor(1) as threads:
         made = threads.submit(fleet.make_room, [role("kept")])
-        while not fleet._requests:
+        while not fleet._dispatcher._requests:
             assert not fleet.events(0.01)
         fleet.close()
         with pytest.raises(RuntimeError, match="closed"):

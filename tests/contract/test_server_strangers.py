@@ -182,11 +182,14 @@ def test_hello_with_a_text_that_is_none_is_refused(town: Town) -> None:
 
 def nonsense(seq: int) -> dict[str, tuple[Any, str, str]]:
     """Messages, the kind of their refusal and a word of it."""
+    return {**bad_gradients(seq), **bad_steps(seq), **bad_requests(seq)}
+
+
+def bad_gradients(seq: int) -> dict[str, tuple[Any, str, str]]:
     gradient = Gradient(0, 1, 64)
-    step = Step(seq, 0, 0, False, (gradient,), ())
 
     def pushing(**fields: Any) -> Step:
-        return msgspec.structs.replace(step, push=(msgspec.structs.replace(gradient, **fields),))
+        return Step(seq, 0, 0, False, (msgspec.structs.replace(gradient, **fields),), ())
 
     return {
         "unaligned": (pushing(offset=65), "ShapeMismatch", "88 bytes at offset 65"),
@@ -201,6 +204,12 @@ def nonsense(seq: int) -> dict[str, tuple[Any, str, str]]:
         "huge piece": (pushing(active=(1 << 62,)), "ShapeMismatch", "pieces"),
         "hyper": (pushing(hyper=(-1.0, 0, 0, 0, 0, 0)), "ParamServeError", "lr of SGD"),
         "hyper count": (pushing(hyper=(1.0,) * 50), "ParamServeError", "takes 6"),
+    }
+
+
+def bad_steps(seq: int) -> dict[str, tuple[Any, str, str]]:
+    step = Step(seq, 0, 0, False, (Gradient(0, 1, 64),), ())
+    return {
         "unknown group": (Step(seq, 7, 0, False, (), ()), "UnknownName", "no group 7"),
         "pull past the arena": (
             Step(seq, 0, 0, False, (), (Place(0, 1, 8192),)),
@@ -217,6 +226,12 @@ def nonsense(seq: int) -> dict[str, tuple[Any, str, str]]:
             "ParamServeError",
             "clip_norm -1.0",
         ),
+    }
+
+
+def bad_requests(seq: int) -> dict[str, tuple[Any, str, str]]:
+    enormous = BlockSpec(5, 0, "default", "float64", None, (Piece("p", (1 << 50,)),), (0, 1 << 50))
+    return {
         "counts": (
             Assign(seq, 0, 0, 1, 64, None, (1,) * 5000),
             "ShapeMismatch",
@@ -229,19 +244,7 @@ def nonsense(seq: int) -> dict[str, tuple[Any, str, str]]:
             "DefineMismatch",
             "block 0 is defined as",
         ),
-        "huge define": (
-            Define(
-                seq,
-                BlockSpec(
-                    5, 0, "default", "float64", None, (Piece("p", (1 << 50,)),), (0, 1 << 50)
-                ),
-                1,
-                1,
-                64,
-            ),
-            "Overloaded",
-            "no memory",
-        ),
+        "huge define": (Define(seq, enormous, 1, 1, 64), "Overloaded", "no memory"),
     }
 
 

@@ -22,7 +22,8 @@ from tests.faults.leftovers import all_end, nothing_left
 import paramserve as ps
 from paramserve.cli import cli
 from paramserve.errors import ParamServeError, WorkerFailed
-from paramserve.job.roster import Key, OnWorkerDeath
+from paramserve.job.entries import Key
+from paramserve.job.roster import OnWorkerDeath
 
 WAIT_S = 60.0
 POLICIES = pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.faults.leftovers import all_end, nothing_left
 
 import paramserve as ps
 from paramserve.errors import CannotPlace, ServerGone, WorkerFailed
-from paramserve.job.roster import Key
+from paramserve.job.entries import Key
 
 MODULE = "tests.faults.external_victims"
 LATE_S = 4.0

@@ -127,13 +127,7 @@ def worker(
         client = joined.client
         blocks = define(client, counting)
         tell(joined=client.incarnation, clock=client.clock(), links=links(client))
-        first = client.clock()
-        for number, clock in enumerate(range(first, clocks)):
-            push = []
-            for block in blocks:
-                slot = client.gradient_slot(block)
-                counting.fill(slot, block, Pushed(writer, rank, number, clock))
-                push.append(BlockPush(block, slot))
+        for number, clock in enumerate(range(client.clock(), clocks)):
             call = {
                 "writer": writer,
                 "number": number,
@@ -142,22 +136,34 @@ def worker(
                 "rank": rank,
                 "clock": clock,
                 "state": clock + 1 if sync else None,
-                "issued": time.monotonic_ns(),
             }
-            tell(call=call)
-            tell(step=clock)
-            try:
-                ticket = client.step("default", push, pull=blocks)
-                outcome = ticket.result()
-            except ParamServeError as error:
-                told = {"number": number, "error": type(error).__name__, "applied": error.applied}
-                tell(answer={**told, "at": time.monotonic_ns()})
-                raise
-            at = time.monotonic_ns()
-            reads = [row for b in blocks for row in rows(counting, b, outcome.values[b.id])]
-            tell(answer={"number": number, "at": at, "skipped": outcome.skipped, "reads": reads})
-            ticket.release()
+            step(tell, client, counting, blocks, call)
             time.sleep(pause_s)
+
+
+def step(
+    tell: Teller, client: Client, counting: Counting, blocks: list[Block], call: dict[str, Any]
+) -> None:
+    """One step of a worker: tell of the call before it is sent, and then what was answered."""
+    number, clock = call["number"], call["clock"]
+    push = []
+    for block in blocks:
+        slot = client.gradient_slot(block)
+        counting.fill(slot, block, Pushed(call["writer"], call["rank"], number, clock))
+        push.append(BlockPush(block, slot))
+    tell(call={**call, "issued": time.monotonic_ns()})
+    tell(step=clock)
+    try:
+        ticket = client.step("default", push, pull=blocks)
+        outcome = ticket.result()
+    except ParamServeError as error:
+        told = {"number": number, "error": type(error).__name__, "applied": error.applied}
+        tell(answer={**told, "at": time.monotonic_ns()})
+        raise
+    at = time.monotonic_ns()
+    reads = [row for b in blocks for row in rows(counting, b, outcome.values[b.id])]
+    tell(answer={"number": number, "at": at, "skipped": outcome.skipped, "reads": reads})
+    ticket.release()
 
 
 def links(client: Client) -> list[tuple[str, bool]]:

@@ -25,7 +25,8 @@ from tests.contract.test_engine_contract import (
 from tests.ray.nodes import NODES
 
 from paramserve.engine.base import Fleet, Process, Role
-from paramserve.engine.on_ray import KILLED, Needs, OnRay, RayProcess
+from paramserve.engine.on_ray import Needs, OnRay
+from paramserve.engine.on_ray.process import KILLED, RayProcess
 from paramserve.errors import CannotPlace, ParamServeError
 
 if TYPE_CHECKING:

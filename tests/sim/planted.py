@@ -16,11 +16,20 @@ from paramserve.core import asking, collecting, stepping
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_members as members_module
 from paramserve.core.changes import Changes
-from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
+from paramserve.core.consistency import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    Sync,
+)
+from paramserve.core.damping import Inverse
 from paramserve.core.decisions import (
     ADMIT,
     APPLY,
     Admission,
+    Apply,
     Buffer,
     OnPush,
     Policy,
@@ -32,6 +41,7 @@ from paramserve.core.decisions import (
 from paramserve.core.events import ClientHere
 from paramserve.core.group import Group
 from paramserve.core.leases import Leases, Span
+from paramserve.core.reads import Reads
 from paramserve.core.session import ClientSession, Operation
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
@@ -43,8 +53,9 @@ from paramserve.testing import Faults, SimulatedCluster, slow
 from paramserve.testing import process as process_module
 from paramserve.testing.network import Frame
 from paramserve.testing.process import Connection
-from paramserve.testing.scripts import SimulatedWorker
+from paramserve.testing.scripts import LeasingWorker, SimulatedWorker
 
+ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
 STRAGGLER = (slow(worker=2, factor=40),)
 CHANGES = Faults(slow=0.1, change=0.05)
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
@@ -373,7 +384,7 @@ def deadline_half_as_long(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClus
 
 
 def staleness_one_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A gradient of staleness drop_after + 1 is applied."""
+    """Staleness counts one less: a gradient of staleness drop_after + 1 is applied."""
 
     def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
         return policy.on_push(push._replace(staleness=max(0, push.staleness - 1)), group)
@@ -383,7 +394,7 @@ def staleness_one_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 
 
 def staleness_one_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A gradient of staleness drop_after is dropped."""
+    """Staleness counts one more: a gradient of staleness drop_after is dropped."""
 
     def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
         return policy.on_push(push._replace(staleness=push.staleness + 1), group)
@@ -585,6 +596,81 @@ def lease_returned_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> type[S
     return SimulatedCluster
 
 
+def deadline_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """An adaptive deadline is always the least that it may be."""
+
+    def on_clock(policy: Sync, group: Standing) -> Admission:
+        if isinstance(policy.timeout_s, Adaptive):
+            policy = Sync(backup=policy.backup, timeout_s=policy.timeout_s.least_s)
+        return policy.on_clock(group)
+
+    asked(monkeypatch, "on_clock", Sync, on_clock)
+    return SimulatedCluster
+
+
+def deadline_before_a_median_is_known(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """An adaptive deadline leaves workers behind in the first clocks, when no time is known."""
+
+    def on_clock(policy: Sync, group: Standing) -> Admission:
+        answer, limit = policy.on_clock(group), policy.timeout_s
+        if isinstance(limit, Adaptive) and isinstance(answer, Wait) and answer.until_s is None:
+            return Sync(timeout_s=limit.least_s).on_clock(group)
+        return answer
+
+    asked(monkeypatch, "on_clock", Sync, on_clock)
+    return SimulatedCluster
+
+
+def momentum_by_one_worker_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Momentum is corrected for one worker more than there are."""
+
+    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+        answer = policy.on_push(push, group)
+        assert isinstance(answer, Apply)
+        return answer._replace(less_momentum=1.0 - 1.0 / (len(group.clocks) + 1))
+
+    asked(monkeypatch, "on_push", Async, on_push)
+    return SimulatedCluster
+
+
+def compensated_from_the_newest_read(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A gradient is corrected by the change since the newest read, not since its own."""
+
+    def of(self: Reads, rank: int, version: int) -> Any:
+        kept = self._kept.get(rank)
+        return kept[-1][1] if kept else {}
+
+    monkeypatch.setattr(Reads, "of", of)
+    return SimulatedCluster
+
+
+def compensated_with_half_of_lam(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The correction is half of what it should be."""
+
+    def on_push(policy: DelayCompensated, push: Push, group: Standing) -> OnPush:
+        return Apply(push.factor, compensate=policy.lam / 2)
+
+    asked(monkeypatch, "on_push", DelayCompensated, on_push)
+    return SimulatedCluster
+
+
+def samples_risked_on_the_way_in(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A worker that comes later brings samples with its first step, which may be for a clock that
+    is over: nothing of it is applied, and its mark says that they are used."""
+
+    class Risks(LeasingWorker):
+        def next(self) -> bool:
+            leased = self._leased
+            left = 0 if leased is None else leased.stop - leased.start - self._used
+            if leased is None or not (left and self.enters) or self._asking or self.in_flight:
+                return super().next()
+            self.left -= 1
+            self._use(leased)
+            return False
+
+    return type("Planted", (SimulatedCluster,), {"leaser_type": Risks})
+
+
 OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (one_clock_more_than_the_bound, BoundedStaleness(0), {}),
     (one_clock_more_than_the_bound, BoundedStaleness(1), {}),
@@ -595,6 +681,13 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (deadline_half_as_long, Sync(reduce="sum", timeout_s=0.02), {"script": STRAGGLER}),
     (staleness_one_past_the_limit, Async(drop_after=2), {}),
     (staleness_one_before_the_limit, Async(drop_after=2), {}),
+    (staleness_one_before_the_limit, Async(damping=Inverse(0.5)), {}),
+    (staleness_one_past_the_limit, Async(damping=Inverse(0.5)), {}),
+    (momentum_by_one_worker_more, Async(momentum="corrected"), {}),
+    (compensated_from_the_newest_read, DelayCompensated(lam=2.0**-40), {"others": ()}),
+    (compensated_with_half_of_lam, DelayCompensated(lam=2.0**-40), {"others": ()}),
+    (deadline_without_its_factor, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
+    (deadline_before_a_median_is_known, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
     (dropped_but_reported_applied, Async(drop_after=1), {}),
     (buffer_of_one_more, Buffered(3, damping=None), {"others": ()}),
     (buffer_forgets_its_first, Buffered(3, damping=None), {"others": ()}),
@@ -613,6 +706,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (lease_given_twice, Async(), LEASES),
     (lease_of_a_dead_worker_lost, Async(), LEASES),
     (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
+    (samples_risked_on_the_way_in, Sync(reduce="sum"), LEASES),
 )
 """What is planted, under which policy, in which scenario."""
 RESTARTS_SYNC: tuple[Plant, ...] = (

@@ -21,15 +21,16 @@ CHUNK = 20
 TOLD_S = 5.0
 """How often it says how far it is."""
 
-Chunk = tuple[str, int, int]
+Chunk = tuple[str, int, int, int, int]
+"""Policy, servers, workers, first seed, and the one behind the last."""
 
 
 def run(chunk: Chunk) -> tuple[int, int, str]:
     """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
-    name, first, stop = chunk
+    name, servers, workers, first, stop = chunk
     events = 0
     for seed in range(first, stop):
-        scenario = Scenario(consistency=POLICIES[name])
+        scenario = Scenario(servers=servers, workers=workers, consistency=POLICIES[name])
         cluster = SimulatedCluster(seed, scenario)
         try:
             cluster.run()
@@ -43,11 +44,13 @@ def run(chunk: Chunk) -> tuple[int, int, str]:
     return stop - first, events, ""
 
 
-def chunks(policies: Sequence[str], first: int, seeds: int) -> list[Chunk]:
+def chunks(
+    policies: Sequence[str], first: int, seeds: int, servers: int = 2, workers: int = 3
+) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
     return [
-        (name, low, min(low + CHUNK, first + each))
+        (name, servers, workers, low, min(low + CHUNK, first + each))
         for low in range(first, first + each, CHUNK)
         for name in policies
     ]
@@ -58,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
     parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(argv)
     if given.seeds < 1 or given.first < 0:
         parser.error("--seeds is at least 1, --first at least 0")
-    work = chunks([given.policy] if given.policy else list(POLICIES), given.first, given.seeds)
+    names = [given.policy] if given.policy else list(POLICIES)
+    work = chunks(names, given.first, given.seeds, given.servers, given.workers)
     began = told = time.monotonic()
     seeds = events = 0
     with get_context("spawn").Pool(given.processes) as pool:

@@ -11,8 +11,10 @@ import pytest
 from tests.sim.policies import POLICIES
 
 from paramserve.core.consistency import Async, BoundedStaleness, Sync
+from paramserve.core.decisions import Policy
 from paramserve.testing import (
     Faults,
+    History,
     Scenario,
     SimulatedCluster,
     Violation,
@@ -49,8 +51,25 @@ def test_seeds_one_kind_of_link_keeps_every_invariant(policy: str, links: str) -
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeds_other_numbers_of_shards_keep_every_invariant(policy: str, servers: int) -> None:
-    for seed in range(2000, 2004):
+    for seed in range(2000, 2008):
         replay(seed, consistency=POLICIES[policy], servers=servers, workers=4, outstanding=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed", "outstanding"),
+    [
+        # Old proposals made each shard's `Ready` smaller in another way, for ever.
+        (Sync(reduce="sum", backup=1), 30, 3),
+        (Sync(reduce="sum", backup=2), 4, 3),
+        # Whom a tick had released pushed as well: the read said an older version than it had.
+        (POLICIES["delay-compensated"], 38, 2),
+    ],
+    ids=["proposals", "more proposals", "released"],
+)
+def test_seeds_of_three_shards_that_have_found_a_bug(
+    policy: Policy, seed: int, outstanding: int
+) -> None:
+    replay(seed, consistency=policy, servers=3, workers=4, outstanding=outstanding)
 
 
 @pytest.mark.parametrize("policy", FEW)
@@ -117,12 +136,13 @@ def test_repr_of_scenario_names_what_differs() -> None:
 
 def test_violation_says_how_to_run_it_again() -> None:
     class Forgetful(SimulatedCluster):
-        def _record(self) -> None:
-            super()._record()
+        def run(self) -> History:
+            super().run()
             self.history.final = {
                 part: row._replace(counts=(0,) * len(row.counts), pushes=(0,) * len(row.pushes))
                 for part, row in self.history.final.items()
             }
+            return self.history
 
     cluster = Forgetful(11, Scenario(consistency=Async(), faults=Faults(), links="tcp"))
     cluster.run()

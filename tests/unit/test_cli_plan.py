@@ -56,6 +56,7 @@ def test_plan_parameters_and_dtype_make_the_size() -> None:
         (("--slow", "0.5:2"), "--slow"),
         (("--workers", "0"), "--workers"),
         (("--calibrate", "--workers", "4"), "--calibrate"),
+        (("--calibrate", "--slow", "1:5", "--no-search"), "leave out --slow, --search/--no-search"),
     ],
 )
 def test_plan_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> None:

@@ -15,6 +15,9 @@ import pytest
 from paramserve import seeding
 from paramserve import worker as worker_module
 from paramserve.config import Credentials
+from paramserve.core.consistency import Async, ElasticAverage, LocalSteps
+from paramserve.core.decisions import Policy
+from paramserve.core.policies import Terms
 from paramserve.engine.child import Bootstrap
 from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
 
@@ -29,6 +32,11 @@ class RecordsCalls:
         self.repeated = 0
         self.clocks = {"default": 4, "model": 7}
         self.calls: list[Any] = []
+        self.policies: dict[str, Policy] = {}
+
+    def terms(self, group: str) -> Terms:
+        policy = self.policies.get(group, Async())
+        return Terms(policy.collects, policy.on_nonfinite == "refuse", policy)
 
     def clock(self, group: str = "default") -> int:
         return self.clocks.get(group, 0)
@@ -80,6 +88,16 @@ def test_steps_before_are_those_of_older_incarnations(
     worker.steps_before -= before
     client.clocks["model"] += 5
     assert worker.steps_before == 0, "its own steps are not left out"
+
+
+@pytest.mark.parametrize("policy", [LocalSteps(every=8), ElasticAverage(rho=0.1, every=8)])
+def test_batches_per_step_are_the_own_steps_of_the_optimizers_group(
+    worker: Worker, client: RecordsCalls, policy: Policy
+) -> None:
+    client.policies["lm"] = policy
+    assert worker.batches_per_step == 1, "no optimizer steps there yet"
+    worker.aliases["lm"] = {}
+    assert worker.batches_per_step == 8
 
 
 class LikeATensor:

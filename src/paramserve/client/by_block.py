@@ -16,7 +16,8 @@ import numpy.typing as npt
 from paramserve.client.changing import ChangingClient
 from paramserve.client.exchange import done
 from paramserve.client.gradients import Pushes, clip
-from paramserve.client.steps import BlockPush, StepOptions, offset_of
+from paramserve.client.pushes import BlockPush
+from paramserve.client.steps import StepOptions, offset_of
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch

@@ -8,36 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.by_block import BlockClient
-from paramserve.client.exchange import done
 from paramserve.client.names import as_pairs
 from paramserve.client.steps import StepOptions
 from paramserve.client.ticket import Ticket
+from paramserve.client.watching import WatchingClient
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
 from paramserve.loading import load_kernels
-from paramserve.messages import TakeSnapshot, Watch
 
 Array = npt.NDArray[Any]
 
 
-class GroupSnapshot(NamedTuple):
-    """A group's values at one version, the same on all shards.
-
-    `dropped` counts earlier snapshots that were not read in time.
-    """
-
-    version: int
-    values: dict[str, Array]
-    dropped: int
-
-
-class Client(BlockClient):
+class Client(WatchingClient):
     """A connection to all servers; make one with `Cluster.client()` or get `worker.client`.
 
     Usable from any thread. Not across a fork: a child makes its own. A pickled client becomes a new
@@ -305,50 +292,6 @@ class Client(BlockClient):
         except ParamServeError as error:
             self._steps.fail_staged(block.group_name, error)
             raise
-
-    def watch(self, group: str, every: int, keep: int = 8) -> bool:
-        """Have the shards keep a snapshot of a group at every `every`-th version, at most `keep`.
-
-        Returns:
-            False if nothing is defined in the group yet.
-        """
-        self._check()
-        with self._lock:
-            block = self._group_block(group)
-            if block is None:
-                return False
-            requests = [Watch(0, block.group, every, keep)] * len(self._exchange.shards)
-            self._steps.finish("watch", requests, self.timeout_s, ())
-            return True
-
-    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
-        """The oldest kept snapshot of a version past `after` that all shards have, or None."""
-        self._check()
-        with self._lock:
-            known = self._group_block(group)
-            if known is None:
-                return None
-            blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
-            while True:
-                slots = [self._exchange.take(block.nbytes) for block in blocks]
-                places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
-                requests = [
-                    TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
-                    for shard in range(len(self._exchange.shards))
-                ]
-                replies = done(self._steps.finish("snapshot", requests, self.timeout_s, slots))
-                taken = {reply.taken for reply in replies}
-                if -1 in taken:
-                    return None
-                if len(taken) == 1:
-                    break
-                after = max(taken) - 1  # A shard has dropped the older ones.
-            values = {}
-            for block, slot in zip(blocks, slots, strict=True):
-                flat = slot.array(block)
-                for piece in self._names.pieces(block):
-                    values[piece.name] = piece.view(flat).copy()
-            return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))
 
     def _resolve(
         self, name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None

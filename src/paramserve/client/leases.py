@@ -10,7 +10,10 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from paramserve.control import ControlLink
 from paramserve.errors import ParamServeError, Timeout, UnknownName
@@ -19,9 +22,13 @@ from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 WAIT_S = 2.0
 """How long one question for samples waits at the coordinator."""
 GIVE_BACK_S = 1.0
-"""How long a loop that is broken off waits until its rest is given back."""
+"""How long a loop that is broken off waits until its rest is given back, and a worker that ends
+until it is known how far it came."""
 SMOOTHING = 0.3
 """Weight of the newest step in the mean time for a sample: about the last 3 steps count."""
+
+AS_WORKER_SAYS = 0
+"""For a plan's `batches_per_step`, until the first loop begins."""
 
 Mark = tuple[int, int]
 
@@ -44,27 +51,42 @@ class Client(Protocol):
     def enter(self, group: str) -> bool: ...
 
 
+class OwnSteps(Protocol):
+    """An optimizer that steps by itself, and exchanges values after each `every` steps."""
+
+    every: int
+    since: int
+    """Own steps since the last exchange."""
+
+    def settle(self) -> None:
+        """Exchange now, if there were own steps since."""
+        ...
+
+
 class Worker(Protocol):
     """What leases need of their worker."""
 
     leased: LeasedWork | None
     """Whose batches its steps take at present."""
+    own_steps: list[OwnSteps]
+    """Its optimizers that step by themselves."""
+    finishers: list[Callable[[], None]]
+    """Called in order when its function has returned."""
+    refreshers: list[Callable[[], None]]
+    """Called after it took no part in its groups for a while."""
 
     @property
     def rank(self) -> int: ...
     @property
-    def client(self) -> Any:
-        """A `Client`."""
-        ...
-
+    def client(self) -> Any: ...  # a `Client`
     @property
     def groups(self) -> tuple[str, ...]:
         """That this worker steps on."""
         ...
 
     @property
-    def refreshers(self) -> list[Callable[[], None]]:
-        """Called after it took no part in them for a while."""
+    def batches_per_step(self) -> int:
+        """Of one clock there, unless a loader was told another number."""
         ...
 
 
@@ -85,7 +107,7 @@ class LeasedWork:
 
     Args:
         name: of the loader, the same on all ranks.
-        plan: the same on all ranks.
+        plan: the same on all ranks. `batches_per_step` may be `AS_WORKER_SAYS`.
         told: whether `delivered` will be called for each batch.
         clock: seconds.
     """
@@ -110,6 +132,8 @@ class LeasedWork:
         self._told = told
         self._clock = clock
         self._turn = 0
+        self._finishes = False
+        """Whether the worker calls `finish` at its end."""
         self._begun = False
         """Whether this turn was iterated over."""
         self._lease = Leased(0)
@@ -146,9 +170,15 @@ class LeasedWork:
                     f"{other.name!r}: a step cannot take samples of two leased loaders",
                     fix='end the other loop first, or give one of them shards="static"',
                 )
+            other.settle()
             other.close()
         if self.active:
             self.close()
+        if self.plan.batches_per_step == AS_WORKER_SAYS:  # the optimizer has a policy by now
+            self.plan = replace(self.plan, batches_per_step=self._worker.batches_per_step)
+        if not self._finishes:
+            self._finishes = True
+            self._worker.finishers.append(self.finish)
         self._worker.leased = self
         self._client.next_mark = self.next_mark
         self.active = True
@@ -185,17 +215,21 @@ class LeasedWork:
     def more(self) -> bool:
         """Wait until there is more to draw; False: the turn is over, or the worker is to end.
 
-        For who has done all that was drawn, or can do no more of it. Until its next step nobody
-        waits for this worker.
+        For who has done all that was drawn, or can do no more of it. Own steps that were not
+        exchanged yet are, so that the samples behind them count. Until its next step nobody waits
+        for this worker.
 
         Raises:
             Timeout: those who hold the rest have not gone on for the client's `timeout_s`.
-            ParamServeError: as `Client.drain`, or the coordinator's refusal.
+            ParamServeError: as `Client.drain` or the exchange, or the coordinator's refusal.
         """
         if self.over:
             return False
+        if self._left and not self.retiring:
+            return True
+        self.settle()
         if self._left:
-            return not self.retiring
+            return False
         before_s, waited_s = self._clock(), self._client.waited_s
         try:
             self._client.drain()
@@ -255,25 +289,47 @@ class LeasedWork:
         self._first = self._lease.start
         return self._lease.lease > 0
 
+    def settle(self) -> None:
+        """Exchange own steps that were not exchanged yet: what was delivered is in them."""
+        for optimizer in self._worker.own_steps:
+            optimizer.settle()
+
     def pause(self) -> None:
         """The loop ends while batches are on their way, and goes on later."""
         self.active = False
 
+    def finish(self) -> None:
+        """The worker ends: say how far it came. What the shards say of it might come too late for
+        the run's result, if it left its loop before the turn was over.
+
+        Raises:
+            ParamServeError: as `Client.drain`. Nothing was said.
+        """
+        if self.over or self._taken is None:
+            return
+        self._client.drain()
+        with contextlib.suppress(ParamServeError):  # nobody is there to be told
+            if self._ask(0.0, idle=True):
+                self.close()
+
     def close(self) -> None:
-        """The loop has ended: what no step has taken goes to others. Repeating is safe."""
+        """The loop has ended: what no step has taken goes to others, but for what is in own steps:
+        their next exchange has that. Repeating is safe."""
         self.active = False
         if self.over:
             return
-        if self._left or self._pending:
-            mark = self._taken if self._taken is not None else (0, 0)
+        kept = self._in_own_steps
+        if self._left or len(self._pending) > kept:
+            taken = self._taken if self._taken is not None else (0, 0)
+            mark = self._pending[kept - 1].mark if kept else taken
             message = GiveBack(0, self.name, self._turn, mark)
             # Where the coordinator is gone, or this worker counts as dead, there is nobody to
             # give it to; what a worker holds goes back when it ends, too.
             with contextlib.suppress(ParamServeError):
                 self._client._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
         self._lease = Leased(0)
-        self._pending.clear()
-        self._delivered = 0
+        self._pending = deque(islice(self._pending, kept))
+        self._delivered = kept if self._told else 0
 
     # --- the steps ----------------------------------------------------------------------------
 
@@ -283,8 +339,19 @@ class LeasedWork:
 
     @property
     def unfinished(self) -> bool:
-        """Whether what was drawn and not stepped with suffices for a step."""
+        """Whether what was drawn and not stepped with suffices for a step, of the servers or of an
+        optimizer that steps by itself."""
+        if self._worker.own_steps:
+            return len(self._pending) > self._in_own_steps
         return len(self._pending) >= self.plan.batches_per_step
+
+    @property
+    def _in_own_steps(self) -> int:
+        """Batches of the own steps since the last exchange."""
+        present = self._delivered if self._told else len(self._pending)
+        several = self.plan.batches_per_step  # of `every` own steps
+        made = [own.since * several // own.every for own in self._worker.own_steps]
+        return min(present, max(made, default=0))
 
     @property
     def _in_step(self) -> int:

@@ -1,19 +1,16 @@
-"""A client's steps: one message to every shard, and what its answers mean for the client."""
+"""A client's steps: one message to every shard, and what becomes of its ticket and its slots."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
-
+from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again
+from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.ticket import Ticket
-from paramserve.config import PolicySpec
 from paramserve.core.partition import Block
-from paramserve.core.policies import Terms
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import (
@@ -24,12 +21,7 @@ from paramserve.errors import (
     Timeout,
 )
 from paramserve.ids import NO_RANK
-from paramserve.messages import Gradient, GroupPolicy, Place, ShardRequest, Step
-from paramserve.rules.base import Hyper
-from paramserve.rules.registry import BUILT_IN
-from paramserve.rules.registry import build as build_rule
-
-Array = npt.NDArray[Any]
+from paramserve.messages import Gradient, Place, ShardRequest, Step
 
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""
@@ -40,20 +32,6 @@ ENTERING_WEIGHT = 1e-30
 """Of an empty step: it counts for nothing in a mean, and must be above 0."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
-
-
-class BlockPush(NamedTuple):
-    """One block's gradient for `Client.step`.
-
-    `gradient` is what `gradient_slot` gave; `active` lists the pieces that have a gradient (None:
-    all); `hyper` are the rule's hyper-parameters for this push (None: as defined).
-    """
-
-    block: Block
-    gradient: Array
-    active: tuple[int, ...] | None = None
-    hyper: Hyper | None = None
-
 
 Captured = Sequence[tuple[BlockPush, Slot]]
 """Gradients with the slots that they lie in."""
@@ -68,36 +46,20 @@ class StepOptions(NamedTuple):
     clip_norm: float = 0.0
 
 
-class Steps:
+class Steps(ClientClocks):
     """Sends steps of this client. The caller holds the client's lock.
 
-    `clocks` counts the ended steps by group name, `versions` has the version read last by group
-    number and shard.
-
-    What answers say besides counts as soon as they are read, by whichever thread: a clock with
-    which the worker goes on, another policy, that it is to end.
+    `versions` has the version read last by group number and shard.
     """
 
     def __init__(self, exchange: Exchange, rank: int, timeout_s: float, terms: GroupTerms) -> None:
+        super().__init__(terms)
         self.timeout_s = timeout_s
-        self.clocks: dict[str, int] = {}
         self.versions: dict[int, list[int]] = {}
         self.factor = 1.0
         """What the servers multiply this client's gradients by."""
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         """Gives the mark of each step that ends a clock, in order."""
-        self.missed = 0
-        """Clocks that this client had no part in, because the others went on without it."""
-        self.retiring = False
-        """Whether the run wants this worker to end."""
-        self.joined_late = False
-        """Whether the others were there first: nobody waits for this worker until it enters."""
-        self._inside: set[str] = set()
-        """Groups that a late worker has entered."""
-        self._resting: set[str] = set()
-        self._terms = terms
-        self._heard_lock = threading.Lock()
-        """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -153,7 +115,8 @@ class Steps:
                 clock = self.clocks.get(name, 0)
             for each in pull:
                 slots.append(self._exchange.take(each.nbytes))
-            requests = self._requests(block, clock, pushes, pull, slots, options)
+            mark = self.next_mark() if options.tick and self.next_mark is not None else None
+            requests = self._requests(block, clock, pushes, pull, slots, options, mark)
             operation = Operation(self._shards)
             ticket = Ticket(self, what, block.group, tuple(zip(pull, slots, strict=True)))
             ticket.operation = operation
@@ -176,13 +139,13 @@ class Steps:
         pull: Sequence[Block],
         slots: Sequence[Slot],
         options: StepOptions,
+        mark: tuple[int, int] | None,
     ) -> list[Step]:
         """One step as each shard gets it."""
         group = block.group
         tick, weight, skip, clip_norm = options
         push_parts = () if skip else [self._gradient_parts(*each) for each in pushes]
         pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
-        mark = self.next_mark() if tick and self.next_mark is not None else None
         return [
             Step(
                 0,
@@ -201,10 +164,6 @@ class Steps:
             for shard, base in enumerate(self.versions[group])
         ]
 
-    def is_guest(self, group: str) -> bool:
-        """Whether nobody waits for this worker in a group: it came late there, or rests."""
-        return group in self._resting or (self.joined_late and group not in self._inside)
-
     def enter(self, block: Block, limit_s: float) -> bool:
         """Be waited for in a block's group from now on, at the clock under way.
 
@@ -222,12 +181,11 @@ class Steps:
         until = time.monotonic() + limit_s
         while self.terms_of(block).collects and not self._knock(block, until):
             pass
-        self._inside.add(name)
-        self._resting.discard(name)
+        self._entered(name)
         return True
 
     def _knock(self, block: Block, until: float) -> bool:
-        """End one clock with nothing; whether it was in time."""
+        """End one clock with nothing, not with leased samples either; whether it was in time."""
         name = block.group_name
         clock = self.clocks.get(name, 0)
         operation = Operation(self._shards)
@@ -236,13 +194,10 @@ class Steps:
         self._bind(ticket, operation, [], name, clock + 1)
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self.begin(max(until - time.monotonic(), 0.0))
-        self._exchange.submit(self._requests(block, clock, (), (), (), options), operation)
+        requests = self._requests(block, clock, (), (), (), options, None)
+        self._exchange.submit(requests, operation)
         self.go_on(name, clock + 1)
         return not ticket.result(max(until - time.monotonic(), 0.0)).skipped
-
-    def rests(self, group: str) -> None:
-        """The shards know that this worker takes no part in a group for now."""
-        self._resting.add(group)
 
     def stage(self, block: Block) -> Ticket:
         """The ticket of a push that is sent with the group's next tick."""
@@ -277,38 +232,6 @@ class Steps:
                 self._unread[ticket] = None
 
         operation.then(complete)
-
-    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
-        """Take what the answers say besides; of a step (`group`) also where it goes on."""
-        replies = operation.replies.values()
-        with self._heard_lock:
-            for reply in replies:
-                self.retiring = self.retiring or reply.retire
-                for news in reply.news:
-                    self._terms.changed(news)
-            if group is None:
-                return
-            own = max(self.clocks.get(group, 0), after)
-            at = max(reply.at for reply in replies)
-            if at > own:
-                self.clocks[group] = at
-                if any(reply.skipped for reply in replies) and not self.is_guest(group):
-                    self.missed += at - own
-
-    def go_on(self, group: str, clock: int) -> None:
-        """This client's clock of a group is at least this from now on."""
-        with self._heard_lock:
-            if clock > self.clocks.get(group, 0):
-                self.clocks[group] = clock
-
-    def learn(self, news: GroupPolicy) -> None:
-        """A group's policy has changed, as a shard has told."""
-        with self._heard_lock:
-            self._terms.changed(news)
-
-    def terms_of(self, block: Block) -> Terms:
-        """What holds for this client's next step of a block's group."""
-        return self._terms.at(block.group, self.clocks.get(block.group_name, 0))
 
     def _gradient_parts(self, push: BlockPush, slot: Slot) -> tuple[Gradient, ...]:
         """The header parts of a gradient, for each shard."""
@@ -437,38 +360,6 @@ class Steps:
             fix="look at the workers or servers named, or raise timeout_s; calling result() of a "
             "ticket again waits on and repeats nothing",
         )
-
-
-def check_rule(block: Block) -> PolicySpec:
-    """The block's rule. Raises `ParamServeError` if it has none: it cannot be pushed to."""
-    if block.rule is None:
-        raise ParamServeError(
-            f"{block.pieces[0].name!r} has no rule: it cannot be pushed to",
-            fix="define it with a rule, or use assign",
-        )
-    return block.rule
-
-
-def check_push(push: BlockPush) -> None:
-    """Refuse what the shards would refuse, before anything is sent to any of them.
-
-    Raises:
-        ParamServeError, ValueError: the block has no rule, a hyper-parameter is out of range, or
-            the rule's state does not suffice for them. Of a rule that is not built in, which need
-            not be known here, only the first is checked.
-    """
-    block, hyper = push.block, push.hyper
-    described = check_rule(block)
-    if hyper is not None and described.name in BUILT_IN:  # the shards check what others are
-        rule = build_rule(described)
-        rule.check(hyper)
-        needed = rule.states(hyper)
-        if len(needed) > len(rule.states(rule.hyper())):
-            raise ParamServeError(
-                f"{rule.name} with {hyper} needs the state {', '.join(needed)}, but the block of "
-                f"{block.pieces[0].name!r} was defined without it",
-                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
-            )
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

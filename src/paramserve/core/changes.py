@@ -58,6 +58,11 @@ class Changes:
         return self.first
 
     @property
+    def newest(self) -> Since:
+        """What holds in the end, when all clocks of before are over."""
+        return self.later[-1] if self.later else self.first
+
+    @property
     def change(self) -> GroupPolicy | None:
         """The newest."""
         return self.taken[-1] if self.taken else None

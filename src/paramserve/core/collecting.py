@@ -65,7 +65,7 @@ def alone(
     collect and nobody to ask. None: it has to go the long way, to the same end."""
     step, since = request.message, group.at(group.committed)
     assert isinstance(step, Step)
-    if shard.shards > 1 or since.guarded or since.policy.partial:
+    if shard.shards > 1 or since.guarded:
         return None
     if len(group.clocks) != 1 or session.rank not in group.clocks:
         return None

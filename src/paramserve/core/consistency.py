@@ -67,15 +67,17 @@ class Sync(Policy):
     """All live workers' gradients of a clock are applied together, or none of them.
 
     A run without `backup` and `timeout_s` is bit-for-bit repeatable: sums are taken in rank order.
-    With "mean" the sum is divided by the sum of the weights (1 each unless the worker says
-    otherwise).
+    Each gradient is multiplied by its weight: 1 unless the worker says otherwise, or its loader
+    knows how many samples it comes from (`shards="dynamic"`, `adaptive_batch`). With "mean" the
+    sum is divided by the sum of the weights.
 
     With `backup` or `timeout_s` a clock does not wait for its last workers. Gradients that come
     after its decision are dropped and counted; their worker is told, and goes on with the clock
     that is then under way.
 
     Args:
-        reduce: "mean" or "sum" over the workers.
+        reduce: "mean" or "sum" over the workers. Where the weights are samples, "mean" is the mean
+            over the samples of all workers, and "sum" the sum over the samples.
         on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
             applies nothing at that clock, on all shards alike, and counts it.
         backup: a clock is decided when all but this many workers have brought theirs.
@@ -142,9 +144,10 @@ class Async(Policy):
     Args:
         on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
             drops that gradient and counts it.
-        damping: what a gradient is multiplied by, from its staleness (an int): `ps.Inverse`,
-            `ps.Exponential`, `ps.Polynomial`, or a function that was registered with
-            `policies=[...]`. What it returns is finite and not negative. None: 1.
+        damping: what the learning rate is multiplied by, from the gradient's staleness (an int):
+            `ps.Inverse`, `ps.Exponential`, `ps.Polynomial`, or a function that was registered with
+            `policies=[...]`. What it returns is finite and not negative. None: 1. Under a rule
+            without a learning rate (`ps.Add`) the gradient is multiplied.
         drop_after: a gradient of more staleness than this is dropped and counted. Each shard
             counts its own updates, so that one may drop its part where another applies it.
         momentum: "corrected": the rule's momentum is lowered by 1 - 1 / workers, which that many
@@ -168,12 +171,11 @@ class Async(Policy):
     def on_push(self, push: Push, group: Standing) -> OnPush:
         if self.drop_after is not None and push.staleness > self.drop_after:
             return DROP
-        scale = push.factor
-        if self.damping is not None:
-            scale *= self.damping(push.staleness)
-        if self.momentum == "corrected":
-            return Apply(scale, 1.0 - 1.0 / max(1, len(group.clocks)))
-        return APPLY if scale == 1.0 else Apply(scale)
+        if self.damping is None and self.momentum == "given":
+            return super().on_push(push, group)
+        less = 1.0 - 1.0 / max(1, len(group.clocks)) if self.momentum == "corrected" else 0.0
+        damped = self.damping(push.staleness) if self.damping is not None else 1.0
+        return Apply(push.factor, less, lr_scale=damped)
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,6 @@ class BoundedStaleness(Policy):
     def __post_init__(self) -> None:
         whole("bound of BoundedStaleness", self.bound, 0)
         _check_nonfinite(self.on_nonfinite)
-
-    def on_push(self, push: Push, group: Standing) -> OnPush:
-        return APPLY if push.factor == 1.0 else Apply(push.factor)
 
     def on_pull(self, pull: Pull, group: Standing) -> Admission:
         needed = pull.clock - self.bound
@@ -238,7 +237,8 @@ class DelayCompensated(Policy):
 class Buffered(Policy):
     """The mean of each `size` gradients is applied as one update; nobody waits for anybody.
 
-    What is in the buffer when the last worker leaves is applied then.
+    What is in the buffer when the last worker leaves is applied then. In a cluster without workers
+    each gradient is applied at once: nobody would empty the buffer.
 
     Args:
         size: gradients of one update, at least 1, whoever sends them.
@@ -270,7 +270,11 @@ class LocalSteps(Sync):
     """Each worker makes `every` steps by itself; then the mean of what they changed is applied.
 
     A worker steps with its own torch optimizer, and pushes the difference (values before - values
-    now); `outer` is the rule of the servers. One clock is `every` steps. All else is as for `Sync`.
+    now); `outer` is the rule of the servers. One clock is `every` steps. All else is as for `Sync`,
+    but `reduce`, which is "mean".
+
+    `worker.optimizer` makes the own steps. For parameters of `client.define` the servers do their
+    part, with the rule given there: make the steps, and push the differences.
 
     Args:
         every: own steps between two pushes, at least 1.
@@ -284,6 +288,11 @@ class LocalSteps(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reduce != "mean":
+            raise ValueError(
+                "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
+                f"behind them; not {self.reduce!r}"
+            )
         whole("every of LocalSteps", self.every, 1)
         outer: object = self.outer
         if not (isinstance(outer, Rule) and is_built_in(outer)):
@@ -297,7 +306,9 @@ class ElasticAverage(Policy):
     """Each worker trains values of its own, tied to the servers' by a spring; nobody waits.
 
     After each `every` own steps, with alpha = lr * rho: the servers' values c and the worker's x
-    move towards each other by alpha * (x - c).
+    move towards each other by alpha * (x - c). `worker.optimizer` does that; for parameters of
+    `client.define` push alpha * (c - x) yourself, to `ps.SGD(lr=1.0)`. Workers send no gradients,
+    so that `worker_weight` has no meaning here.
 
     Args:
         rho: strength of the spring, above 0; lr * rho must be below 1. The paper takes
@@ -316,3 +327,6 @@ class ElasticAverage(Policy):
         number("rho of ElasticAverage", self.rho, above=0.0)
         whole("every of ElasticAverage", self.every, 1)
         _check_nonfinite(self.on_nonfinite)
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        return APPLY

@@ -85,6 +85,9 @@ class Apply(NamedTuple):
     """Is subtracted from the rule's momentum (SGD's `momentum`, Adam's `beta1`), not below 0."""
     compensate: float = 0.0
     """lambda of the correction g + lambda * g * g * (value now - value that the worker read)."""
+    lr_scale: float = 1.0
+    """Multiplies the rule's learning rate, finite and not negative; of a rule without `lr`, the
+    gradient."""
 
 
 class Buffer(NamedTuple):
@@ -146,7 +149,7 @@ class Policy:
 
     def on_push(self, push: Push, group: Standing) -> OnPush:
         """What to do with a gradient."""
-        return APPLY
+        return APPLY if push.factor == 1.0 else Apply(push.factor)
 
     def on_pull(self, pull: Pull, group: Standing) -> Admission:
         """Whether a worker may read now. A client without a rank always may."""

@@ -123,13 +123,13 @@ class Group:
 
     @property
     def brought(self) -> Collection[int]:
-        """Ranks whose gradients of the present clock are here."""
-        return self.collect.held.keys()
+        """Ranks whose gradients of the present clock are here, of those that count already."""
+        return self.clocks.keys() & self.collect.held.keys()
 
     @property
     def waited_s(self) -> float:
         """Seconds since the first of these came."""
-        return self.now - self.collect.since if self.collect.held else 0.0
+        return self.now - self.collect.since if self.brought else 0.0
 
     @property
     def step_s(self) -> float:
@@ -144,8 +144,10 @@ class Group:
 
     def of(self, rank: int, clock: int) -> Since:
         """The policy of a client's step. One without a rank has no clock: it goes with the slowest
-        worker."""
-        return self.at(clock if rank >= 0 else self._slowest)
+        worker, and where there is none, by the newest policy."""
+        if rank >= 0:
+            return self.at(clock)
+        return self.at(self._slowest) if self.clocks else self.changes.newest
 
     @property
     def collects(self) -> bool:
@@ -231,9 +233,12 @@ class Group:
 
     # --- what happens ----------------------------------------------------------------------------
 
-    def came(self) -> None:
-        """A worker has brought its gradients for the present clock."""
-        if len(self.collect.held) == 1:
+    def came(self, rank: int) -> None:
+        """A worker has brought its gradients for the present clock. One that does not count yet
+        tells nothing of how long a step takes."""
+        if rank not in self.clocks:
+            return
+        if len(self.brought) == 1:
             self.collect.since = self.now
         if self._committed_at is not None:
             self._times.append(self.now - self._committed_at)

@@ -23,16 +23,19 @@ class Operation:
     """One call of the user, spread over shards: done when every shard has answered.
 
     The first refusal counts. The shards check alike, so a refused request is refused by all, unless
-    it met them in different states, as when its worker is declared dead meanwhile.
+    it met them in different states, as when its worker is declared dead meanwhile. Where one has
+    applied its part and another has not, the error says "unknown".
     """
 
-    __slots__ = ("_on_complete", "complete", "error", "replies", "waiting")
+    __slots__ = ("_applied", "_on_complete", "complete", "error", "replies", "waiting")
 
     def __init__(self, shards: int) -> None:
         self.waiting = shards
         self.complete = False
         self.replies: dict[int, Done] = {}
         self.error: ParamServeError | None = None
+        self._applied: set[str] = set()
+        """What the refusals say of their shard's part."""
         self._on_complete: Callable[[], None] | None = None
 
     def then(self, action: Callable[[], None]) -> None:
@@ -45,6 +48,7 @@ class Operation:
     def answered(self, shard: int, reply: Done | Refused) -> None:
         """One shard's answer has been read."""
         if isinstance(reply, Refused):
+            self._applied.add(reply.applied)
             if self.error is None:
                 self.error = rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         else:
@@ -63,9 +67,11 @@ class Operation:
             return
         self.complete = True
         error = self.error
-        if error is not None and error.applied == "no":
-            somewhere = any(not reply.skipped for reply in self.replies.values())
-            if somewhere:
+        if error is not None:
+            told = {error.applied, *self._applied}
+            if any(not reply.skipped for reply in self.replies.values()):
+                told.add("yes")
+            if len(told) > 1:
                 self.error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
         if self._on_complete is not None:
             self._on_complete()

@@ -7,6 +7,7 @@ when, and what the other shards are told; the server role moves the bytes.
 from __future__ import annotations
 
 import numpy as np
+from msgspec import structs
 
 from paramserve.core import answering, collecting, stepping
 from paramserve.core.block import ShardBlock, check_spec
@@ -252,6 +253,8 @@ class Shard(ShardChanges):
                 )
             finally:
                 self._tick(group, session, step)
+            if done.version != group.version:  # whom the tick has released has pushed as well
+                done, written = structs.replace(done, version=group.version), ()
             answer = self._read(session, group, request, done, written)
             if since.guarded:  # a user's policy may look at anything
                 self._release_waiting(group)
@@ -296,8 +299,7 @@ class Shard(ShardChanges):
             group.now = self._now
             collect, changes, changing = group.collect, group.changes, group.changing
             if collect.sent is not None and collect.repeat_at <= self._now:
-                collect.repeat_at = self._now + self.resend_s
-                self._to_shard(lead_of(group.id, self.shards), collect.sent)
+                self._repeat_ready(group, collect.sent)
             if collect.due is not None and collect.due <= self._now:
                 collect.due = None
                 self._maybe_ready(group)

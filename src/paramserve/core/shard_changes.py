@@ -34,9 +34,10 @@ class ShardChanges(ShardClocks):
 
     @staticmethod
     def _is_over(group: Group, changing: Changing) -> bool:
-        """Whether every worker steps by the new policy already, as far as this shard knows."""
+        """Whether every worker steps by the new policy already, as far as this shard knows. Where
+        there is none, nobody is left behind."""
         decided = changing.decided
-        return decided is not None and group.slowest >= decided.clock
+        return decided is not None and (not group.clocks or group.slowest >= decided.clock)
 
     def _pause_all(self, group: Group, changing: Changing) -> None:
         changing.repeat_at = self._now + self.resend_s
@@ -50,6 +51,14 @@ class ShardChanges(ShardClocks):
             window = max((each.window for each in self.sessions.values()), default=1)
             changes.paused = Paused(group.id, message.number, self.number, group.frontier(), window)
         self._tell_paused(group, changes.paused)
+
+    def _on_paused(self, group: Group, message: Paused) -> None:
+        known = (each for each in group.changes.taken if each.number == message.number)
+        decided = next(known, None)
+        if decided is not None:  # also of a change before the newest, which that shard has missed
+            self._to_shard(message.shard, Switch(decided))
+        elif group.changing is not None:
+            self._to_shards(group.changing.on_paused(message))
 
     def _tell_paused(self, group: Group, paused: Paused) -> None:
         group.changes.repeat_at = self._now + self.resend_s

@@ -42,6 +42,9 @@ class ShardClocks(ShardWaiting):
     def _on_pause(self, group: Group, message: Pause) -> None: ...
 
     @abstractmethod
+    def _on_paused(self, group: Group, message: Paused) -> None: ...
+
+    @abstractmethod
     def _on_switch(self, group: Group, message: Switch) -> None: ...
 
     def _bring(
@@ -86,7 +89,7 @@ class ShardClocks(ShardWaiting):
         stepping.flush(group)  # of a policy before
         collecting.collect(group, session, request, parts, guest)
         group.brought_by[rank] = session.client
-        group.came()
+        group.came(rank)
         session.held = request
         partial = group.at(group.committed).policy.partial
         if collect.sent is not None and (partial or collect.has(group.clocks)):
@@ -113,7 +116,7 @@ class ShardClocks(ShardWaiting):
             self._send_ready(group, collect.clients())
         else:
             collect.missing = admission.workers
-            until = admission.until_s
+            until = admission.until_s if group.brought else None
             later = self._now + ASK_AGAIN_S  # rounding may put its time a little too early
             collect.due = None if until is None else max(collect.since + until, later)
 
@@ -128,6 +131,16 @@ class ShardClocks(ShardWaiting):
         group.collect.due = None
         group.collect.repeat_at = self._now + self.resend_s
         self._to_shard(lead_of(group.id, self.shards), ready)
+
+    def _repeat_ready(self, group: Group, sent: Ready) -> None:
+        """Tell the lead again. Proposals of before may have made each shard's part smaller in
+        another way, until what all have is too little for the clock: so all that is here by now."""
+        clients = group.collect.clients()
+        if set(sent.contributors) != set(clients):
+            self._send_ready(group, clients)
+            return
+        group.collect.repeat_at = self._now + self.resend_s
+        self._to_shard(lead_of(group.id, self.shards), sent)
 
     def _to_shard(self, shard: int, message: PeerMessage) -> None:
         if shard == self.number:
@@ -154,9 +167,10 @@ class ShardClocks(ShardWaiting):
         """Whether a clock that does not wait for everybody may be decided with only these."""
         if not since.policy.partial:
             return True
-        brought = {rank for rank, each in group.collect.held.items() if each.client in clients}
-        if not any(rank in group.clocks for rank in group.collect.held):
+        if not group.brought:
             return True  # who counts is not kept waiting: what nobody may wait for is closed
+        held = group.collect.held
+        brought = {rank for rank in group.brought if held[rank].client in clients}
         if not brought:
             return False
         try:
@@ -216,7 +230,6 @@ class ShardClocks(ShardWaiting):
             case Pause():
                 self._on_pause(group, message)
             case Paused():
-                if group.changing is not None:
-                    self._to_shards(group.changing.on_paused(message))
+                self._on_paused(group, message)
             case Switch():
                 self._on_switch(group, message)

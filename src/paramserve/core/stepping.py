@@ -15,7 +15,7 @@ from paramserve.core import asking
 from paramserve.core.answering import check_payload, padded, view
 from paramserve.core.block import ShardBlock
 from paramserve.core.changes import Since
-from paramserve.core.decisions import Apply, Buffer, Drop, Push
+from paramserve.core.decisions import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core.group import Group, Staleness
 from paramserve.core.shard_session import Memory, ShardSession
 from paramserve.errors import NonFinite, ParamServeError, RuleFailed, ShapeMismatch, UnknownName
@@ -119,9 +119,7 @@ def apply_now(
             )
         skip = True
     if skip:
-        group.skipped += 1
-        group.mark(session.client, step.mark)
-        return Done(step.seq, group.version, group.slowest, skipped=True), ()
+        return _skip(group, session, step), ()
     if not parts:
         group.mark(session.client, step.mark)
         return Done(step.seq, group.version, group.slowest), ()
@@ -136,32 +134,48 @@ def apply_now(
             _buffer(group, parts, decision, step.clock)
         case Apply():
             flush(group)
-            written = _apply(group, session, step, parts, memory, decision, staleness)
+            if not _correct(group, session, step, parts, decision, since):
+                return _skip(group, session, step), ()
+            push_info = PushInfo(
+                session.rank, step.clock, group.version, staleness, step.weight, decision.scale
+            )
+            written = apply_parts(group, step, parts, memory, push_info, decision)
     group.mark(session.client, step.mark)
-    group.staleness.setdefault(session.rank, Staleness()).add(staleness)
     dropped = isinstance(decision, Drop)
+    if not dropped:
+        group.staleness.setdefault(session.rank, Staleness()).add(staleness)
     return Done(step.seq, group.version, group.slowest, staleness, dropped), written
 
 
-def _apply(
-    group: Group,
-    session: ShardSession,
-    step: Step,
-    parts: list[Part],
-    memory: Memory,
-    how: Apply,
-    staleness: int,
-) -> Collection[int]:
-    push = PushInfo(session.rank, step.clock, group.version, staleness, step.weight, how.scale)
-    if how.compensate and staleness:
-        _compensate(group.reads.of(session.rank, step.base), parts, how.compensate)
-        if not finite(parts):
-            raise NonFinite(
-                f"the gradient of worker {session.rank} for group {group.name!r} was finite, and "
-                f"is not when corrected by {how.compensate} * g * g * change of the values",
-                fix="lower lam or the learning rate, or clip",
-            )
-    return apply_parts(group, step, parts, memory, push, how.less_momentum)
+def _skip(group: Group, session: ShardSession, step: Step) -> Done:
+    """A step ends without its gradients, as its policy says of NaN and Inf."""
+    group.skipped += 1
+    group.mark(session.client, step.mark)
+    return Done(step.seq, group.version, group.slowest, skipped=True)
+
+
+def _correct(
+    group: Group, session: ShardSession, step: Step, parts: list[Part], how: Apply, since: Since
+) -> bool:
+    """Correct the gradients by what the values have changed since they were read, if asked to;
+    whether they can be applied.
+
+    Raises:
+        NonFinite: they are not finite any more, and the policy refuses that. Nothing was applied.
+    """
+    # With several blocks, one may have been read before the others were.
+    changed = group.version > step.base or len(group.blocks) > 1
+    if not how.compensate or not changed:
+        return True
+    _compensate(group.reads.of(session.rank, step.base), parts, how.compensate)
+    good = finite(parts)
+    if not good and since.policy.on_nonfinite == "refuse":
+        raise NonFinite(
+            f"the gradient of worker {session.rank} for group {group.name!r} was finite, and "
+            f"is not when corrected by {how.compensate} * g * g * change of the values",
+            fix="lower lam or the learning rate, clip, or use on_nonfinite='skip'",
+        )
+    return good
 
 
 def apply_parts(
@@ -170,10 +184,12 @@ def apply_parts(
     parts: list[Part],
     memory: Memory,
     push: PushInfo,
-    less_momentum: float = 0.0,
+    how: Apply = APPLY,
 ) -> Collection[int]:
     """Apply one step's gradients as one update.
 
+    Args:
+        how: of it, what concerns hyper-parameters; `push` has its scale.
     Returns:
         The blocks whose pulled values are left at their places already.
     Raises:
@@ -185,23 +201,20 @@ def apply_parts(
         for block, _, _ in parts
         if (place := places.get(number := block.spec.block)) is not None
     }
-    hypers = {
-        block.spec.block: lowered(block, header.hyper, less_momentum)
-        if less_momentum
-        else header.hyper
-        for block, header, _ in parts
+    asked = {
+        block.spec.block: adapted(block, header.hyper, push, how) for block, header, _ in parts
     }
     for block, header, gradient in parts:
         if block.guarded:
-            block.draft(gradient, header.active, hypers[block.spec.block], push)
+            block.draft(gradient, header.active, *asked[block.spec.block])
     for block, header, gradient in parts:
         out = outs.get(block.spec.block)
         if block.guarded:
             block.keep_draft(out)
         else:
-            block.apply(gradient, header.active, hypers[block.spec.block], push, out)
+            block.apply(gradient, header.active, *asked[block.spec.block], out)
     group.advance()
-    return hypers.keys()
+    return asked.keys()
 
 
 def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> None:
@@ -214,21 +227,31 @@ def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> Non
             compensate(gradient, block.value, before, lam)
 
 
+MOMENTA = ("momentum", "beta1", "betas.0")
+"""What SGD, Adam and torch's rules call it."""
 MOMENTUM_MIN = 1e-12
 """Not 0: a rule without any would leave its buffer as it is, stale for when momentum comes back."""
 
 
-def lowered(block: ShardBlock, hyper: Hyper | None, by: float) -> Hyper | None:
-    """Hyper-parameters with less momentum: of SGD's `momentum` and Adam's `beta1`; those of rules
-    without either as they are."""
+def adapted(
+    block: ShardBlock, hyper: Hyper | None, push: PushInfo, how: Apply
+) -> tuple[Hyper | None, PushInfo]:
+    """What a policy makes of a push's hyper-parameters, and of its scale where the rule has none
+    that would do."""
+    if not how.less_momentum and how.lr_scale == 1.0:
+        return hyper, push
     assert block.rule is not None, "check() comes first"
-    chosen = hyper if hyper is not None else block.hyper
-    for name in ("momentum", "beta1"):
-        if name in block.rule.hyper_names:
-            at = block.rule.hyper_names.index(name)
-            less = chosen[at] and max(chosen[at] - by, MOMENTUM_MIN)
-            return (*chosen[:at], less, *chosen[at + 1 :])
-    return hyper
+    names, chosen = block.rule.hyper_names, list(hyper if hyper is not None else block.hyper)
+    for name in MOMENTA:
+        if how.less_momentum and name in names:
+            at = names.index(name)
+            chosen[at] = chosen[at] and max(chosen[at] - how.less_momentum, MOMENTUM_MIN)
+            break
+    if "lr" in names:
+        chosen[names.index("lr")] *= how.lr_scale
+    else:
+        push = push._replace(scale=push.scale * how.lr_scale)
+    return tuple(chosen), push
 
 
 def _buffer(group: Group, parts: list[Part], how: Buffer, clock: int) -> None:

@@ -70,7 +70,7 @@ class Collect:
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
     since: float = 0.0
-    """When the first of what is held came."""
+    """When the first gradients came of those that the clock waits for."""
     due: float | None = None
     """When its policy wants to be asked again, whoever has come."""
     missing: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """This process's connection to Ray: made when it is needed first, ended by the last who needs it.
 
-The module ray is an argument here: only `on_ray.py` imports it.
+The module ray is an argument here: only the package `on_ray` imports it.
 """
 
 from __future__ import annotations

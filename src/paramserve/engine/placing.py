@@ -1,7 +1,7 @@
 """Decides how the roles of a run are laid out on a cluster: as groups of bundles.
 
-A bundle is what must fit on one node; a group is placed as a whole. Pure: `on_ray.py` asks Ray for
-what is decided here.
+A bundle is what must fit on one node; a group is placed as a whole. Pure: `on_ray/room.py` asks Ray
+for what is decided here.
 """
 
 from __future__ import annotations

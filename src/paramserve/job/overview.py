@@ -13,7 +13,7 @@ import msgspec
 
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.errors import ParamServeError
-from paramserve.job.roster import COORDINATOR, Key
+from paramserve.job.entries import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
     CoordinatorReply,

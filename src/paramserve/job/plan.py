@@ -20,7 +20,8 @@ from paramserve.config import (
     ServerConfig,
 )
 from paramserve.engine.base import Role
-from paramserve.job.roster import COORDINATOR, Key, OnWorkerDeath, Restart
+from paramserve.job.entries import COORDINATOR, Key
+from paramserve.job.roster import OnWorkerDeath, Restart
 
 SOCKET_PATH_BYTES_MAX = 107
 """Of the address of a Unix socket. Source: unix(7), sun_path."""

@@ -37,7 +37,7 @@ class Result:
             missing where workers logged faster than they could be fetched, or a million in all.
         dropped_records: records that the coordinator had to drop before the driver fetched them,
             of all workers together; `Limits.log_records_max` is what it keeps for each.
-        staleness: of each rank's pushes.
+        staleness: of each rank's pushes that were applied or buffered.
         failures: of workers without which the run went on, by rank.
         restarts: of workers that were started again, in order.
         seconds: from the start to the end of the processes.

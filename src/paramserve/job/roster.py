@@ -1,14 +1,13 @@
 """Decides what the driver does when its processes report, fail and end.
 
-Pure: events and the time are arguments, decisions come back; `supervisor.py` acts on them. When
-several processes end at nearly the same time the cause is told, not its consequences: the death
-of a server also makes every worker raise `ServerGone`.
+Pure: events and the time are arguments, decisions come back; `supervisor.py` and `processes.py`
+act on them. When several processes end at nearly the same time the cause is told, not its
+consequences: the death of a server also makes every worker raise `ServerGone`.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,21 +15,9 @@ import msgspec
 
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
-from paramserve.errors import (
-    CannotPlace,
-    ConnectTimeout,
-    CoordinatorGone,
-    ParamServeError,
-    ServerGone,
-    WorkerFailed,
-)
-
-Kind = Literal["coordinator", "server", "worker"]
-
-CAUSE_S = 0.5
-"""How long after a process that complains of another one's end that end may still show."""
-COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
-"""Errors that tell of another process's end."""
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.job.endings import gone, worker_failed
+from paramserve.job.entries import COORDINATOR, Entry, Key, Kind
 
 
 @dataclass(frozen=True)
@@ -55,82 +42,6 @@ class Restart:
 
 
 OnWorkerDeath = Literal["stop", "continue"] | Restart
-
-
-class Key(NamedTuple):
-    """Which process: what it is, and which one of them."""
-
-    kind: Kind
-    number: int
-
-    def __str__(self) -> str:
-        return self.kind if self.kind == "coordinator" else f"{self.kind} {self.number}"
-
-
-COORDINATOR = Key("coordinator", 0)
-
-
-@dataclass
-class Entry:
-    """What is known of one process."""
-
-    key: Key
-    ready: bool = False
-    returned: bytes | None = None
-    failure: Failure | None = None
-    status: int | None = None
-    why: str = ""
-    """Why it has ended, where the engine knows more than the status."""
-    fell_at: float | None = None
-    """When its failure or unexpected end was seen."""
-    silent: bool = False
-    """It ran when it was counted as dead."""
-    counted: bool = False
-    """It is dead, and that has been decided upon."""
-    incarnation: int = 0
-    """Of a worker, as the cluster counts; 0 before it is ready."""
-    restarts: int = 0
-    """How often it was started anew."""
-    resumed: bytes | None = None
-    """Where it went on, as it reported; None: it has not, or was the first of its rank."""
-    retire_by: float | None = None
-    """The run is to do without it: however it ends, from now on that is no failure, and it is ended
-    when it still runs then. None: it is wanted."""
-    kill_at: float | None = None
-    """It was asked to end, because it did not do so by `retire_by`."""
-
-    @property
-    def retired(self) -> bool:
-        """Whether the run does without it and it has ended, or as good as that."""
-        return self.retire_by is not None and (self.returned is not None or self.status is not None)
-
-    @property
-    def state(self) -> str:
-        """In one word."""
-        if self.retire_by is not None:
-            return "retired" if self.retired else "retiring"
-        if self.returned is not None:
-            return "returned"
-        if self.fell_at is not None:
-            return "dead"
-        return "running" if self.ready else "starting"
-
-    @property
-    def complains(self) -> bool:
-        """Whether it fell because another process is gone.
-
-        It says so, or it is a server that ended in order though nobody asked it to: that is what
-        one does when the coordinator is gone.
-        """
-        if self.failure is not None:
-            return self.failure.kind in COMPLAINTS
-        return self.key.kind == "server" and self.status == 0
-
-    @property
-    def settled_at(self) -> float:
-        """From when on its own fall counts as the cause."""
-        assert self.fell_at is not None
-        return self.fell_at + (CAUSE_S if self.complains else 0.0)
 
 
 class Decision(NamedTuple):
@@ -370,71 +281,3 @@ class Roster:
 def _rank_as_cause(entry: Entry) -> tuple[bool, int, float]:
     order = ("coordinator", "server", "worker").index(entry.key.kind)
     return entry.complains, order, entry.settled_at
-
-
-def how_it_ended(entry: Entry) -> str:
-    """In words: it raised, a signal killed it, or it exited with a code."""
-    if entry.failure is not None:
-        return f"raised {entry.failure.kind}: {entry.failure.text}"
-    if entry.silent:
-        return "gave no sign of life for too long (it was stopped, or hangs)"
-    if entry.status is None:
-        return "does not answer"
-    told = f"exited with code {entry.status}"
-    if entry.status < 0:
-        told = f"was killed by {signal.Signals(-entry.status).name}"
-    first, *_ = entry.why.splitlines() or [""]
-    return f"{told} ({first})" if first else told
-
-
-def _with_traceback(entry: Entry) -> str:
-    told = f"{entry.key} {how_it_ended(entry)}"
-    if entry.failure is None:
-        return told
-    return f"{told}\n\n{entry.failure.traceback.rstrip()}"
-
-
-def _without_a_place(entry: Entry) -> CannotPlace | None:
-    """The engine's own error, if there was no room for the process; else None."""
-    failure = entry.failure
-    if failure is None or failure.kind != CannotPlace.__name__:
-        return None
-    return CannotPlace(failure.failed, applied="no", fix=failure.fix)
-
-
-def gone(entry: Entry) -> ParamServeError:
-    """The error for a coordinator or server that is no more."""
-    unplaced = _without_a_place(entry)
-    if unplaced is not None:
-        return unplaced
-    fix = "start the run again; a kill without a message is often the system short of memory"
-    kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
-    return kind(_with_traceback(entry), applied="unknown", fix=fix)
-
-
-def worker_failed(entry: Entry) -> WorkerFailed | CannotPlace:
-    """The error for a worker that ended before its function returned, or never began."""
-    unplaced = _without_a_place(entry)
-    if unplaced is not None:
-        return unplaced
-    fix = (
-        "mend the training function, or use on_worker_death='continue' to go on without it, or "
-        "ps.Restart() to start it again"
-    )
-    if entry.failure is None and entry.silent:
-        fix = (
-            "look for what stood still: a stopped process, swapping, a C call that holds the GIL "
-            "for long; where that is in order, raise deadlines=ps.Deadlines(stall_s=...), or use "
-            "on_worker_death='continue' to go on without it"
-        )
-    elif entry.failure is None:
-        fix = (
-            "look for what ended the process (the system short of memory, sys.exit), or use "
-            "on_worker_death='continue' to go on without it"
-        )
-    told = _with_traceback(entry)
-    if entry.failure is None:
-        told += " before its function returned"
-    if entry.restarts:
-        told += f" (it had been restarted {entry.restarts} times)"
-    return WorkerFailed(told, applied="unknown", fix=fix)

@@ -1,52 +1,35 @@
-"""`run` and `start`: a training function on workers, its parameters on servers, a result."""
+"""`Job`: a run that has been started, as the driver follows and steers it.
+
+`starting.py` starts it, `supervisor.py` watches it, `outcome.py` makes its result.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
 import msgspec
 
-from paramserve.config import Deadlines, Limits
-from paramserve.core.consistency import Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.decisions import number as check_number
 from paramserve.core.policies import terms as policy_terms
 from paramserve.engine.base import Engine
-from paramserve.engine.local import Local
-from paramserve.errors import (
-    ClientClosed,
-    ParamServeError,
-    WorkerFailed,
-    rebuild,
-)
-from paramserve.job.packing import for_servers, pack, reference
-from paramserve.job.plan import Plan, cores
+from paramserve.errors import ClientClosed, ParamServeError, rebuild
+from paramserve.job.arguments import check_count
+from paramserve.job.outcome import result_of
+from paramserve.job.plan import Plan
 from paramserve.job.reading import Reader, Snapshot, State, Watching, as_state_dict
-from paramserve.job.result import Restarted, Result
-from paramserve.job.roster import Key, OnWorkerDeath, Restart, worker_failed
+from paramserve.job.result import Result
 from paramserve.job.supervisor import Supervisor
 from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
-from paramserve.observe.status import (
-    RunStatus,
-    by_group,
-    by_rank,
-    drops_by_rank,
-    samples_by_rank,
-)
-from paramserve.settings import check_restart, check_settings
-from paramserve.worker import Aliases, Resumed, WorkerConfig
+from paramserve.observe.status import RunStatus, by_group
+from paramserve.worker import Aliases
 
 SNAPSHOT_POLL_S = 0.05
 END_S = 2.0
 """How much longer than `stop_s` the end of a run may take to be known."""
-SEED_BITS = 63
 
 
 class Job:
@@ -86,7 +69,9 @@ class Job:
         self._raise_error()
         with self._result_lock:
             if self._result is None:
-                self._result = self._make_result()
+                self._result = result_of(
+                    self._supervisor, seed=self._seed, values=self._values, beats=self._beats()
+                )
             return self._result
 
     def stop(self) -> None:
@@ -237,22 +222,6 @@ class Job:
                 found[aliases.group] = aliases.names
         return found
 
-    def _restarts(self) -> list[Restarted]:
-        """Of each restart, how the worker had ended and where its successor went on."""
-        supervisor = self._supervisor
-        found = []
-        for number, entry in enumerate(supervisor.restarts):
-            later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]
-            successor = later[0] if later else supervisor.roster.entries[entry.key]
-            clock, repeated = None, 0
-            # A rank that was scaled away and came again has an entry of its own.
-            follows = successor.restarts == entry.restarts + 1
-            if follows and successor.resumed is not None:
-                resumed = msgspec.msgpack.decode(successor.resumed, type=Resumed)
-                clock, repeated = resumed.clock, resumed.repeated
-            found.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
-        return found
-
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""
         return self._last_beats or list(self._supervisor.overview.beats)
@@ -264,33 +233,6 @@ class Job:
         if error is not None:
             raise error
 
-    def _make_result(self) -> Result:
-        supervisor, beats = self._supervisor, self._beats()
-        status = supervisor.overview.status
-        leases = status.leases if status is not None else ()
-        return Result(
-            returns={
-                entry.key.number: msgspec.msgpack.decode(entry.returned)
-                if supervisor.plain
-                else _unpickle(entry.key, entry.returned)
-                for entry in supervisor.roster.workers()
-                if entry.returned is not None
-            },
-            metrics=list(supervisor.overview.records),
-            dropped_records=supervisor.overview.dropped_records,
-            staleness=by_rank(beats),
-            failures=dict(supervisor.failures),
-            restarts=self._restarts(),
-            seconds=supervisor.seconds,
-            seed=self._seed,
-            stopped=supervisor.state == "stopped",
-            values=self._values,
-            groups=by_group(beats),
-            dropped=drops_by_rank(beats),
-            samples=samples_by_rank(leases),
-            repeated_samples=sum(each.repeated for each in leases),
-        )
-
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
         """On Ctrl-C end everything, and say in one line how far it got."""
@@ -301,172 +243,6 @@ class Job:
             self._supervisor.abandon()
             print(f"paramserve: interrupted {told}", file=sys.stderr, flush=True)
             raise
-
-
-def _unpickle(key: Key, returned: bytes) -> Any:
-    """What a function returned. It came by the engine's own way, over no socket of ours."""
-    try:
-        return cloudpickle.loads(returned)
-    except Exception as error:
-        raise WorkerFailed(
-            f"what {key} returned cannot be unpickled here: {type(error).__name__}: {error}",
-            applied="yes",
-            fix="return plain data, or objects of modules that the driver can import",
-        ) from error
-
-
-def start(
-    train: Callable[..., Any],
-    *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    workers: int = 1,
-    servers: int = 1,
-    engine: Engine | None = None,
-    consistency: Policy | None = None,
-    worker_weight: Sequence[float] | None = None,
-    seed: int | None = None,
-    threads_per_worker: int | None = None,
-    on_worker_death: OnWorkerDeath = "stop",
-    timeout_s: float | None = None,
-    rules: Sequence[type[Any]] = (),
-    policies: Sequence[Any] = (),
-    deadlines: Deadlines | None = None,
-    limits: Limits | None = None,
-) -> Job:
-    """Start a training function on workers, with its parameters on servers; does not wait.
-
-    The arguments are those of `run`.
-
-    Raises:
-        ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
-            was started.
-    """
-    check_count("workers", workers)
-    check_count("servers", servers)
-    if threads_per_worker is not None:
-        check_count("threads_per_worker", threads_per_worker)
-    _check_options(on_worker_death, timeout_s, seed)
-    told = for_servers(
-        consistency if consistency is not None else Sync(reduce="mean"),
-        workers,
-        rules=rules,
-        policies=policies,
-    )
-    factors = check_weights(worker_weight, workers)
-    chosen = check_engine(engine)
-    waits = check_settings("deadlines", deadlines, Deadlines)
-    bounds = check_settings("limits", limits, Limits)
-    if isinstance(on_worker_death, Restart):
-        check_restart(waits)
-    run_seed = seed if seed is not None else secrets.randbits(SEED_BITS)
-    function = pack(train, args, kwargs if kwargs is not None else {})
-    threads = threads_per_worker if threads_per_worker is not None else max(1, cores() // workers)
-
-    def worker_payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
-        # A rank that comes later, by `Job.scale`, was given no weight.
-        factor = factors[rank] if rank < len(factors) else 1.0
-        config = WorkerConfig(rank, coordinator, run_seed, bounds, waits, factor=factor)
-        return msgspec.msgpack.encode(config)
-
-    plan = Plan(
-        servers=servers,
-        workers=workers,
-        consistency=told.consistency,
-        worker_payload=worker_payload,
-        worker_code=function,
-        server_code=told.code,
-        worker_reference="" if args or kwargs else reference(train),
-        server_reference=told.reference,
-        on_worker_death=on_worker_death,
-        threads_per_worker=threads,
-        timeout_s=timeout_s,
-        limits=bounds,
-        deadlines=waits,
-    )
-    return Job(plan, chosen, run_seed)
-
-
-def _check_options(on_worker_death: object, timeout_s: float | None, seed: int | None) -> None:
-    if on_worker_death not in ("stop", "continue") and not isinstance(on_worker_death, Restart):
-        raise ValueError(
-            f'on_worker_death must be "stop", "continue" or ps.Restart(...), not '
-            f"{on_worker_death!r}"
-        )
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
-    if seed is not None and (not isinstance(seed, int) or seed < 0):
-        raise ValueError(f"seed must be an int of at least 0, not {seed!r}")
-
-
-def run(
-    train: Callable[..., Any],
-    *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    workers: int = 1,
-    servers: int = 1,
-    engine: Engine | None = None,
-    consistency: Policy | None = None,
-    worker_weight: Sequence[float] | None = None,
-    seed: int | None = None,
-    threads_per_worker: int | None = None,
-    on_worker_death: OnWorkerDeath = "stop",
-    timeout_s: float | None = None,
-    rules: Sequence[type[Any]] = (),
-    policies: Sequence[Any] = (),
-    deadlines: Deadlines | None = None,
-    limits: Limits | None = None,
-) -> Result:
-    """Run a training function on workers, with its parameters on servers; returns at the end.
-
-    Example:
-        result = ps.run(train, workers=4, servers=2, consistency=ps.Async())
-
-    Args:
-        train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
-            cloudpickle: no `__main__` guard is needed, and notebooks work.
-        engine: what starts the processes; `ps.Local()` if None.
-        consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
-            not be registered.
-        worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
-            None, and for workers that join later.
-        seed: for random, numpy and torch on every rank and for the loader's order; a random one
-            if None, told in the result.
-        threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
-        on_worker_death: "stop": the first worker that fails fails the run; "continue": the
-            others go on without it; `ps.Restart(times)`: it is started again.
-        timeout_s: the whole run's; None: no limit.
-        rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
-        policies: classes of your own policies, and functions for `damping=`, that the servers may
-            run; see `ps.Policy`.
-        deadlines: how long each wait may take; `ps.Deadlines()` if None.
-        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
-    Raises:
-        ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
-            or a function that cannot be pickled. Nothing was started.
-        WorkerFailed: a training function raised, or its process ended.
-        ServerGone, CoordinatorGone: that process ended; the values are lost.
-        RunTimeout: `timeout_s` was over.
-    """
-    return start(
-        train,
-        args=args,
-        kwargs=kwargs,
-        workers=workers,
-        servers=servers,
-        engine=engine,
-        consistency=consistency,
-        worker_weight=worker_weight,
-        seed=seed,
-        threads_per_worker=threads_per_worker,
-        on_worker_death=on_worker_death,
-        timeout_s=timeout_s,
-        rules=rules,
-        policies=policies,
-        deadlines=deadlines,
-        limits=limits,
-    ).wait()
 
 
 def handle_of(supervisor: Supervisor, seed: int) -> Handle:
@@ -484,37 +260,3 @@ def handle_of(supervisor: Supervisor, seed: int) -> Handle:
         deadlines=supervisor.plan.deadlines,
         connect=supervisor.connect,
     )
-
-
-def check_count(name: str, value: int, *, least: int = 1) -> None:
-    """Raise `TypeError` for what is no int, `ValueError` for one below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-
-
-def check_weights(weights: Sequence[float] | None, workers: int) -> tuple[float, ...]:
-    """A weight for each rank; empty for None.
-
-    Raises:
-        ValueError: another number of them, or one that is not finite and above 0.
-        TypeError: one is no number.
-    """
-    if weights is None:
-        return ()
-    found = tuple(weights)
-    if len(found) != workers:
-        raise ValueError(f"worker_weight has {len(found)} weights for {workers} workers")
-    for rank, weight in enumerate(found):
-        check_number(f"worker_weight of rank {rank}", weight, above=0.0)
-    return tuple(map(float, found))
-
-
-def check_engine(engine: Engine | None) -> Engine:
-    """The engine, or `Local()` for None. Raises `TypeError` for what is none."""
-    if engine is None:
-        return Local()
-    if isinstance(engine, type) or not hasattr(engine, "open"):
-        raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
-    return engine

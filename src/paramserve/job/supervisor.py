@@ -1,10 +1,8 @@
 """Starts the processes of a run, watches them in one thread, and ends them.
 
-What their fate means is decided in `roster.py`; this acts on it. Everything that it owns (the
-processes, the run directory, its threads, its connections) is gone when it has ended.
-
-The number of workers changes in three parts: the caller's thread waits for room, then the one that
-watches asks the coordinator, and starts or dismisses processes when that has agreed.
+What their fate means is decided in `roster.py`; this acts on it, by way of `processes.py` and, for
+another number of workers, of `scaling.py`. Everything that it owns (the processes, the run
+directory, its threads, its connections) is gone when it has ended.
 """
 
 from __future__ import annotations
@@ -16,30 +14,22 @@ import secrets
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from paramserve.client import Client
 from paramserve.config import Credentials
-from paramserve.engine.base import Ended, Engine, Event, Process, Role
-from paramserve.errors import (
-    ClientClosed,
-    ConnectTimeout,
-    CoordinatorGone,
-    ParamServeError,
-    RunTimeout,
-    Timeout,
-    rebuild,
-)
+from paramserve.engine.base import Ended, Engine, Event
+from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError
+from paramserve.job.endings import stopped, timed_out, worker_failed
+from paramserve.job.entries import COORDINATOR, Entry, Key
 from paramserve.job.overview import Overview
 from paramserve.job.plan import Plan, addresses_in, make_directory
-from paramserve.job.roster import COORDINATOR, Decision, Entry, Key, Roster, worker_failed
-from paramserve.messages import Failed
+from paramserve.job.processes import Processes
+from paramserve.job.roster import Decision, Roster
+from paramserve.job.scaling import Scaling
 
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
@@ -50,17 +40,6 @@ TOKEN_BYTES = 32
 OWN_REPORTS = ("ready", "failed", "returned")
 
 State = Literal["starting", "running", "finishing", "finished", "stopped", "failed"]
-
-
-@dataclass
-class _Scaling:
-    """A change of the number of workers that somebody waits for."""
-
-    workers: int
-    done: Future[None] = field(default_factory=Future)
-    call: int | None = None
-    """To the coordinator; None: not made yet."""
-    answer_by: float = 0.0
 
 
 class Supervisor:
@@ -104,7 +83,6 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.restarts: list[Entry] = []
-        self.plain = False
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
         self._collect = collect
@@ -114,40 +92,26 @@ class Supervisor:
         self._served = threading.Event()
         self._stop_at: float | None = None
         self._abandoned = False
+        self._over = False
+        """Nothing is begun any more."""
         self._ending = False
         self._workers_asked_to_end = False
         self._clients: list[Client] = []
         self._clients_lock = threading.Lock()
-        self._scalings: deque[_Scaling] = deque()
-        """More than one only where a caller has given up waiting."""
-        self._over = False
-        """No further one is taken."""
-        self._scaling_lock = threading.Lock()
-        """For these two."""
-        self._scale_lock = threading.Lock()
-        """One change of the number of workers at a time."""
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys])
         self.plain = self._fleet.plain
+        self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
         self._up_by = time.monotonic() + self._fleet.room_s + plan.deadlines.start_s
         self.roster = Roster(
             plan.servers, plan.workers, plan.on_worker_death, self._up_by, plan.deadlines
         )
-        self._processes: dict[Process, Key] = {}
-        self._directory = ""
-        self.addresses: tuple[str, ...] = ()
-        self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
         self.overview = Overview((), self.credentials, plan.limits, plan.deadlines)
-        try:
-            if self._fleet.shares_host:
-                self._directory = make_directory()
-                self._launch(plan.keys[:1])
-                self._launch_rest(addresses_in(self._directory))
-            else:  # where the coordinator listens is known when it does
-                self._launch(plan.keys[:1])
-        except BaseException:
-            self._release()
-            raise
+        self._processes = Processes(plan, self._fleet, self.credentials, self.roster, self.overview)
+        self._scaling = Scaling(
+            self._processes, self.roster, self.overview, plan.deadlines.request_s, self._why_fixed
+        )
+        self._begin()
         atexit.register(self.abandon)
         threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True).start()
 
@@ -158,6 +122,11 @@ class Supervisor:
         """Since the start; stands still once it has ended."""
         until = self.ended_at if self.ended_at is not None else time.monotonic()
         return until - self.started_at
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The coordinator's; empty: not known yet."""
+        return self._processes.addresses
 
     def wait_until_serving(self) -> None:
         """Wait until coordinator and servers are up.
@@ -210,38 +179,9 @@ class Supervisor:
             ParamServeError: the run is over or ends, or a process could not be started. All is as
                 before.
         """
-        with self._scale_lock:
-            self._require_running(workers)
-            self.wait_until_serving()
-            added = [Key("worker", rank) for rank in range(self.roster.wanted, workers)]
-            names = [str(key) for key in added]
-            try:
-                self._fleet.make_room([self._role(key) for key in added])
-            except RuntimeError:  # it was closed meanwhile
-                self._require_running(workers)
-                raise
-            scaling = _Scaling(workers)
-            try:
-                with self._scaling_lock:
-                    self._require_running(workers)
-                    self._scalings.append(scaling)
-                scaling.done.result()
-            except ParamServeError:
-                self._fleet.give_back(names)
-                raise
-
-    def _require_running(self, workers: int) -> None:
-        """Raise unless the number of workers can still be changed."""
-        ends = self._over or self._abandoned or self._stop_at is not None
-        if not ends and self.state in ("starting", "running"):
-            return
-        why = "it ends" if self.state in ("starting", "running") else f"it is {self.state}"
-        if isinstance(self.error, ParamServeError):
-            why += f" ({self.error.failed.splitlines()[0]})"
-        raise ParamServeError(
-            f"the run was not scaled to {workers} workers: {why}",
-            fix="scale a run while it trains, or start another one",
-        )
+        self._scaling.require_open(workers)
+        self.wait_until_serving()
+        self._scaling.scale(workers)
 
     def stop(self) -> None:
         """End the workers now, then everything else in order; returns at once."""
@@ -255,6 +195,29 @@ class Supervisor:
         self._abandoned = True
         self.ended.wait()
 
+    # --- the start --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start what can be started before anything is up."""
+        first = self.plan.keys[:1]
+        try:
+            if self._fleet.shares_host:
+                self._processes.directory = make_directory()
+                self._processes.launch(first)
+                self._launch_rest(addresses_in(self._processes.directory))
+            else:  # where the coordinator listens is known when it does
+                self._processes.launch(first)
+        except BaseException:
+            self._release()
+            raise
+
+    def _launch_rest(self, addresses: tuple[str, ...]) -> None:
+        """Start all that have to know where the coordinator listens."""
+        self._processes.addresses = self.overview.addresses = addresses
+        self._up_by = time.monotonic() + self._fleet.room_s + self.plan.deadlines.start_s
+        self.roster.start_by = self._up_by  # each of these may have to wait for room, too
+        self._processes.launch(self.plan.keys[1:])
+
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -264,7 +227,8 @@ class Supervisor:
         except BaseException as unexpected:
             error = unexpected
         self.error = error  # from here on, for clients
-        self._refuse_scaling()
+        self._over = True
+        self._scaling.refuse()
         try:
             for do in (self._end, self._release, self._let_go):
                 try:
@@ -283,23 +247,17 @@ class Supervisor:
     def _watch(self) -> BaseException | None:
         """Until it is over: returns why it failed, or None for an end in order."""
         while True:
-            quick = self._collecting is not None or self._stop_at is not None
-            quick = quick or bool(self._scalings)
-            self._take(self._fleet.events(QUICK_TICK_S if quick else TICK_S))
+            waits = self._collecting is not None or self._stop_at is not None
+            quick = waits or self._scaling.under_way
+            self._take(self._processes.events(QUICK_TICK_S if quick else TICK_S))
             now = time.monotonic()
             if self._abandoned:
                 return self._stopped()
-            self._go_on_scaling(now)
+            self._scaling.go_on(now)
             decision = self.roster.decide(now)
             if decision.error is not None:
                 return decision.error
-            for rank in decision.dead:
-                dead = self.roster.entries[Key("worker", rank)]
-                self.failures[rank] = worker_failed(dead)
-                self.overview.mark_dead(rank, incarnation=dead.incarnation)
-            for entry in decision.restart:
-                self._restart(entry)
-            self._retire(decision)
+            self._act(decision)
             if self.roster.serving:
                 self._look_around(now)
             if self._collecting is not None:
@@ -310,14 +268,11 @@ class Supervisor:
                     return None
                 self._begin_collecting()
             elif self.plan.timeout_s is not None and now > self.started_at + self.plan.timeout_s:
-                return self._timed_out()
+                return timed_out(self.plan.timeout_s, self.roster.workers())
 
-    def _take(self, events: Iterable[Event]) -> None:
+    def _take(self, events: Iterable[tuple[Key, Event]]) -> None:
         now = time.monotonic()
-        for event in events:
-            key = self._processes.get(event.process)
-            if key is None:  # another process has taken its place
-                continue
+        for key, event in events:
             if isinstance(event, Ended):
                 self.roster.on_end(key, event.status, now, event.process.why)
             else:
@@ -326,6 +281,15 @@ class Supervisor:
                     self._launch_rest(msgspec.msgpack.decode(event.body, type=tuple[str, ...]))
                 if event.kind not in OWN_REPORTS:
                     self.reports.append((key, event.kind, event.body))
+
+    def _act(self, decision: Decision) -> None:
+        """Do what was decided, and keep what the result tells of it."""
+        for rank in decision.dead:
+            dead = self.roster.entries[Key("worker", rank)]
+            self.failures[rank] = worker_failed(dead)
+            self.overview.mark_dead(rank, incarnation=dead.incarnation)
+        self.restarts.extend(decision.restart)
+        self._processes.carry_out(decision)
 
     def _look_around(self, now: float) -> None:
         if not self._served.is_set():
@@ -339,128 +303,21 @@ class Supervisor:
                 if self.roster.entries[key].silent and key.kind == "worker":
                     process.kill()  # it is fenced off already, and must not stay behind
 
-    def _role(self, key: Key) -> Role:
-        return self.plan.role(key, self._directory, self.addresses, self.credentials)
-
-    def _launch(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self._processes[self._fleet.launch(self._role(key))] = key
-
-    def _launch_rest(self, addresses: tuple[str, ...]) -> None:
-        """Start all that have to know where the coordinator listens."""
-        self.addresses = self.overview.addresses = addresses
-        self._up_by = time.monotonic() + self._fleet.room_s + self.plan.deadlines.start_s
-        self.roster.start_by = self._up_by  # each of these may have to wait for room, too
-        self._launch(self.plan.keys[1:])
-
-    def _restart(self, entry: Entry) -> None:
-        """Start a worker that has died again; nothing of the old process counts any more."""
-        self.restarts.append(entry)
-        number, incarnation = entry.key.number, entry.incarnation
-        self.overview.mark_dead(number, final=False, incarnation=incarnation)
-        self._kill([entry.key])
-        self._launch([entry.key])
-
-    def _kill(self, keys: Iterable[Key]) -> None:
-        """End the processes of workers at once, and hear of them no more."""
-        wanted = set(keys)
-        for process in [each for each, key in self._processes.items() if key in wanted]:
-            process.kill()
-            del self._processes[process]
-
-    def _retire(self, decision: Decision) -> None:
-        """End who is to go and does not; start anew in the places of those who went."""
-        for process, key in self._processes.items():
-            if key in decision.interrupt:
-                process.interrupt()
-            elif key in decision.kill:
-                process.kill()
-                incarnation = self.roster.entries[key].incarnation
-                self.overview.mark_dead(key.number, incarnation=incarnation)
-        for entry in decision.gone:  # most have left; those who were killed have not
-            self.overview.mark_dead(entry.key.number, incarnation=entry.incarnation)
-            if entry.key.number >= self.roster.wanted:
-                self._fleet.give_back([str(entry.key)])
-        self._kill(decision.launch)
-        self._launch(decision.launch)
-
-    def _go_on_scaling(self, now: float) -> None:
-        """One step of the change of the number of workers that somebody waits for."""
-        if not self._scalings:
-            return
-        scaling = self._scalings[0]
-        try:
-            agreed = self._agreed(scaling, now)
-            if agreed:
-                self._scale(scaling.workers, now)
-        except Exception as error:
-            self._scalings.popleft()
-            scaling.done.set_exception(error)
-            return
-        if agreed:
-            self._scalings.popleft()
-            scaling.done.set_result(None)
-
-    def _agreed(self, scaling: _Scaling, now: float) -> bool:
-        """Whether the coordinator has agreed; it is asked first."""
-        self._require_running(scaling.workers)
-        overview = self.overview
-        try:
-            if scaling.call is None:
-                scaling.call = overview.scale(scaling.workers)
-                scaling.answer_by = now + self.plan.deadlines.request_s
-            answer = overview.answer(scaling.call)
-        except ConnectionError as error:
-            raise CoordinatorGone(
-                f"the run was not scaled to {scaling.workers} workers: the coordinator is gone",
-                applied="unknown",
-                fix="the run ends, and tells why",
-            ) from error
-        if answer is None and now > scaling.answer_by:
-            overview.forget(scaling.call)
-            raise Timeout(
-                f"the coordinator has not agreed to {scaling.workers} workers in "
-                f"{self.plan.deadlines.request_s} s",
-                applied="unknown",
-                fix="scale again: the last number holds",
-            )
-        if isinstance(answer, Failed):
-            raise rebuild(answer.kind, answer.failed, answer.applied, answer.fix)
-        return answer is not None
-
-    def _scale(self, workers: int, now: float) -> None:
-        before = self.roster.wanted
-        keys = self.roster.scale(workers, now)
-        self._kill(keys)  # they have ended
-        try:
-            self._launch(keys)
-        except (OSError, ParamServeError) as error:
-            self._kill(keys)
-            self.roster.take_back()
-            with contextlib.suppress(ConnectionError, ParamServeError):
-                self.overview.forget(self.overview.scale(before))
-            raise ParamServeError(
-                f"the run was not scaled to {workers} workers: a process could not be started: "
-                f"{error}",
-                fix="look at what the machine is short of, and scale again",
-            ) from error
-        self._fleet.give_back([f"worker {rank}" for rank in range(workers, before)])
-
-    def _refuse_scaling(self) -> None:
-        """Nobody may wait for a run that is over."""
-        with self._scaling_lock:
-            self._over = True
-        for scaling in self._scalings:
-            try:
-                self._require_running(scaling.workers)
-            except ParamServeError as error:
-                scaling.done.set_exception(error)
+    def _why_fixed(self) -> str:
+        """Why the number of workers can be changed no more; empty: it can."""
+        trains = self.state in ("starting", "running")
+        if trains and not (self._over or self._abandoned or self._stop_at is not None):
+            return ""
+        why = "it ends" if trains else f"it is {self.state}"
+        if isinstance(self.error, ParamServeError):
+            why += f" ({self.error.failed.splitlines()[0]})"
+        return why
 
     def _stop_workers(self, now: float) -> bool:
         """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
         if self._stop_at is None:
             return False
-        workers = [process for process, key in self._processes.items() if key.kind == "worker"]
+        workers = self._processes.workers()
         if not self._workers_asked_to_end:
             self._workers_asked_to_end = True
             self.roster.dismiss_workers()
@@ -500,8 +357,8 @@ class Supervisor:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            self._take(self._fleet.events(left_s))
-        self._take(self._fleet.events(0.0))
+            self._take(self._processes.events(left_s))
+        self._take(self._processes.events(0.0))
 
     def _close_clients(self) -> None:
         with self._clients_lock:
@@ -514,8 +371,8 @@ class Supervisor:
 
     def _release(self) -> None:
         with contextlib.ExitStack() as steps:  # from the last to the first, each in any case
-            if self._directory:
-                steps.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            if self._processes.directory:
+                steps.callback(shutil.rmtree, self._processes.directory, ignore_errors=True)
             steps.callback(self.overview.close)
             steps.callback(self._close_clients)
             steps.callback(self._fleet.close)
@@ -529,19 +386,4 @@ class Supervisor:
         return self.error if self.error is not None else self._stopped()
 
     def _stopped(self) -> ClientClosed:
-        what = "run was stopped" if self.plan.workers else "cluster was closed"
-        return ClientClosed(
-            f"the {what} after {self.seconds:.1f} s",
-            applied="unknown",
-            fix="start it again",
-        )
-
-    def _timed_out(self) -> RunTimeout:
-        workers = [entry for entry in self.roster.workers() if not entry.retired]
-        running = [str(entry.key.number) for entry in workers if entry.returned is None]
-        return RunTimeout(
-            f"the run took longer than timeout_s={self.plan.timeout_s}; "
-            f"not done: {'worker' if len(running) == 1 else 'workers'} {', '.join(running)}",
-            applied="unknown",
-            fix="raise timeout_s, or give the workers less to do",
-        )
+        return stopped(self.seconds, workers=self.plan.workers > 0)

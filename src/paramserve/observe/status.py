@@ -29,7 +29,7 @@ class GroupStatus:
         clock: steps that every live worker has finished.
         steps: steps of all workers together, also of those who have left.
         skipped: clocks or gradients that were not applied because they held NaN or Inf.
-        staleness: of all workers' pushes.
+        staleness: of all workers' pushes that were applied or buffered.
         policy: name of the consistency policy that holds for the slowest worker; empty: not told.
         coming: the next policy and the clock from which on it holds, as "Sync from clock 40"; empty
             if none has been decided, or if it holds already.
@@ -140,7 +140,9 @@ def samples_by_rank(leases: Iterable[LeaseReport]) -> dict[int, int]:
 def _join(shards: list[GroupReport]) -> GroupStatus:
     behind = min(shards, key=lambda report: report.version)
     clocks = dict(behind.clocks)
-    steps = {rank: pushes for rank, pushes, _, _ in behind.staleness}  # those who left are in it
+    dropped = dict(behind.dropped)
+    # Those who left are in it.
+    steps = {rank: pushes + dropped.get(rank, 0) for rank, pushes, _, _ in behind.staleness}
     for rank, clock in clocks.items():
         steps[rank] = max(clock, steps.get(rank, 0))
     slowest = min(clocks.values(), default=behind.version)

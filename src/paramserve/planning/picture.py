@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from paramserve.errors import ParamServeError
@@ -14,7 +15,7 @@ COLOURS = {"compute": "#4c72b0", "exchange": "#dd8452", "waiting": "#cccccc"}
 def require() -> None:
     """Raise `ParamServeError` if matplotlib is not there, before anything takes time."""
     try:
-        import matplotlib  # noqa: F401
+        import_module("matplotlib")
     except ModuleNotFoundError as error:
         raise ParamServeError(
             "a picture needs matplotlib, which is not installed",

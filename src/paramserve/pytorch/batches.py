@@ -65,6 +65,15 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 1, not {value}")
 
 
+def check_counts(batch_size: Any, epochs: Any, steps: Any, batches_per_step: Any) -> None:
+    """The same for how a loader goes through its dataset; the last two may also be None."""
+    check_count("batch_size", batch_size)
+    check_count("epochs", epochs)
+    for name, value in (("steps", steps), ("batches_per_step", batches_per_step)):
+        if value is not None:
+            check_count(name, value)
+
+
 def size_of(dataset: Any) -> int:
     """How many samples it has. Raises `TypeError` if it does not know."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from paramserve.client.leases import Drawn, LeasedWork
+from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
 from paramserve.client.leases import Worker as LeasingWorker
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
     by_rows,
     check_count,
+    check_counts,
     check_options,
     loading,
     order,
@@ -92,6 +93,7 @@ class LeasedLoader:
                     work.delivered()
                     yield batch
                     if work.retiring:
+                        work.settle()
                         return
                 if not work.more():
                     return
@@ -103,7 +105,8 @@ class LeasedSampler(Sampler[list[int]]):
     """Batches of indices that the coordinator leases to this rank, for a `DataLoader` of your own.
 
     Give it as `batch_sampler`. Each step of the worker's client takes the next `batches_per_step`
-    batches: step once with them, in order. Iterating again goes on with the epochs that follow.
+    batches: step once with them, in order. With `ps.LocalSteps` and `ps.ElasticAverage` that is an
+    exchange, and each own step has one batch. Iterating again goes on with the epochs that follow.
 
     A `DataLoader` with `num_workers` draws batches before they are stepped with. Its loop ends when
     nothing is left to draw, while others may still give something back: iterate over
@@ -152,7 +155,7 @@ def lease(
     epochs: int = 1,
     steps: int | None = None,
     shuffle: bool = True,
-    batches_per_step: int = 1,
+    batches_per_step: int | None = None,
     adaptive_batch: tuple[int, int] | None = None,
     name: str | None = None,
     told: bool,
@@ -162,11 +165,7 @@ def lease(
     Args:
         told: whether it will be said which batches were delivered.
     """
-    check_count("batch_size", batch_size)
-    check_count("epochs", epochs)
-    check_count("batches_per_step", batches_per_step)
-    if steps is not None:
-        check_count("steps", steps)
+    check_counts(batch_size, epochs, steps, batches_per_step)
     size = size_of(dataset)
     if size < batch_size:
         raise ValueError(
@@ -179,7 +178,8 @@ def lease(
     elif not isinstance(name, str) or not name:
         raise TypeError(f"a loader's name is a str that is not empty, not {name!r}")
     order = worker.seed if shuffle else -1
-    plan = LeasePlan(size, epochs, steps or 0, batch_size, low, high, batches_per_step, order)
+    several = batches_per_step if batches_per_step is not None else AS_WORKER_SAYS
+    plan = LeasePlan(size, epochs, steps or 0, batch_size, low, high, several, order)
     return LeasedWork(worker, name, plan, told=told)
 
 

@@ -5,8 +5,8 @@ Static parts have equally many batches, and are made here; dynamic ones by `leas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     by_rows,
-    check_count,
+    check_counts,
     check_options,
     loading,
     order,
@@ -132,8 +132,8 @@ class Loader:
         batches: _Batches,
         sampler: RankSampler,
         length: int,
-        batches_per_step: int,
-        done: Callable[[int], int],
+        batches_per_step: int | None,
+        resume: bool,
     ) -> None:
         self._worker = worker
         self._batches_per_step = batches_per_step
@@ -141,7 +141,7 @@ class Loader:
         self._batches = batches
         self._sampler = sampler
         self._length = length
-        self._done = done
+        self._resume = resume
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         worker = self._worker
         worker.leased = None  # steps are no longer with the batches of a leased loader
-        done = self._done(self._length)
+        done = self._done_before()
         epochs, first = divmod(done, len(self._batches))
         if done == self._length:
             self._epoch += -(-done // len(self._batches))
@@ -164,8 +164,9 @@ class Loader:
             self._epoch += 1
             self._batches.first, first = first, 0
             for batch in self._loading:
-                late += (worker.missed - missed) * self._batches_per_step
-                missed = worker.missed
+                if worker.missed != missed:
+                    late += (worker.missed - missed) * self._per_step
+                    missed = worker.missed
                 if worker.retiring:
                     return
                 if late:
@@ -175,6 +176,20 @@ class Loader:
                 left -= 1
                 if not left:
                     return
+
+    def _done_before(self) -> int:
+        """How many batches of the next iteration were stepped with before a restart."""
+        worker = self._worker
+        if not (self._resume and worker.steps_before):
+            return 0
+        steps = min(worker.steps_before, self._length // self._per_step)
+        worker.steps_before -= steps
+        return self._length if worker.steps_before else steps * self._per_step
+
+    @property
+    def _per_step(self) -> int:
+        told = self._batches_per_step
+        return told if told is not None else self._worker.batches_per_step
 
 
 def sampler(
@@ -234,7 +249,7 @@ def load(
     epochs: int = 1,
     steps: int | None = None,
     shuffle: bool = True,
-    batches_per_step: int = 1,
+    batches_per_step: int | None = None,
     resume: bool = True,
     shards: str | None = None,
     adaptive_batch: tuple[int, int] | None = None,
@@ -261,8 +276,9 @@ def load(
         epochs: passes over the dataset.
         steps: number of batches instead of `epochs`: passes are added or cut as it needs.
         shuffle: a new order for each epoch, from (seed, epoch).
-        batches_per_step: batches whose gradients add up to one step. What an iteration has left
-            over at its end belongs to no step.
+        batches_per_step: batches of one step on the servers, as where their gradients are added up;
+            None: as `worker.batches_per_step` says when the iteration begins. Left over batches
+            belong to no step, but own steps of a leased loader are exchanged at its end.
         shards: "static" (None) or "dynamic". With the latter `steps` is the mean over the ranks.
         adaptive_batch: smallest and largest batch of a rank. Shares batch_size x workers samples by
             the measured speed of each. Implies "dynamic".
@@ -278,26 +294,35 @@ def load(
             (with "dynamic": for one).
     Source: guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on Computers, 1987.
     """
+    passes = _Passes(batch_size, epochs, steps, shuffle, batches_per_step)
     if _dynamic(shards, adaptive_batch):
-        return leased.load_leased(
-            worker,
-            dataset,
-            dataloader_options,
-            batch_size=batch_size,
-            epochs=epochs,
-            steps=steps,
-            shuffle=shuffle,
-            batches_per_step=batches_per_step,
-            adaptive_batch=adaptive_batch,
-            name=name,
-        )
+        sharing = {**passes._asdict(), "adaptive_batch": adaptive_batch, "name": name}
+        return leased.load_leased(worker, dataset, dataloader_options, **sharing)
     if name is not None:
         raise ValueError('name is that of a leased loader: it needs shards="dynamic"')
-    check_count("batch_size", batch_size)
-    check_count("epochs", epochs)
-    check_count("batches_per_step", batches_per_step)
-    if steps is not None:
-        check_count("steps", steps)
+    return _load_static(worker, dataset, passes, resume, dataloader_options)
+
+
+class _Passes(NamedTuple):
+    """How a loader goes through its dataset, as `load` was told."""
+
+    batch_size: int
+    epochs: int
+    steps: int | None
+    shuffle: bool
+    batches_per_step: int | None
+
+
+def _load_static(
+    worker: Worker,
+    dataset: Dataset[Any],
+    passes: _Passes,
+    resume: bool,
+    dataloader_options: dict[str, Any],
+) -> Loader:
+    """Batches of a part of its own, as many on every rank."""
+    batch_size, epochs, steps, shuffle, batches_per_step = passes
+    check_counts(batch_size, epochs, steps, batches_per_step)
     check_options(dataloader_options)
     size = size_of(dataset)
     if size < worker.workers * batch_size:
@@ -308,14 +333,6 @@ def load(
     own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
     batches = _Batches(own, batch_size, arrays=by_rows(dataset, dataloader_options))
 
-    def done(length: int) -> int:
-        """How many of the next `length` batches were stepped with before a restart."""
-        if not (resume and worker.steps_before):
-            return 0
-        steps = min(worker.steps_before, length // batches_per_step)
-        worker.steps_before -= steps
-        return length if worker.steps_before else steps * batches_per_step
-
     length = steps if steps is not None else epochs * len(batches)
     torch_loader = loading(dataset, batches, dataloader_options)
-    return Loader(worker, torch_loader, batches, own, length, batches_per_step, done)
+    return Loader(worker, torch_loader, batches, own, length, batches_per_step, resume)

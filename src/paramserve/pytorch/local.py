@@ -7,7 +7,7 @@ them there is one exchange, which is one clock of the group. Who waits for whom 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,17 +48,26 @@ class Local(Adopted[B]):
                 "two exchanges already, and each goes on from the values that the exchange before "
                 "brought. Leave overlap out, or raise every"
             )
-        self._every = policy.every
-        self._since = 0
+        self.every = policy.every
+        self.since = 0
         """Own steps since the last exchange."""
         self._samples = 0.0
         """Behind them, together."""
 
-    def finish(self) -> None:
-        """Exchange once more if there were own steps since; then as `Adopted.finish`."""
-        if self._since:
+    def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
+        """As `Adopted.start`; from then on leased loaders know of the own steps."""
+        super().start(groups, state)
+        self._worker.own_steps.append(self)
+
+    def settle(self) -> None:
+        """Exchange once more if there were own steps since."""
+        if self.since:
             with torch.no_grad():
                 self._exchange()
+
+    def finish(self) -> None:
+        """`settle`; then as `Adopted.finish`."""
+        self.settle()
         super().finish()
 
     def run(
@@ -88,9 +97,9 @@ class Local(Adopted[B]):
                 _unscale(params, reciprocal(grad_scale))
             loss = own_step(self._clipping(params, closure))
         self._weigh()
-        self._since += 1
+        self.since += 1
         self._stepped(groups)
-        if self._since >= self._every:
+        if self.since >= self.every:
             with torch.no_grad():
                 self._exchange()
         self._count_step()
@@ -135,7 +144,7 @@ class Local(Adopted[B]):
 
     def _exchanged(self) -> None:
         """The push was sent: count from here. The ticket may still fail."""
-        self._since, self._samples = 0, 0.0
+        self.since, self._samples = 0, 0.0
 
 
 def _unscale(params: Sequence[Tensor], factor: float) -> None:

@@ -172,12 +172,12 @@ def adopt(
     With two policies the optimizer makes the steps itself, on this worker; it may then be of any
     class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker has to
     be started again: it goes on with the servers' values and a fresh state. One clock is `every`
-    steps: `worker.loader` needs `batches_per_step=every` where it leases its batches, or where
-    workers may be started again.
+    steps. Loaders and samplers of the worker know that when they are iterated after this call; only
+    where a step takes several batches they need `batches_per_step`, of a whole clock.
 
     - `ps.LocalSteps`: after each `every` steps the servers apply their `outer` rule to the mean of
       what the steps have changed, and all go on from there. Steps that are left over at the end
-      are exchanged then.
+      of the run, or of a leased loader, are exchanged then.
     - `ps.ElasticAverage`: this worker's values stay its own; at each exchange they and the servers'
       values, the center, move towards each other by lr * rho of their distance, with the lr of each
       parameter group. `Result.state_dict()` is the center, and it is what to evaluate: the model
@@ -191,8 +191,8 @@ def adopt(
         overlap: return after the push, so that communication and the next gradient overlap. The
             gradients of step k then come from the values after step k - 2. Not with own steps.
         weight: number of samples behind each gradient, or a function that tells it at each step;
-            None: as the worker's loader knows it, else 1. It counts for `Sync(reduce="mean")`. In
-            LocalSteps the weights of the steps of an exchange are added up.
+            None: as the worker's loader knows it, else 1. Under `Sync` gradients are multiplied by
+            it; "mean" divides by their sum. LocalSteps adds it up over the steps of an exchange.
         clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this worker's,
             before an own step its gradient; None: no clipping.
         buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every few
@@ -208,31 +208,49 @@ def adopt(
         comes after the own step, so that the next gradient is taken at the moved values; in the
         paper's algorithm 1 it comes between a gradient and its step.
     """
+    _check(model, optimizer)
+    settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
+    _become(optimizer, _started(worker, model, optimizer, settings))
+    return optimizer
+
+
+def _check(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raise `TypeError` or `ValueError` for what cannot be adopted."""
     if isinstance(optimizer, AdoptedOptimizer):
         raise TypeError("this optimizer came from worker.optimizer already: keep using it")
     check_optimizer(optimizer)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    watched = _patched_by_scheduler(optimizer)
-    settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
-    policy = consistency if consistency is not None else worker.client.terms(name).policy
-    adopted: Served | LocalStepping | Elastic
+    _patched_by_scheduler(optimizer)
+
+
+def _started(
+    worker: Worker, model: torch.nn.Module, optimizer: Optimizer, settings: Settings
+) -> Served | LocalStepping | Elastic:
+    """What steps from now on: it has defined the model, and taken over the optimizer's state."""
+    policy = settings.consistency
+    if policy is None:
+        policy = worker.client.terms(settings.name).policy
     if isinstance(policy, LocalSteps | ElasticAverage):
-        base: type[AdoptedOptimizer] = LocalOptimizer
-        adopted = local(worker, model, settings, policy)
-        adopted.start(optimizer.param_groups, optimizer.state)
-    else:
-        base = ServedOptimizer
-        adopted = Served(worker, model, kind_of(optimizer), settings)
-        adopted.start(optimizer.param_groups, optimizer.state)
-        optimizer.state.clear()
+        own = local(worker, model, settings, policy)
+        own.start(optimizer.param_groups, optimizer.state)
+        return own
+    served = Served(worker, model, kind_of(optimizer), settings)
+    served.start(optimizer.param_groups, optimizer.state)
+    optimizer.state.clear()
+    return served
+
+
+def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic) -> None:
+    """Swap the class of `optimizer` for one that steps with `adopted`."""
+    watched = _patched_by_scheduler(optimizer)
+    base = ServedOptimizer if isinstance(adopted, Served) else LocalOptimizer
     optimizer.__class__ = _adopted_class(type(optimizer), base)
     assert isinstance(optimizer, AdoptedOptimizer)
     optimizer._adopted = adopted
     optimizer._patch_step_function()
     if watched:
         _patch_for_scheduler(optimizer)
-    return optimizer
 
 
 def _patched_by_scheduler(optimizer: Optimizer) -> bool:

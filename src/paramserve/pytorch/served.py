@@ -25,6 +25,7 @@ from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
+    from paramserve.client.leases import OwnSteps
     from paramserve.core.partition import Block
     from paramserve.rules.base import Rule
 
@@ -53,6 +54,11 @@ class Worker(Protocol):
     @property
     def refreshers(self) -> list[Callable[[], None]]:
         """Called after this worker took no part in its groups for a while."""
+        ...
+
+    @property
+    def own_steps(self) -> list[OwnSteps]:
+        """The optimizers that step by themselves."""
         ...
 
     @property

@@ -17,7 +17,8 @@ from paramserve.testing.nemesis import (
     stop,
 )
 from paramserve.testing.network import Faults
-from paramserve.testing.simulated import Scenario, SimulatedCluster, replay
+from paramserve.testing.scenario import Scenario
+from paramserve.testing.simulated import SimulatedCluster, replay
 
 __all__ = [
     "SimulatedCluster",

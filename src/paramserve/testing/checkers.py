@@ -10,9 +10,47 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 
-from paramserve.core.consistency import Adaptive, Async, BoundedStaleness, Buffered, Sync
-from paramserve.core.decisions import Policy
-from paramserve.testing.history import Call, Decided, History, Part, Row, mask
+from paramserve.core.consistency import Buffered
+from paramserve.testing.decision_checkers import gradients_count_as_decided
+from paramserve.testing.history import Call, History, Part, Row, mask
+from paramserve.testing.policy_checkers import (
+    bounded_staleness,
+    buffers_are_full,
+    changes_agree,
+    clocks_are_decided_in_time,
+    drops_by_staleness,
+    may_leave_out,
+)
+from paramserve.testing.rank_checkers import (
+    older_incarnations_change_nothing,
+    restarts_keep_the_clocks,
+    who_counts,
+)
+from paramserve.testing.wording import call_name, part_name, push_numbers, row_text
+
+__all__ = [
+    "check",
+    "Violation",
+    "Checker",
+    "ALL",
+    "SHOWN_MAX",
+    "exactly_once",
+    "counters_agree",
+    "all_or_nothing",
+    "sessions_in_order",
+    "older_incarnations_change_nothing",
+    "restarts_keep_the_clocks",
+    "clocks_are_decided_in_time",
+    "bounded_staleness",
+    "who_counts",
+    "spoiled_gradients_change_nothing",
+    "drops_by_staleness",
+    "gradients_count_as_decided",
+    "buffers_are_full",
+    "changes_agree",
+    "samples_are_used",
+    "everyone_finishes",
+]
 
 Checker = Callable[[History], list[str]]
 
@@ -42,13 +80,15 @@ def exactly_once(history: History) -> list[str]:
             issued = mask(c.push for c in pushes)
             half = (c for c in pushes if c.applied == "unknown" and not history.has_clock(c))
             unknown = mask(c.push for c in half)
-            who = f"writer {writer} on {_name(part)}"
-            wrong += _numbers(acknowledged & ~present, f"{who}: acknowledged, but lost")
-            wrong += _numbers(present & rejected, f"{who}: reported as not applied, but applied")
-            wrong += _numbers(present & ~issued, f"{who}: applied, but never issued")
+            who = f"writer {writer} on {part_name(part)}"
+            wrong += push_numbers(acknowledged & ~present, f"{who}: acknowledged, but lost")
+            wrong += push_numbers(
+                present & rejected, f"{who}: reported as not applied, but applied"
+            )
+            wrong += push_numbers(present & ~issued, f"{who}: applied, but never issued")
             if writer not in history.ended:
                 untold = present & ~acknowledged & ~rejected & ~unknown
-                wrong += _numbers(untold, f"{who}: applied, never acknowledged")
+                wrong += push_numbers(untold, f"{who}: applied, never acknowledged")
     return wrong
 
 
@@ -59,9 +99,9 @@ def counters_agree(history: History) -> list[str]:
     """
     wrong = []
     for part, row in history.final.items():
-        wrong += _miscounted(row, f"final {_name(part)}")
+        wrong += _miscounted(row, f"final {part_name(part)}")
     for call, part, row in history.reads():
-        wrong += _miscounted(row, f"{_call(call)} read of {_name(part)}")
+        wrong += _miscounted(row, f"{call_name(call)} read of {part_name(part)}")
     return wrong
 
 
@@ -77,21 +117,21 @@ def all_or_nothing(history: History) -> list[str]:
             if call.push is not None and part.block in call.blocks
         ]
         if held and len({bit for bit, _ in held}) > 1:
-            where = ", ".join(_name(part) for bit, part in held if bit)
-            wrong.append(f"{_call(call)} push {call.push} is only on {where}")
+            where = ", ".join(part_name(part) for bit, part in held if bit)
+            wrong.append(f"{call_name(call)} push {call.push} is only on {where}")
     states: dict[int, tuple[str, Part, Row]] = {}
     pushed = _pushed(history)
     for call, part, row in history.reads():
         if call.state is None:
             continue
-        seen = f"{_call(call)} read of {_name(part)}"
+        seen = f"{call_name(call)} read of {part_name(part)}"
         first, at, expected = states.setdefault(call.state, (seen, part, row))
         for writer, (ours, theirs) in enumerate(zip(row.pushes, expected.pushes, strict=True)):
             both = pushed.get((writer, part.block), 0) & pushed.get((writer, at.block), 0)
             if (ours ^ theirs) & both:
                 wrong.append(
-                    f"after {call.state} clocks {seen} has {_text(row)}, "
-                    f"{first} has {_text(expected)}"
+                    f"after {call.state} clocks {seen} has {row_text(row)}, "
+                    f"{first} has {row_text(expected)}"
                 )
                 break
     return wrong
@@ -120,189 +160,18 @@ def sessions_in_order(history: History) -> list[str]:
                     if part.block in call.blocks and call.acknowledged_on(part.shard):
                         acknowledged[part] = acknowledged.get(part, 0) | 1 << call.push
             for part, row in call.reads.items():
-                who = f"{_call(call)} read of {_name(part)}"
+                who = f"{call_name(call)} read of {part_name(part)}"
                 own = row.pushes[writer]
                 lacking = acknowledged.get(part, 0) & ~own
                 if lacking.bit_count() > spare:
-                    wrong += _numbers(lacking, f"{who} lacks its own")
-                wrong += _numbers(own & ~issued, f"{who} has its own later")
+                    wrong += push_numbers(lacking, f"{who} lacks its own")
+                wrong += push_numbers(own & ~issued, f"{who} has its own later")
                 before = seen.get(part, row)
                 for other, (old, new) in enumerate(zip(before.pushes, row.pushes, strict=True)):
                     text = f"{who} lacks what it had read before of writer {other}"
-                    wrong += _numbers(old & ~new, text) if old & ~new else []
+                    wrong += push_numbers(old & ~new, text) if old & ~new else []
                 wrong += timeline.not_yet_issued(call, row, who)
                 seen[part] = row
-    return wrong
-
-
-def older_incarnations_change_nothing(history: History) -> list[str]:
-    """8. A push that reaches a shard after it knows the writer as ended is not applied there."""
-    wrong = []
-    for (shard, writer), fence in history.fences.items():
-        late = mask(
-            push
-            for (at, by, push), order in history.arrivals.items()
-            if (at, by) == (shard, writer) and order > fence
-        )
-        for part, row in history.final.items():
-            if part.shard == shard:
-                who = f"writer {writer} on {_name(part)}"
-                wrong += _numbers(late & row.pushes[writer], f"{who}: applied after its end")
-    return wrong
-
-
-def restarts_keep_the_clocks(history: History) -> list[str]:
-    """8, for ranks that come back. Under Sync a rank is in each clock exactly once, whichever of
-    its incarnations brought it, unless it had ended for good. A new incarnation goes on at the
-    clock that its rank had reached, and no clock goes back.
-
-    A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that
-    are late.
-    """
-    wrong = list(history.backwards)
-    last: dict[int, int] = {}
-    for each in history.decided:
-        ranks = [rank for rank, _ in each.contributors]
-        if len(set(ranks)) < len(ranks):
-            wrong.append(f"clock {each.clock} has {each.contributors}: one rank twice")
-        missing = []
-        for rank in sorted({*history.ranks, *last}):
-            if rank not in ranks and not each.empty:
-                if not history.was_away(rank, last.get(rank, 0), each.order):
-                    missing.append(rank)
-            else:
-                last[rank] = each.order
-        for rank in ranks:
-            last[rank] = each.order
-        wrong += _done_without(missing, each, history.policy_at(each.clock))
-    return wrong + _resumed_wrongly(history) + _brought_twice(history)
-
-
-def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> list[str]:
-    backup = policy.backup if isinstance(policy, Sync) else 0
-    if len(missing) <= backup or (policy is not None and not isinstance(policy, Sync)):
-        return []
-    limit = policy.timeout_s if isinstance(policy, Sync) else None
-    if isinstance(limit, Adaptive):
-        limit = limit.least_s
-    if limit is not None and each.waited_s >= limit - 1e-9:
-        return []
-    late = "" if limit is None else f", {each.waited_s:.3f} s after its first gradients"
-    return [f"clock {each.clock} was decided without ranks {missing}{late} ({policy!r})"]
-
-
-def clocks_are_decided_in_time(history: History) -> list[str]:
-    """13, for Sync: a clock waits for nobody that it can do without.
-
-    Judged only where the network loses nothing, so that there is no other reason to wait.
-    """
-    if history.prompt_s is None:
-        return []
-    return [
-        f"clock {each.clock} was decided {each.late_s:.4f} s after all that it needs had come to "
-        f"all shards ({history.policy_at(each.clock)!r})"
-        for each in history.decided
-        if each.late_s > history.prompt_s
-    ]
-
-
-def bounded_staleness(history: History) -> list[str]:
-    """3. A read at clock c has every update of clock <= c - s - 1 of the workers that count there.
-
-    s is the bound of `BoundedStaleness`, and 0 under `Sync`. Which workers count on a shard when it
-    answers is what that shard has shown; `who_counts` judges that.
-    """
-    if all(_bound(policy) is None for _, policy in history.policies):
-        return []
-    wrong = []
-    pushes = _by_rank(history)
-    for call in history.calls:
-        if not call.reads or call.rank < 0:
-            continue
-        clock = call.clock + call.tick
-        policies = (history.policy_of(call), history.policy_at(clock))
-        bounds = [_bound(policy) for policy in policies]
-        if None in bounds:
-            continue
-        newest = clock - max(each for each in bounds if each is not None) - 1
-        for part, row in call.reads.items():
-            answered = history.answers.get((part.shard, call.writer, call.number))
-            if answered is None:
-                continue
-            for other in pushes:
-                if other.clock > newest or other.enters or other.rank == call.rank:
-                    continue
-                if isinstance(history.policy_of(other), Buffered):
-                    continue
-                if part.block in other.blocks and _lacks(history, other, part, row, answered.order):
-                    wrong.append(
-                        f"{_call(call)} read of {_name(part)} at clock {clock} lacks push "
-                        f"{other.push} of writer {other.writer} (rank {other.rank}), which is of "
-                        f"clock {other.clock}"
-                    )
-    return wrong
-
-
-def _bound(policy: Policy | None) -> int | None:
-    """How many clocks behind a read may be; None: any number."""
-    if isinstance(policy, BoundedStaleness):
-        return policy.bound
-    return 0 if isinstance(policy, Sync) else None
-
-
-def _by_rank(history: History) -> list[Call]:
-    return [call for call in history.calls if call.push is not None and call.rank >= 0]
-
-
-def _lacks(history: History, push: Call, part: Part, row: Row, order: int) -> bool:
-    """Whether a push that is applied at some time was not, when it had to be."""
-    assert push.push is not None
-    bit = 1 << push.push
-    if row.pushes[push.writer] & bit or not history.final[part].pushes[push.writer] & bit:
-        return False
-    if not history.counts(part.shard, push.rank, order):
-        return False
-    if any(  # it came back there at a later clock, and repeats what another shard has not had
-        each.shard == part.shard
-        and each.rank == push.rank
-        and each.order <= order
-        and each.clock > push.clock
-        for each in history.entered
-    ):
-        return False
-    return not any(  # an incarnation that repeats a step which its predecessor had brought here
-        each.rank == push.rank
-        and each.writer != push.writer
-        and each.clock == push.clock
-        and each.tick
-        and history.reached.get((part.shard, each.writer, each.number), order) < order
-        for each in history.calls
-    )
-
-
-def who_counts(history: History) -> list[str]:
-    """Workers that are live count, and who comes begins where the others are.
-
-    A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
-    rank that comes to count is not behind the slowest; one that joins a running cluster begins
-    there exactly, or where it has begun on another shard.
-    """
-    wrong = []
-    for (shard, rank), changes in history.counted.items():
-        for order, whether in changes:
-            if not whether and not history.was_away(rank, 0, order):
-                wrong.append(f"shard {shard} went on without rank {rank}, which had not ended")
-    for each in history.entered:
-        if each.slowest is None:
-            continue
-        latest = max(each.slowest, each.then if each.then is not None else 0) + 1
-        elsewhere = (e.clock for e in history.entered if e.rank == each.rank and e is not each)
-        latest = max(latest, 1 + max(elsewhere, default=0))
-        if each.clock < each.slowest or (each.joins and each.clock > latest):
-            wrong.append(
-                f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
-                f"slowest worker was at {each.slowest}"
-            )
     return wrong
 
 
@@ -315,67 +184,22 @@ def spoiled_gradients_change_nothing(history: History) -> list[str]:
             spoiled[call.writer] = spoiled.get(call.writer, 0) | 1 << call.push
     if not spoiled:
         return []
-    seen = [(f"final {_name(part)}", row) for part, row in history.final.items()]
-    seen += [(f"{_call(c)} read of {_name(part)}", row) for c, part, row in history.reads()]
+    seen = [(f"final {part_name(part)}", row) for part, row in history.final.items()]
+    seen += [(f"{call_name(c)} read of {part_name(part)}", row) for c, part, row in history.reads()]
     for where, row in seen:
         for writer, pushes in spoiled.items():
             if row.pushes[writer] & pushes:
                 text = f"{where} has what writer {writer} had spoiled"
-                wrong += _numbers(row.pushes[writer] & pushes, text)
-    return wrong
-
-
-def drops_by_staleness(history: History) -> list[str]:
-    """`Async(drop_after=n)`: a gradient staler than n updates is never applied on that shard, and
-    one within n never dropped there. Staleness is counted again from the versions that the values
-    went through."""
-    if not any(isinstance(policy, Async) for _, policy in history.policies):
-        return []
-    wrong = []
-    applied = {
-        (each.shard, *push): (each.before, each.after)
-        for each in history.updates
-        for push in each.pushes
-    }
-    for call in history.calls:
-        policy = history.policy_of(call)
-        if call.push is None or not isinstance(policy, Async):
-            continue
-        limit = policy.drop_after
-        for shard, base in enumerate(call.bases):
-            answer = history.answers.get((shard, call.writer, call.number))
-            found = applied.get((shard, call.writer, call.push))
-            who = f"shard {shard}: push {call.push} of writer {call.writer}, based on {base},"
-            if found is not None and limit is not None and found[0] - base > limit:
-                wrong.append(f"{who} was applied at version {found[0]} ({policy!r})")
-            if answer is None or found is not None or not answer.skipped or call.spoiled:
-                continue
-            if limit is None or answer.after - base <= limit:
-                wrong.append(f"{who} was dropped at version {answer.after} ({policy!r})")
-    return wrong
-
-
-def buffers_are_full(history: History) -> list[str]:
-    """`Buffered(size=n)`: an update has exactly n gradients, fewer only when no worker is left."""
-    sizes = [policy.size for _, policy in history.policies if isinstance(policy, Buffered)]
-    if not sizes or len(sizes) < len(history.policies):
-        return []
-    wrong = []
-    for each in history.updates:
-        most = max(sizes) * (each.after - each.before)
-        least = min(sizes) * (each.after - each.before)
-        if len(each.pushes) > most or (len(each.pushes) < least and not each.alone):
-            wrong.append(
-                f"shard {each.shard}: {each.after - each.before} update(s) to version "
-                f"{each.after} with {len(each.pushes)} gradients, sizes {sizes}"
-            )
+                wrong += push_numbers(row.pushes[writer] & pushes, text)
     return wrong
 
 
 def samples_are_used(history: History) -> list[str]:
     """14. Of samples that are shared by lease, each is used exactly once an epoch in Sync; else at
-    least once on each shard, and what is used again is counted. A gradient that came too late is
-    counted as dropped, and its samples as used.
+    least once on each shard, and what is used again is counted.
+
+    Samples may be lost with a gradient that its policy leaves out, as with one that comes too late
+    for `Sync(backup=...)`. That a shard says so does not suffice where the policy leaves out none.
 
     Judged only where some worker was told that nothing is left.
     """
@@ -389,13 +213,13 @@ def samples_are_used(history: History) -> list[str]:
         for call in history.calls:
             if call.samples is None or call.push is None or part.block not in call.blocks:
                 continue
-            answer = history.answers.get((part.shard, call.writer, call.number))
+            left_out = may_leave_out(history, call, part.shard)
             for position in range(*call.samples):
                 uses[position] += row.pushes[call.writer] >> call.push & 1
-                dropped[position] |= answer is not None and answer.skipped
+                dropped[position] |= left_out
         unused = [at for at in range(shared.size) if not (uses[at] or dropped[at])]
         if unused:
-            wrong.append(f"{_name(part)} lacks the samples {_ranges(unused)}")
+            wrong.append(f"{part_name(part)} lacks the samples {_ranges(unused)}")
         again = [max(most, count - 1) for most, count in zip(again, uses, strict=True)]
     repeated = [position for position, count in enumerate(again) if count > 0]
     if repeated and history.collects:
@@ -409,87 +233,6 @@ def samples_are_used(history: History) -> list[str]:
 
 def _ranges(positions: list[int]) -> str:
     return ", ".join(map(str, positions[:10])) + (", ..." if len(positions) > 10 else "")
-
-
-def changes_agree(history: History) -> list[str]:
-    """A change of policy holds from one clock on, on all shards: no step of that clock or later is
-    handled the old way, and none before it the new way."""
-    wrong = []
-    first: dict[int, tuple[int, str, int]] = {}
-    for each in history.switched:
-        clock, policy, shard = first.setdefault(each.number, (each.clock, each.policy, each.shard))
-        if (clock, policy) != (each.clock, each.policy):
-            wrong.append(
-                f"change {each.number} is to {policy} from clock {clock} on shard {shard}, and to "
-                f"{each.policy} from clock {each.clock} on shard {each.shard}"
-            )
-    if len(history.policies) > 1:
-        wrong += _handled_wrongly(history)
-    return wrong
-
-
-def _handled_wrongly(history: History) -> list[str]:
-    decided = {(each.clock, writer) for each in history.decided for _, writer in each.contributors}
-    known = {each.clock for each in history.decided}
-    """Where one shard decides several clocks in one event, only the last of them is recorded."""
-    wrong = []
-    for call in _by_rank(history):
-        assert call.push is not None
-        if (
-            call.enters
-            or not call.tick
-            or not any(
-                history.final[part].pushes[call.writer] >> call.push & 1 for part in history.final
-            )
-        ):
-            continue
-        together = (call.clock, call.writer) in decided
-        collects = history.collects_at(call.clock)
-        if together is not collects and not (collects and call.clock not in known):
-            how = "with its clock" if together else "by itself"
-            wrong.append(
-                f"{_call(call)} push {call.push} of clock {call.clock} was applied {how}, under "
-                f"{history.policy_at(call.clock)!r}"
-            )
-    return wrong
-
-
-def _resumed_wrongly(history: History) -> list[str]:
-    """A later incarnation that began before what its rank had been told to be done."""
-    wrong = []
-    reached: dict[int, int] = {}
-    for calls in history.by_writer().values():
-        rank, steps = calls[0].rank, [call for call in calls if call.tick]
-        if rank < 0 or not steps:
-            continue
-        if steps[0].clock < reached.get(rank, 0):
-            wrong.append(
-                f"{_call(steps[0])} rank {rank} began at clock {steps[0].clock}, "
-                f"it had ended {reached[rank]} steps"
-            )
-        done = [call.clock + 1 for call in steps if call.answered is not None and not call.error]
-        reached[rank] = max([reached.get(rank, 0), *done])
-    return wrong
-
-
-def _brought_twice(history: History) -> list[str]:
-    """Pushes of two incarnations to one synchronous clock that are both in a part's value."""
-    wrong = []
-    for part, row in history.final.items():
-        found: dict[tuple[int, int], int] = {}
-        for call in history.calls:
-            if call.push is None or part.block not in call.blocks or call.rank < 0:
-                continue
-            if not history.collects_at(call.clock):
-                continue
-            if row.pushes[call.writer] >> call.push & 1:
-                other = found.setdefault((call.rank, call.clock), call.writer)
-                if other != call.writer:
-                    wrong.append(
-                        f"{_name(part)} has the gradients of writers {other} and {call.writer} "
-                        f"(rank {call.rank}) for clock {call.clock}"
-                    )
-    return wrong
 
 
 def everyone_finishes(history: History) -> list[str]:
@@ -509,6 +252,7 @@ ALL: tuple[Checker, ...] = (
     who_counts,
     spoiled_gradients_change_nothing,
     drops_by_staleness,
+    gradients_count_as_decided,
     buffers_are_full,
     changes_agree,
     samples_are_used,
@@ -533,17 +277,9 @@ def check(history: History, again: str = "", checkers: tuple[Checker, ...] = ALL
         raise Violation("\n  ".join([again or "the run broke an invariant", *lines]))
 
 
-def _numbers(found: int, text: str) -> list[str]:
-    if not found:
-        return []
-    return [
-        f"{text}: push {', '.join(str(k) for k in range(found.bit_length()) if found >> k & 1)}"
-    ]
-
-
 def _miscounted(row: Row, where: str) -> list[str]:
     if not row.sound:
-        return [f"{where}: the values are no sum of whole pushes: {_text(row)}"]
+        return [f"{where}: the values are no sum of whole pushes: {row_text(row)}"]
     return [
         f"{where}: writer {writer} is counted {count} times with {pushes.bit_count()} pushes"
         for writer, (count, pushes) in enumerate(zip(row.counts, row.pushes, strict=True))
@@ -587,17 +323,5 @@ class _Timeline:
             if pushes:
                 until = bisect(self._orders.get(writer, ()), call.answered)
                 early = pushes & ~self._masks.get(writer, [0])[until]
-                wrong += _numbers(early, f"{who} has, before it was issued by writer {writer}")
+                wrong += push_numbers(early, f"{who} has, before it was issued by writer {writer}")
         return wrong
-
-
-def _name(part: Part) -> str:
-    return f"block {part.block} on shard {part.shard}"
-
-
-def _call(call: Call) -> str:
-    return f"writer {call.writer}, call {call.number}:"
-
-
-def _text(row: Row) -> str:
-    return " ".join(f"{count}:{pushes:b}" for count, pushes in zip(*row[:2], strict=True) if count)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from paramserve.core import policies
 from paramserve.core.decisions import Policy
@@ -99,42 +100,13 @@ class SimulatedClient(ClientProcess):
         if push and not skip:
             number, self._pushes = self._pushes, self._pushes + 1
         ids = frozenset(block.id for block in push) if number is not None else frozenset()
-        bases = tuple(self.versions)
-        call = self.cluster.history.issue(
-            self.writer,
-            self._calls,
-            number,
-            ids,
-            state,
-            rank=self.rank,
-            clock=self.clock,
-            tick=tick,
-            spoiled=spoiled,
-            bases=bases,
-            enters=self.enters,
-        )
+        call = self._issue(number, ids, state, tick, spoiled)
         call.samples = samples
-        self._calls += 1
         sources = self._gradients(push, number, spoiled)
         targets = [(block, self.take(block)) for block in pull]
         group = self.blocks["left"].group
-        requests = []
-        for shard in range(len(self.connections)):
-            gradients = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
-            places = tuple(Place(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
-            requests.append(
-                Step(
-                    0,
-                    group,
-                    self.clock,
-                    tick,
-                    gradients,
-                    places,
-                    bases[shard],
-                    skip=skip,
-                    mark=mark,
-                )
-            )
+        plain = Step(0, group, self.clock, tick, (), (), skip=skip, mark=mark)
+        requests = self._for_each_shard(plain, call.bases, sources, targets)
         operation = Operation(len(requests))
         self._slots[operation] = [slot for _, slot in (*sources, *targets)]
         operation.then(partial(self._complete, call, operation, targets, then))
@@ -146,6 +118,40 @@ class SimulatedClient(ClientProcess):
         self.in_flight += 1
         self.submit(requests, operation)
         self.stepping = None
+
+    def _issue(
+        self, push: int | None, blocks: frozenset[int], state: int | None, tick: bool, spoiled: bool
+    ) -> Call:
+        """Record that the next call begins."""
+        number, self._calls = self._calls, self._calls + 1
+        return self.cluster.history.issue(
+            self.writer,
+            number,
+            push,
+            blocks,
+            state,
+            rank=self.rank,
+            clock=self.clock,
+            tick=tick,
+            spoiled=spoiled,
+            bases=tuple(self.versions),
+            enters=self.enters,
+        )
+
+    def _for_each_shard(
+        self,
+        step: Step,
+        bases: Sequence[int],
+        sources: Sequence[tuple[Block, int]],
+        targets: Sequence[tuple[Block, int]],
+    ) -> list[Step]:
+        """A step as every shard gets it: with the places of its own parts of the slots."""
+        requests = []
+        for shard, base in enumerate(bases):
+            push = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
+            pull = tuple(Place(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
+            requests.append(structs.replace(step, push=push, pull=pull, base=base))
+        return requests
 
     def change_policy(self, policy: Policy) -> None:
         """Ask the shards for another policy; the answers to later steps tell of it."""
@@ -219,7 +225,7 @@ class SimulatedClient(ClientProcess):
         self.cluster.history.answer(call)
         self.release(operation)
         self.in_flight -= 1
-        self.cluster.moved(self)
+        self.cluster.recorder.moved(self)
         then(call, operation)
 
     def _hear(self, operation: Operation, call: Call | None) -> None:

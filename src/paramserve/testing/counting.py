@@ -19,8 +19,9 @@ from paramserve.core.decisions import Policy
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
+from paramserve.rules.allowed import FRACTION, check_hyper
 from paramserve.rules.compiled import compiled
-from paramserve.testing.history import Row
+from paramserve.testing.history import Applied, Row
 
 Array = npt.NDArray[Any]
 
@@ -39,9 +40,27 @@ class Pushed(NamedTuple):
 
 @dataclass(frozen=True)
 class AddWhole(Add):
-    """value += gradient, whatever the policy multiplies gradients by: pushes stay whole."""
+    """value += gradient, whatever the policy makes of a gradient: pushes stay whole. What it makes
+    of one worker's is told.
+
+    A gradient's elements are powers of two. So the correction of `DelayCompensated` can be taken
+    out again, as long as it is small, and the element that is 1 shows how large it was.
+
+    Attributes:
+        momentum: has no effect, but for a policy that lowers it.
+        told: of the shard whose rule it is.
+    """
 
     name: ClassVar[str] = "AddWhole"
+    hyper_names: ClassVar[tuple[str, ...]] = ("momentum",)
+    told: ClassVar[list[Applied] | None] = None
+    momentum: float = 0.9
+
+    def hyper(self) -> Hyper:
+        return (self.momentum,)
+
+    def check(self, hyper: Hyper) -> None:
+        check_hyper(self.name, {"momentum": FRACTION}, hyper)
 
     def apply(
         self,
@@ -53,6 +72,17 @@ class AddWhole(Add):
         push: PushInfo,
         out: Array | None = None,
     ) -> None:
+        if push.worker >= 0:
+            whole = np.zeros_like(gradient)
+            there = gradient > 0.0
+            whole[there] = np.exp2(np.rint(np.log2(gradient[there])))
+            off = float(np.max(gradient - whole, where=whole == 1.0, initial=0.0))
+            if self.told is not None:
+                worker, clock, version = push.worker, push.clock, push.version
+                momentum, given = hyper[0], self.momentum
+                told = Applied(worker, clock, version, push.scale, momentum, given, off)
+                self.told.append(told)
+            gradient = whole
         super().apply(value, gradient, state, hyper, runs, push._replace(scale=1.0), out)
 
 

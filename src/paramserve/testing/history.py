@@ -103,6 +103,8 @@ class Decided(NamedTuple):
     """Since the first step of this clock came to any shard after the clock before was decided."""
     late_s: float = 0.0
     """Since as many steps as the policy asks for had come to every shard."""
+    step_s: float | None = None
+    """The median time of a step that the lead went by (`Standing.step_s`); None: not recorded."""
 
 
 class Answered(NamedTuple):
@@ -115,6 +117,20 @@ class Answered(NamedTuple):
     after: int
 
 
+class Applied(NamedTuple):
+    """What a shard asked a rule for: `version` is that before, `scale` multiplies the gradient, and
+    `momentum` came out of the rule's own, `given`."""
+
+    worker: int
+    clock: int
+    version: int
+    scale: float
+    momentum: float
+    given: float
+    change: float = 0.0
+    """By how much the gradient's own counter was off, after its correction by lambda * change."""
+
+
 class Update(NamedTuple):
     """Values of a shard have changed: `after - before` updates, with these (writer, push)."""
 
@@ -125,6 +141,8 @@ class Update(NamedTuple):
     pushes: tuple[tuple[int, int], ...]
     alone: bool = False
     """Whether no worker counted there any more."""
+    applied: tuple[Applied, ...] = ()
+    """Of gradients that were applied one by one, if that is recorded."""
 
 
 class Entered(NamedTuple):
@@ -313,6 +331,10 @@ class History:
     def was_away(self, rank: int, after: int, before: int) -> bool:
         """Whether a rank counted as ended, or rested, at any time between two orders."""
         return _ever(self.away, rank, after, before) or _ever(self.resting, rank, after, before)
+
+    def rested(self, rank: int, order: int) -> bool:
+        """Whether a rank rested at a time."""
+        return _ever(self.resting, rank, order, order)
 
     def by_writer(self) -> dict[int, list[Call]]:
         """Calls in the order of their numbers."""

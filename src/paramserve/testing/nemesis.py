@@ -7,6 +7,7 @@ workers by rank: whichever incarnation has it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ def shard_place(shard: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptedFault:
+class ScriptedFault(ABC):
     """One entry of `Scenario.script`.
 
     Attributes:
@@ -52,13 +53,13 @@ class ScriptedFault:
         own = self.worker is None or client.rank == self.worker
         return own and client.rank >= 0 and client.stepping == self.clock
 
+    @abstractmethod
     def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
         """Do it.
 
         Args:
             client: whose step has brought it about; None at the beginning.
         """
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         """As its function is called."""

@@ -204,6 +204,11 @@ class ClientProcess(ABC):
 
     # --- the coordinator ----------------------------------------------------------------
 
+    @property
+    def calling(self) -> bool:
+        """Whether it waits for the coordinator's answer."""
+        return self._then is not None
+
     def call(self, message: CoordinatorRequest, then: Then) -> None:
         """Ask the coordinator; one call at a time."""
         self._then = then

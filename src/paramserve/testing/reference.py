@@ -50,8 +50,15 @@ Damping = Callable[[int], float]
 class Plain(Protocol):
     """A rule with its state inside."""
 
-    def step(self, value: Array, gradient: Array, less_momentum: float = 0.0) -> Array:
-        """The new value."""
+    def step(
+        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+    ) -> Array:
+        """The new value.
+
+        Args:
+            less_momentum: is subtracted from the momentum, for this step.
+            lr_scale: multiplies the learning rate, for this step.
+        """
         ...
 
 
@@ -65,17 +72,20 @@ class PlainSGD:
     nesterov: bool = False
     buffer: Array | None = None
 
-    def step(self, value: Array, gradient: Array, less_momentum: float = 0.0) -> Array:
+    def step(
+        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+    ) -> Array:
+        lr = self.lr * lr_scale
         if self.momentum == 0.0:
-            return value - self.lr * gradient
+            return value - lr * gradient
         momentum = max(0.0, self.momentum - less_momentum)
         if self.buffer is None:
             self.buffer = gradient.copy()
         else:
             self.buffer = momentum * self.buffer + (1.0 - self.dampening) * gradient
         if self.nesterov:
-            return value - self.lr * (gradient + momentum * self.buffer)
-        return value - self.lr * self.buffer
+            return value - lr * (gradient + momentum * self.buffer)
+        return value - lr * self.buffer
 
 
 @dataclass
@@ -89,7 +99,9 @@ class PlainAdam:
     mean: Array | None = None
     square: Array | None = None
 
-    def step(self, value: Array, gradient: Array, less_momentum: float = 0.0) -> Array:
+    def step(
+        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+    ) -> Array:
         beta1, beta2 = max(0.0, self.betas[0] - less_momentum), self.betas[1]
         mean = self.mean if self.mean is not None else np.zeros_like(value)
         square = self.square if self.square is not None else np.zeros_like(value)
@@ -98,7 +110,7 @@ class PlainAdam:
         self.square = beta2 * square + (1.0 - beta2) * gradient * gradient
         right_mean = self.mean / (1.0 - beta1**self.steps)
         right_square = self.square / (1.0 - beta2**self.steps)
-        return value - self.lr * right_mean / (np.sqrt(right_square) + self.eps)
+        return value - self.lr * lr_scale * right_mean / (np.sqrt(right_square) + self.eps)
 
 
 def asynchronous(
@@ -117,7 +129,7 @@ def asynchronous(
         first: values before the first entry; the results have its dtype.
         schedule: what happened, in order.
         rule: fresh.
-        damping: of a gradient, by its staleness: updates since its worker's read.
+        damping: of the learning rate, by the gradient's staleness: updates since its worker's read.
         drop_after: a gradient of more staleness does nothing.
         corrected: whether the rule's momentum is lowered by 1 - 1 / workers, not below 0.
         lam: of g + lam * g * g * (value now - value read).
@@ -138,9 +150,9 @@ def asynchronous(
                 staleness = version - since
                 if drop_after is None or staleness <= drop_after:
                     used = gradient + lam * gradient * gradient * (value - base)
-                    used = used * (factor * (damping(staleness) if damping is not None else 1.0))
                     less = 1.0 - 1.0 / max(workers, 1) if corrected else 0.0
-                    value = rule.step(value, used.astype(first.dtype), less)
+                    rate = damping(staleness) if damping is not None else 1.0
+                    value = rule.step(value, (factor * used).astype(first.dtype), less, rate)
                     version += 1
         found.append(value.astype(first.dtype))
     return found

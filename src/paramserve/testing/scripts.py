@@ -70,7 +70,8 @@ class ScriptedClient(SimulatedClient):
             self.change_policy(self.changes.popleft())
         while self.alive and self.in_flight < self.window and not self.full and self.next():
             pass
-        if self.alive and self.in_flight == 0 and self.left == 0:
+        idle = self.alive and self.in_flight == 0 and not self.calling
+        if idle and self.left == 0:
             self.left = -1
             self.step(pull=self.every, state=self.state(), then=self.last)
 
@@ -216,7 +217,7 @@ class LeasingWorker(SimulatedWorker):
         self._seen = 0
         self._asking = False
         self._dry = False
-        """Nothing is left for now, but others may give something back."""
+        """No sample is free, but others may give some of theirs back."""
         self._rests = False
 
     def next(self) -> bool:
@@ -276,7 +277,7 @@ class LeasingWorker(SimulatedWorker):
             return
         if reply.over:
             self.left = 0
-            self.cluster.samples_over(self)
+            self.cluster.recorder.samples_over(self)
         self._dry = not reply.lease
         if reply.lease:
             self._leased, self._used, self._seen = reply, 0, reply.lease

@@ -48,7 +48,7 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.testing.history import Answered, Entered, Update
+from paramserve.testing.history import Answered, Applied, Entered, Update
 from paramserve.testing.nemesis import COORDINATOR, shard_place
 from paramserve.testing.network import FAR, NEAR, Frame, Stream
 from paramserve.testing.process import ARENA, ClientProcess
@@ -78,6 +78,8 @@ class SimulatedServer:
         self._timer: float | None = None
         self._decided: dict[int, int] = {}
         """By group, the last clock that the history knows of."""
+        self._steps_s: dict[int, float] = {}
+        """By group: the median time of a step, as it was last."""
         self._clocks: dict[tuple[int, int], int] = {}
         """By group and rank, as they were last."""
         self._counting: dict[int, dict[int, int]] = {}
@@ -112,7 +114,7 @@ class SimulatedServer:
             message = _decode_coordinator(frame.header)
             if isinstance(message, Members):
                 self._happen(MembersChanged(message))
-                self.cluster.members_told(self.number, message)
+                self.cluster.recorder.members_told(self.number, message)
             return
         client = self._callers.get(stream.number)
         if client is None:
@@ -129,7 +131,7 @@ class SimulatedServer:
         elif isinstance(request, AskReport):
             stream.send(FAR, Frame(encode(ServerBeat(self.number, self.shard.report()))))
         else:
-            self.cluster.arrived(self.number, client, request)
+            self.cluster.recorder.arrived(self.number, client, request)
             memory = {ARENA: client.arena} if client.connections[self.number].shared else {}
             if frame.payload is not None:
                 memory[0] = frame.payload
@@ -150,7 +152,7 @@ class SimulatedServer:
             older.close(FAR)
         self._streams[hello.client] = stream
         stream.send(FAR, Frame(encode(Welcome())))
-        self.cluster.admitted(self.number, client)
+        self.cluster.recorder.admitted(self.number, client)
         self._act(effects)
 
     def _told(self, header: bytes) -> None:
@@ -163,16 +165,20 @@ class SimulatedServer:
         """Tell the history what has changed here: values, clocks, who counts, who is answered."""
         order = self.cluster.history.next()
         versions = dict(self._versions)
+        applied = self.cluster.recorder.applied(self.number)
         for group in self.shard.groups.values():
             if group.version != self._versions.get(group.id, 0):
-                self._updated(group, order)
+                self._updated(group, order, applied)
             if group.clocks.keys() != self._counting.get(group.id, {}).keys():
                 self._who_counts(group, order)
             self._counting[group.id] = dict(group.clocks)
             last = None if group.lead is None else group.lead.last
             if last is not None and last.clock != self._decided.get(group.id):
+                one = last.clock == self._decided.get(group.id, -1) + 1
                 self._decided[group.id] = last.clock
-                self.cluster.decided(last, group)
+                step_s = self._steps_s.get(group.id, 0.0) if one else None
+                self.cluster.recorder.decided(last, group, step_s)
+            self._steps_s[group.id] = group.step_s
             for rank, clock in group.clocks.items():
                 before = self._clocks.get((group.id, rank), 0)
                 if clock < before:
@@ -186,7 +192,7 @@ class SimulatedServer:
             if isinstance(answer.message, Done):
                 self._answered(client, answer.message, order, versions)
 
-    def _updated(self, group: Group, order: int) -> None:
+    def _updated(self, group: Group, order: int, applied: tuple[Applied, ...]) -> None:
         """Values have changed: which pushes are in them that were not."""
         new: dict[tuple[int, int], None] = {}
         workload = self.cluster.workload
@@ -205,7 +211,9 @@ class SimulatedServer:
         version = self._versions.get(group.id, 0)
         self._versions[group.id] = group.version
         self.cluster.history.updates.append(
-            Update(self.number, order, version, group.version, tuple(new), not group.clocks)
+            Update(
+                self.number, order, version, group.version, tuple(new), not group.clocks, applied
+            )
         )
 
     def _who_counts(self, group: Group, order: int) -> None:
@@ -229,7 +237,7 @@ class SimulatedServer:
     def _answered(self, client: int, done: Done, order: int, before: dict[int, int]) -> None:
         """A shard's answer to a step, for the first time."""
         for news in done.news:
-            self.cluster.learned(self.number, news)
+            self.cluster.recorder.learned(self.number, news)
         writer = self.cluster.writers.get(client, -1)
         call = self.cluster.call_of.get((writer, self.number, done.seq))
         if call is not None:
@@ -265,7 +273,7 @@ class SimulatedServer:
         self._happen(DeadlineReached())
         reports = self.shard.report()
         for report in reports:
-            self.cluster.learned(self.number, report.change)
+            self.cluster.recorder.learned(self.number, report.change)
         members = self.shard.members_number
         beat = ServerBeat(self.number, reports, members=members)
         self._coordinator.send(NEAR, Frame(encode(beat)))
@@ -335,7 +343,7 @@ class SimulatedCoordinator:
             if stream is not None:
                 stream.send(FAR, Frame(encode(reply)))
         if decided.members is not None:
-            self.cluster.belonging(decided.members)
+            self.cluster.recorder.belonging(decided.members)
             frame = Frame(encode(decided.members))
             for stream in self._servers:
                 stream.send(FAR, frame)

@@ -7,35 +7,26 @@ can be run again, event by event.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from paramserve.config import CoordinatorConfig, Deadlines, Limits
 from paramserve.core import policies
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
 from paramserve.core.coordination import Coordination
 from paramserve.core.decisions import Policy
-from paramserve.core.group import Group
-from paramserve.core.membership import RETIRING
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession
-from paramserve.core.shard import ENDED, Shard
-from paramserve.messages import (
-    Commit,
-    GroupPolicy,
-    LeasePlan,
-    Members,
-    ShardRequest,
-    Step,
-)
+from paramserve.core.shard import Shard
+from paramserve.messages import LeasePlan
 from paramserve.rules import Add
 from paramserve.testing.checkers import check
 from paramserve.testing.counting import AddWhole, Counting, leaves_whole
-from paramserve.testing.history import Call, Decided, History, Part, Shared, Switched
-from paramserve.testing.nemesis import ALWAYS_S, Nemesis, ScriptedFault, _SetPolicy, _Slow
+from paramserve.testing.history import Call, History
+from paramserve.testing.nemesis import ALWAYS_S, Nemesis
 from paramserve.testing.network import Faults, Network, Stream
 from paramserve.testing.process import ClientProcess
+from paramserve.testing.recorder import Recorder, new_history
+from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
     LeasingWorker,
     ScriptedClient,
@@ -49,8 +40,6 @@ SAFETY_S = 0.8
 """Virtual seconds with faults; most runs end before."""
 LIVENESS_S = 30.0
 """Virtual seconds after healing within which every client must end."""
-MOVE_S = 5.0
-"""After healing a live client has a call answered at least this often."""
 REST_S = 0.8
 """After the last client's end, for what is still on its way, and until nobody is waited for any
 more: what is in a buffer then is applied."""
@@ -72,61 +61,6 @@ JOINS_MAX = 3
 """Workers that come because a run is to have more, in one run."""
 CHANGES_MAX = 6
 """Changes of policy that are asked for in one run."""
-PROMPT_DELAYS = 6
-"""In this many times the longest delay a clock is decided that can be: the decision before may
-still be on its way to another shard, whose `Ready` then comes back."""
-OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is simulated, besides the seed.
-
-    Attributes:
-        outstanding: calls that a client leaves unanswered at most.
-        steps: calls of each client.
-        links: where payloads lie. "shared": in the client's memory, by reference, so that a slot
-            that is used again too early shows; "tcp": copied when sent; "mixed": drawn for each
-            client and shard.
-        restarts: whether the clocks of Sync wait for a worker that died until it is started again,
-            or not at all. None: drawn from the seed.
-        faults: None: drawn from the seed.
-        script: faults that happen besides, as `kill(worker=1, clock=7)`.
-        others: what the policy may be changed to while running, if the faults have changes.
-        samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
-    """
-
-    servers: int = 2
-    workers: int = 3
-    outstanding: int = 2
-    steps: int = 10
-    consistency: Policy = field(default_factory=lambda: Sync(reduce="sum"))
-    links: Literal["mixed", "shared", "tcp"] = "mixed"
-    restarts: bool | None = None
-    faults: Faults | None = None
-    script: tuple[ScriptedFault, ...] = ()
-    others: tuple[Policy, ...] = OTHERS
-    samples: int = 0
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All that may come to hold."""
-        scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
-        return (self.consistency, *self.others, *scripted)
-
-    def is_shared(self, random: Random) -> bool:
-        """Whether a client that is made now reaches a shard through shared memory."""
-        return self.links == "shared" or (self.links == "mixed" and random.random() < 0.5)
-
-    def __repr__(self) -> str:
-        """Only what differs from the defaults."""
-        plain = Scenario()
-        given = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(plain, each.name)
-        ]
-        return ", ".join(given)
 
 
 class SimulatedCluster:
@@ -174,29 +108,15 @@ class SimulatedCluster:
             faults = Faults.drawn(self.random)
         self.network = Network(self.clock, self.random, faults)
         self.network.log = log
-        policy, ranks = self.scenario.consistency, tuple(range(self.scenario.workers))
-        self.described = policies.spec(policy)
-        self.registered = self._registered()
-        self.history = History(policy.collects, ranks, [(0, policy)])
+        self.described = policies.spec(self.scenario.consistency)
+        self.registered = self.scenario.registered
+        self.history = new_history(self.scenario, faults)
+        self.recorder = Recorder(self)
         self.plan = LeasePlan(self.scenario.samples, 1, 0, BATCH, BATCH, BATCH, 1, -1)
         if self.scenario.samples:
             self.worker_type = self.leaser_type
-            self.history.shared = Shared(self.scenario.samples)
-        lossless = faults == faults.healed()
-        if lossless and all(isinstance(each, _Slow) for each in self.scenario.script):
-            self.history.prompt_s = PROMPT_DELAYS * 2 * faults.delay_s
-        own = set(map(type, self.scenario.policies)) <= {Sync, Async, BoundedStaleness}
-        self.counts_updates = not own or any(
-            isinstance(each, Async) and each.drop_after is not None
-            for each in self.scenario.policies
-        )
-        """Whether each update must show on each shard."""
-        self.workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
-        if isinstance(self.workload.rule, Add) and not all(
-            leaves_whole(each) for each in self.scenario.policies
-        ):
-            self.workload.rule = AddWhole()
-        self.workload.prepare()
+        self.counts_updates = self.scenario.counts_updates
+        self.workload = self._new_workload()
         self.blocks: dict[int, Block] = {}
         self.group = 0
         """Number of the one group that there is."""
@@ -206,36 +126,30 @@ class SimulatedCluster:
         """By the id that the coordinator gave."""
         self.wanted = self.scenario.workers
         """Workers that the run is to have."""
+        self.clients: list[ClientProcess] = []
         self.nemesis = Nemesis(self)
         self._slow: dict[int, tuple[float, float]] = {}
         """By rank: by how much a worker is slowed down, and until when."""
-        self._changes = 0
-        self._joins = 0
-        self._told: dict[int, GroupPolicy] = {}
-        """Changes of policy by number, as the first shard told of them."""
-        self._came: dict[int, dict[int, dict[int, float]]] = {}
-        """By clock, shard and rank: when the step came."""
-        self._decided_at = 0.0
-        self.clients: list[ClientProcess] = []
+        self._changes = self._joins = self._restarts = 0
+        self._starting = 0
+        """Clients whose process is still coming up."""
         self.coordinator = SimulatedCoordinator(self)
         self.servers = [SimulatedServer(self, k) for k in range(self.scenario.servers)]
         self.driver = SimulatedDriver(self)
-        self._restarts = 0
-        self._starting = 0
-        """Clients whose process is still coming up."""
-        self._healed_at: float | None = None
-        self._moved_at: dict[int, float] = {}
         for rank in range(self.scenario.workers):
             self._start_after(self.network.delay_s(), self.worker_type, rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
         self.nemesis.begin()
 
-    def _registered(self) -> policies.Registered:
-        """Classes and functions of all policies that are not built in, as a run registers them."""
-        found: dict[str, Any] = {}
-        for policy in self.scenario.policies:
-            found |= policies.check_registered((), policy)
-        return found
+    def _new_workload(self) -> Counting:
+        """Blocks, gradients and rule; where a policy scales gradients, a rule that does not."""
+        workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
+        if isinstance(workload.rule, Add) and not all(
+            leaves_whole(each) for each in self.scenario.policies
+        ):
+            workload.rule = AddWhole()
+        workload.prepare()
+        return workload
 
     # --- a run --------------------------------------------------------------------------
 
@@ -246,7 +160,7 @@ class SimulatedCluster:
         if not self.done:
             self.clock.run(self.clock.now + LIVENESS_S)
         self.clock.run(self.clock.now + REST_S)
-        self._record()
+        self.recorder.finish()
         return self.history
 
     def check(self) -> None:
@@ -263,7 +177,7 @@ class SimulatedCluster:
         """End all faults; what is broken is mended as clients find out."""
         self.network.heal()
         self._slow = {rank: each for rank, each in self._slow.items() if each[1] >= ALWAYS_S}
-        self._healed_at = self.clock.now
+        self.recorder.healed()
 
     def trace(self) -> str:
         """A hash over all that has arrived and over the values of all shards."""
@@ -273,32 +187,6 @@ class SimulatedCluster:
             for _, block in sorted(server.shard.blocks.items())
         )
         return self.network.trace(values)
-
-    def _record(self) -> None:
-        for server in self.servers:
-            for report in server.shard.report():
-                self.learned(server.number, report.change)
-        for _, change in sorted(self._told.items()):
-            policy = policies.build(change.policy, self.registered)
-            self.history.policies.append((change.clock, policy))
-        if self.history.shared is not None:
-            reports = self.coordinator.coordination.leases.reports()
-            self.history.shared.counted = sum(report.repeated for report in reports)
-        for server in self.servers:
-            for number, block in sorted(server.shard.blocks.items()):
-                if block.size:
-                    row = self.workload.read(block.value, block.low)
-                    self.history.final[Part(number, server.number)] = row
-        for client in self.clients:
-            if client.alive:
-                waiting = [
-                    f"shard {c.shard}: {[each.message.seq for each in c.session.unanswered]}"
-                    for c in client.connections
-                ]
-                self.history.unfinished.append(
-                    f"writer {client.writer} (rank {client.rank}, clock {client.clock}) has not "
-                    f"finished, unanswered: {'; '.join(waiting)}"
-                )
 
     # --- processes ----------------------------------------------------------------------
 
@@ -319,12 +207,6 @@ class SimulatedCluster:
     def joined(self, client: ClientProcess) -> None:
         """The coordinator has given a client its id."""
         self.writers[client.id] = client.writer
-
-    def samples_over(self, client: ClientProcess) -> None:
-        """A worker was told that no samples are left, and not only because it is to end."""
-        member = self.coordinator.coordination.membership.members[client.rank]
-        if self.history.shared is not None and member.state != RETIRING:
-            self.history.shared.over = True
 
     def stop(self, client: ClientProcess, seconds: float) -> None:
         """Let a client's process stand still for a time."""
@@ -389,15 +271,6 @@ class SimulatedCluster:
         """Whether every client has ended."""
         return not self._starting and not any(client.alive for client in self.clients)
 
-    def moved(self, client: ClientProcess) -> None:
-        """A client has had a call answered."""
-        now = self.clock.now
-        if self._healed_at is not None:
-            since = max(self._healed_at, self._moved_at.get(client.writer, 0.0))
-            if now - since > MOVE_S:
-                self.history.slow.append(f"writer {client.writer} waited {now - since:.1f} s")
-        self._moved_at[client.writer] = now
-
     # --- who reaches whom ---------------------------------------------------------------
 
     @property
@@ -429,7 +302,7 @@ class SimulatedCluster:
             self.scenario.consistency,
             limits=Limits(),
             resend_s=RESEND_S,
-            rules={AddWhole.name: AddWhole},
+            rules={AddWhole.name: self.recorder.rule(number)},
             policies=self.registered,
         )
 
@@ -444,87 +317,6 @@ class SimulatedCluster:
             deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S),
         )
         return self.coordination_type(config)
-
-    # --- what the history is told -------------------------------------------------------
-
-    def arrived(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
-        """A numbered request has reached a shard."""
-        call = self.call_of.get((client.writer, shard, request.seq))
-        if call is None:
-            return
-        key = (shard, client.writer, call.number)
-        if key not in self.history.reached:
-            self.history.reached[key] = self.history.next()
-        if call.push is not None:
-            self.history.arrived(shard, client.writer, call.push)
-        if call.tick and isinstance(request, Step):
-            came = self._came.setdefault(call.clock, {}).setdefault(shard, {})
-            came.setdefault(client.rank, self.clock.now)
-
-    def members_told(self, shard: int, message: Members) -> None:
-        """A shard has been told who belongs to the cluster."""
-        for member in message.members:
-            ended = member.state in ENDED
-            for client in self.clients:
-                if (
-                    client.rank == member.rank
-                    and 0 < client.incarnation < member.incarnation + ended
-                ):
-                    self.history.fenced(shard, client.writer)
-
-    def decided(self, commit: Commit, group: Group) -> None:
-        """The lead has decided about a synchronous clock."""
-        known = {client.id: (client.rank, client.writer) for client in self.clients}
-        contributors = tuple(known[each] for each in commit.contributors)
-        order, now = self.history.next(), self.clock.now
-        came = self._came.get(commit.clock, {})
-        first = min((min(each.values()) for each in came.values()), default=now)
-        due = self._due(commit.clock, len(group.clocks))
-        self.history.decided.append(
-            Decided(
-                commit.clock,
-                order,
-                contributors,
-                not contributors,
-                now - max(first, self._decided_at),
-                0.0 if due is None else now - max(due, self._decided_at),
-            )
-        )
-        self._decided_at = now
-
-    def _due(self, clock: int, counting: int) -> float | None:
-        """When as many steps as the policy asks for had come to every shard; None: not known."""
-        policy = self.scenario.consistency
-        everybody = counting == self.scenario.workers  # else somebody has just left, or rests
-        if self._told or not isinstance(policy, Sync) or not everybody:
-            return None
-        needed = max(1, counting - policy.backup)
-        due = 0.0
-        for shard in range(self.scenario.servers):
-            times = sorted(self._came.get(clock, {}).get(shard, {}).values())
-            if len(times) < needed:
-                return None
-            due = max(due, times[needed - 1])
-        return due
-
-    def learned(self, shard: int, change: GroupPolicy | None) -> None:
-        """A shard has told of a change of policy."""
-        if change is not None:
-            self._told.setdefault(change.number, change)
-            told = Switched(shard, change.number, change.clock, repr(change.policy))
-            self.history.switched.setdefault(told)
-
-    def belonging(self, message: Members) -> None:
-        """The coordinator has changed the membership."""
-        for member in message.members:
-            self.history.belongs(member.rank, member.state in ("left", "dead"))
-
-    def admitted(self, shard: int, newer: ClientProcess) -> None:
-        """A shard has admitted a client: older incarnations of its rank have ended there."""
-        for client in self.clients:
-            same = client.rank == newer.rank and client.rank >= 0
-            if same and 0 < client.incarnation < newer.incarnation:
-                self.history.fenced(shard, client.writer)
 
 
 def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import select
 import socket
 import time
@@ -21,10 +20,10 @@ from typing import Final
 import msgspec
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
-from paramserve.errors import Applied, ConnectTimeout, ParamServeError, ProtocolError, rebuild
-from paramserve.messages import ALIGN, Hello, Refused, Welcome, encode
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.messages import ALIGN, Hello
 from paramserve.transport import forks
-from paramserve.transport.arena import NONCE_BYTES, Arena
+from paramserve.transport.arena import Arena
 from paramserve.transport.dial import check_addresses, dial, is_unix, remaining
 from paramserve.transport.framing import (
     BUFFER_BYTES,
@@ -37,12 +36,12 @@ from paramserve.transport.framing import (
     padded,
     prelude,
 )
+from paramserve.transport.hello import check_answer, hello_frame, write_nonce
 from paramserve.transport.tcp import LOST_S, lost_hosts
 from paramserve.transport.tls import pending
 
 logger = logging.getLogger("paramserve")
 
-_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Refused)
 _LIMITS: Final = Limits()
 _IO_TIMEOUT_S: Final = Deadlines().request_s
 TOLD_MAX: Final = 1024
@@ -161,18 +160,8 @@ class Link:
         return link
 
     def _greet(self, hello: Hello, arenas: Sequence[Arena], deadline: float) -> None:
-        named = tuple((arena.number, arena.nbytes) for arena in arenas)
-        header = encode(msgspec.structs.replace(hello, arenas=named, nonce=b""))
-        data = prelude(len(header), 0) + header
-        if len(data) > self._limits.handshake_bytes_max:
-            raise ProtocolError(
-                f"a hello of {len(data)} bytes was not sent, the limit is "
-                f"{self._limits.handshake_bytes_max}",
-                fix="use fewer arenas, or raise handshake_bytes_max",
-            )
-        nonce = secrets.token_bytes(NONCE_BYTES) if arenas else b""
-        if arenas:
-            arenas[-1].memory[:NONCE_BYTES] = memoryview(nonce)
+        data = hello_frame(hello, arenas, self._limits.handshake_bytes_max)
+        nonce = write_nonce(arenas)
         fds = [arena.fd for arena in arenas if arena.fd is not None]
         sent = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
         if sent != len(data):
@@ -180,20 +169,7 @@ class Link:
         reply = self.receive(remaining(deadline))
         if reply is None:
             raise TimeoutError("no answer to the hello in time")
-        try:
-            answer = _ANSWER.decode(reply)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(
-                f"the answer to a hello was no welcome: {error}",
-                fix="run the same version of paramserve on both sides",
-            ) from error
-        if isinstance(answer, Refused):
-            raise rebuild(answer.kind, answer.failed, _applied(answer.applied), answer.fix)
-        if answer.nonce != nonce:
-            raise ProtocolError(
-                "the server read another nonce than was written: the memory is not shared",
-                fix="nothing; TCP is used where there is an address for it",
-            )
+        check_answer(reply, nonce)
         self.shared = bool(arenas)
 
     def fileno(self) -> int:
@@ -398,10 +374,6 @@ def _tell_once(address: str, passed: str, why: Exception) -> None:
         _told.clear()
     _told.add((address, passed))
     logger.log(level, "using %s, because %s failed: %s", address, passed, why)
-
-
-def _applied(word: str) -> Applied:
-    return "no" if word == "no" else "yes" if word == "yes" else "unknown"
 
 
 def _nobody(failures: list[tuple[str, Exception]], timeout_s: float) -> ConnectTimeout:

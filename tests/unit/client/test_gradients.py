@@ -8,7 +8,7 @@ from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
 from paramserve.client.names import Names
-from paramserve.client.steps import BlockPush
+from paramserve.client.pushes import BlockPush
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch
 
@@ -25,7 +25,7 @@ class Bench:
         self.names.add(BLOCK)
         self.memory.blocks[BLOCK.id] = BLOCK
         self.refuses = refuses
-        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # type: ignore[arg-type]
+        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # type: ignore[arg-type]  # a fake
 
     def asked(self, block: Block) -> bool:
         assert block is BLOCK

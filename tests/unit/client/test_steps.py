@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.steps import BlockPush, StepOptions, Steps, check_push
+from paramserve.client.pushes import BlockPush, check_push
+from paramserve.client.steps import StepOptions, Steps
 from paramserve.config import ConsistencySpec
 from paramserve.core.consistency import Sync
 from paramserve.core.partition import Block
@@ -33,7 +36,7 @@ class Bench:
     def __init__(self) -> None:
         self.memory = Memory(shards=2)
         self.terms = GroupTerms(ConsistencySpec("Async"))
-        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # type: ignore[arg-type]
+        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # type: ignore[arg-type]  # a fake
         self.steps.versions[BLOCK.group] = [0, 0]
 
     def send(self, what: str = "push", pull: bool = False, **options: object) -> object:
@@ -45,7 +48,7 @@ class Bench:
     def sent(self, which: int) -> list[Step]:
         requests, _ = self.memory.sent[which]
         assert all(isinstance(each, Step) for each in requests)
-        return requests  # type: ignore[return-value]
+        return requests  # type: ignore[return-value]  # asserted above
 
 
 @pytest.fixture
@@ -282,8 +285,8 @@ def test_answer_that_comes_before_its_step_was_counted_is_not_lost(
     """Another thread may read it at once."""
     submit = bench.memory.submit
 
-    def answered_at_once(requests: object, operation: object) -> None:
-        submit(requests, operation)  # type: ignore[arg-type]
+    def answered_at_once(requests: Any, operation: Any) -> None:
+        submit(requests, operation)
         bench.memory.answer(skipped=True, at=8)
 
     monkeypatch.setattr(bench.memory, "submit", answered_at_once)
@@ -332,3 +335,22 @@ def test_mark_is_asked_for_once_a_tick_and_factor_is_in_every_step(bench: Bench)
     told = [[(each.mark, each.factor) for each in bench.sent(n)] for n in range(4)]
     assert told == [[(mark, 0.5)] * 2 for mark in ((3, 8), None, None, (3, 16))]
     assert next(marks, "no more") == "no more"
+
+
+def test_empty_step_with_which_a_guest_enters_takes_no_mark(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = iter([(3, 8)])
+    bench.steps.next_mark = lambda: next(marks)
+    bench.steps.joined_late = True
+    bench.terms.changed(GroupPolicy(BLOCK.group, 1, 0, spec(Sync())))
+    submit = bench.memory.submit
+
+    def answered_at_once(requests: Any, operation: Any) -> None:
+        submit(requests, operation)
+        bench.memory.answer(len(bench.memory.sent) - 1)
+
+    monkeypatch.setattr(bench.memory, "submit", answered_at_once)
+    bench.send(tick=True)
+    told = [[(each.clock, len(each.push), each.mark) for each in bench.sent(n)] for n in range(2)]
+    assert told == [[(0, 0, None)] * 2, [(1, 1, (3, 8))] * 2]

@@ -45,7 +45,7 @@ Array = reference.Array
 WORKERS = 3
 SIZE = 7
 ENTRIES = 60
-EXACT = {"rtol": 1e-6, "atol": 1e-6}
+EXACT: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 DTYPES = ("float32", "float64")
 PLAIN, MOMENTUM, NESTEROV, ADAM = "plain", "momentum", "nesterov", "adam"
 RULES: dict[str, tuple[Rule, Callable[[], Plain]]] = {
@@ -180,7 +180,7 @@ class Recorder:
                 self.push(rank, read=self.random.random() < 0.6, **self.weights())
 
     def equal(self, expected: Sequence[Array]) -> None:
-        np.testing.assert_allclose(self.values, expected, **EXACT)  # type: ignore[arg-type]
+        np.testing.assert_allclose(self.values, expected, **EXACT)
         moved = [(a != b).any() for a, b in zip(self.values, self.values[1:], strict=False)]
         assert sum(moved) >= 5
 
@@ -258,7 +258,7 @@ def test_local_steps_average_and_step_as_the_reference_does(rule: str, dtype: st
             found.rig.step(100 + rank, {0: start - mine}, [0], clock=clock)
         values.append(found.value())
     expected = local_steps(found.first, gradients, plain(), lr=lr)
-    np.testing.assert_allclose(values, expected, **EXACT)  # type: ignore[arg-type]
+    np.testing.assert_allclose(values, expected, **EXACT)
 
 
 @each_dtype

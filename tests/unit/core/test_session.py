@@ -64,6 +64,15 @@ def test_operation_refused_by_one_and_skipped_by_another_is_not_applied() -> Non
     assert operation.error.applied == "no"
 
 
+@pytest.mark.parametrize("order", [("yes", "no"), ("no", "yes"), ("no", "unknown")])
+def test_operation_refused_by_all_and_applied_by_one_is_unknown(order: tuple[str, str]) -> None:
+    operation = Operation(2)
+    for shard, applied in enumerate(order):
+        operation.answered(shard, refused(1, applied))
+    assert operation.error is not None
+    assert operation.error.applied == "unknown"
+
+
 def test_operation_unknown_outcome_stays_unknown() -> None:
     operation = Operation(1)
     operation.answered(0, refused(1, "unknown"))

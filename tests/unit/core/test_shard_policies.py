@@ -1,4 +1,4 @@
-"""What a shard does under each kind of policy, and how all shards change to another one."""
+"""What a shard does under each kind of policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, payload, refused
+from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
+from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.core.changes import CHANGES_MAX
 from paramserve.core.consistency import (
@@ -18,34 +19,15 @@ from paramserve.core.consistency import (
     DelayCompensated,
     Sync,
 )
+from paramserve.core.damping import Inverse
 from paramserve.core.decisions import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
 from paramserve.core.policies import spec
+from paramserve.core.stepping import adapted
 from paramserve.messages import Done, Inquire, Refused, Rest, SetPolicy, Waiting
 from paramserve.rules import SGD
-
-A, B, C = 1, 2, 3
-SUM = Sync(reduce="sum")
-
-
-def rig(policy: Policy, *, shards: int = 1, workers: int = 3, **block: Any) -> Rig:
-    """`workers` clients 1, 2, ... as ranks 0, 1, ...; a block with one element on each shard."""
-    one = Rig(policy, shards=shards, workers=workers)
-    for rank in range(workers):
-        one.join(rank + 1, rank)
-    one.define(A, block_spec(*[(1,)] * shards, cuts=range(shards + 1), **block))
-    return one
-
-
-def push(one: Rig, client: int, clock: int = 0, *shards: int, **options: Any) -> None:
-    """A gradient of 1.0 to these shards, or to all; the clock ends."""
-    for shard in shards or range(len(one.shards)):
-        one.step(client, {0: [1.0]}, shard=shard, clock=clock, **options)
-
-
-def last(one: Rig, client: int, shard: int = 0) -> Any:
-    return one.answers(client, shard)[-1]
-
+from paramserve.rules.base import PushInfo
+from paramserve.rules.torch_rule import TorchRule
 
 # --- backup workers and deadlines
 
@@ -150,7 +132,9 @@ def test_drop_after_applies_up_to_it_and_drops_beyond() -> None:
     stale = done(one.step(C, {0: [1.0]}, base=1))
     assert (stale.skipped, stale.staleness) == (True, 2)
     assert one.value() == [3.0]
-    assert one.shards[0].report()[0].dropped == ((2, 1),)
+    (group,) = one.shards[0].report()
+    assert group.dropped == ((2, 1),)
+    assert group.staleness == ((0, 2, 0, 0), (1, 1, 1, 1)), "of what was applied"
 
 
 def test_factor_of_a_worker_scales_its_gradients() -> None:
@@ -258,121 +242,6 @@ def test_policy_that_never_admits_leaves_the_pull_waiting_and_says_for_whom() ->
     assert isinstance(waiting, Waiting)
     assert waiting.missing == ((0, 1), (1, 0), (2, 0))
     assert "Moody does not let worker 0 read at clock 1" in waiting.reason
-
-
-# --- another policy
-
-
-def change(one: Rig, policy: Policy, client: int = 9) -> None:
-    one.join(client)
-    for shard in range(len(one.shards)):
-        done(one.send(client, SetPolicy(0, 0, spec(policy)), shard))
-    one.deliver()
-
-
-def switched(one: Rig) -> list[int]:
-    """The clock of the newest change, by shard."""
-    reports = [shard.report()[0].change for shard in one.shards]
-    return [-1 if change is None else change.clock for change in reports]
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_change_from_async_to_sync_holds_from_one_clock_on_on_all_shards(shards: int) -> None:
-    one = rig(Async(), shards=shards, workers=2)
-    push(one, A)
-    push(one, A, 1, 0)
-    change(one, SUM)
-    assert switched(one) == [6] * shards, "clock 2 was not begun, and 4 steps may be on the way"
-    if shards > 1:
-        push(one, A, 1, 1)
-    for clock in range(2, 6):
-        push(one, A, clock)
-    assert one.value() == [6.0], "A goes on as before"
-    push(one, A, 6)
-    for clock in range(6):
-        push(one, B, clock)
-    one.deliver()
-    assert [one.value(shard=shard) for shard in range(shards)] == [[12.0]] * shards
-    push(one, B, 6)
-    one.deliver()
-    assert [one.value(shard=shard) for shard in range(shards)] == [[14.0]] * shards
-    assert one.shards[0].groups[0].committed == 7
-
-
-def test_change_in_the_middle_of_a_synchronous_clock_waits_for_its_end() -> None:
-    one = rig(SUM, shards=2, workers=2)
-    push(one, A, 0, 0)
-    change(one, Async())
-    (clock,) = set(switched(one))
-    assert clock == 5
-    push(one, A, 0, 1)
-    push(one, B)
-    one.deliver()
-    for number in range(1, clock):
-        push(one, A, number)
-        assert one.value() == [2.0 * number]
-        push(one, B, number)
-        one.deliver()
-    push(one, A, clock)
-    assert [one.value(shard=shard) for shard in (0, 1)] == [[11.0], [11.0]]
-
-
-def test_change_is_told_once_to_each_client_before_its_clock() -> None:
-    one = rig(Async(), workers=2)
-    change(one, BoundedStaleness(0))
-    push(one, A)
-    push(one, A, 1)
-    told = [message.news for message in one.answers(A) if isinstance(message, Done)]
-    assert [len(news) for news in told[-2:]] == [1, 0]
-    assert told[-2][0].clock == 4
-    assert told[-2][0].policy.name == "BoundedStaleness"
-
-
-def test_change_lost_messages_are_repeated_until_all_shards_know() -> None:
-    one = rig(Async(), shards=2, workers=1)
-    one.join(9)
-    for shard in (0, 1):
-        done(one.send(9, SetPolicy(0, 0, spec(SUM)), shard))
-    for _ in range(3):
-        one.wire.clear()  # all is lost
-        one.now += RESEND_S
-        for shard in (0, 1):
-            one.happen(DeadlineReached(), shard)
-    one.deliver()
-    assert switched(one) == [4, 4]
-
-
-def test_change_steps_of_the_pause_wait_and_are_executed_after_it() -> None:
-    one = rig(Async(), shards=2, workers=1)
-    one.join(9)
-    for shard in (0, 1):
-        one.send(9, SetPolicy(0, 0, spec(SUM)), shard)
-    kept, one.wire = one.wire, []
-    assert one.step(A, {0: [1.0]}).replies == [], "the lead has paused"
-    one.wire = kept
-    one.deliver()
-    assert one.value() == [1.0]
-
-
-def test_change_that_is_under_way_lets_no_second_one_begin() -> None:
-    one = rig(Async(), workers=2)
-    change(one, SUM)
-    error = refused(one.send(9, SetPolicy(0, 0, spec(Async()))))
-    assert "about to change its policy to Sync" in str(error)
-    for clock in range(5):
-        push(one, A, clock)
-        push(one, B, clock)
-    done(one.send(9, SetPolicy(0, 0, spec(Async()))))
-
-
-def test_change_to_what_cannot_be_is_refused() -> None:
-    one = rig(Async(), workers=2)
-    one.join(9)
-    assert "backup" in str(refused(one.send(9, SetPolicy(0, 0, spec(Sync(backup=2))))))
-    unknown = refused(one.send(9, SetPolicy(0, 0, spec(Moody()))))
-    assert type(unknown).__name__ == "UnknownRule"
-    push(one, A)
-    assert one.value() == [1.0]
 
 
 # --- marks, sizes
@@ -553,3 +422,89 @@ def test_worker_that_rests_reads_at_its_own_clock_while_all_others_are_behind() 
     for shard in (0, 1):
         done(one.send(A, Rest(0, 0), shard))
         assert done(one.step(A, pull=[0], shard=shard, clock=5, tick=False)).at == 5
+
+
+def joined(one: Rig, client: int, rank: int) -> None:
+    """A worker that comes late, and is not waited for before its first step."""
+    one.join(client, rank)
+    one.tell(one.members((A, 1, "live"), (B, 1, "live"), (client, 1, "live")))
+
+
+def test_empty_step_of_one_that_enters_starts_no_deadline_and_decides_no_clock() -> None:
+    one = rig(Sync(reduce="sum", timeout_s=1.0), workers=2)
+    joined(one, C, 2)
+    entering = one.step(C, weight=1e-30)
+    assert entering.replies == []
+    assert entering.deadline is None
+    one.now += 0.9
+    push(one, A)
+    one.now += 0.9
+    one.happen(DeadlineReached())
+    assert one.value() == [0.0], "0.9 s since the first gradient"
+    push(one, B)
+    assert one.value() == [2.0]
+    assert not last(one, C).skipped
+    assert one.shards[0].groups[0].clocks == {0: 1, 1: 1, 2: 1}
+
+
+def test_step_of_one_that_enters_is_no_time_of_a_step() -> None:
+    one = rig(Sync(reduce="sum", timeout_s=Adaptive()), workers=2)
+    push(one, A)
+    push(one, B)
+    joined(one, C, 2)
+    one.step(C, clock=1, weight=1e-30)
+    one.now += 1.0
+    push(one, A, 1)
+    one.now += 1.0
+    push(one, B, 1)
+    assert one.shards[0].groups[0].step_s == 1.5, "A took 1 s, B 2 s"
+
+
+def test_compensation_that_overflows_is_skipped_where_the_policy_says_so() -> None:
+    one = rig(DelayCompensated(lam=1e300, on_nonfinite="skip"), workers=2)
+    done(one.step(A, pull=[0], tick=False))
+    done(one.step(B, {0: [1.0]}))
+    answer = done(one.step(A, {0: [1e10]}, mark=(1, 8)))
+    assert answer.skipped
+    assert one.value() == [1.0]
+    report = one.shards[0].report()[0]
+    assert (report.skipped, report.marks, report.version) == (1, ((A, 1, 8),), 1)
+
+
+@dataclass(frozen=True)
+class Patient(Policy):
+    """Decides nothing about gradients."""
+
+
+def test_policy_that_only_waits_keeps_to_the_workers_factor() -> None:
+    one = rig(Patient())
+    push(one, A, factor=0.5)
+    assert one.value() == [0.5]
+
+
+def test_damping_scales_the_learning_rate_and_not_the_gradient() -> None:
+    one = rig(Async(damping=Inverse(1.0)), workers=2, rule=SGD(lr=1.0, momentum=0.5))
+    push(one, A)  # momentum 1, value -1
+    push(one, B)  # staleness 1: momentum 1.5, step 0.5 * 1.5
+    assert one.value() == [-1.75]
+
+
+def test_damping_of_a_rule_without_learning_rate_scales_the_gradient() -> None:
+    one = rig(Async(damping=Inverse(1.0)), workers=2)
+    push(one, A)
+    push(one, B)
+    assert one.value() == [1.5]
+
+
+def test_corrected_momentum_knows_the_name_that_torchs_rules_give_it() -> None:
+    rule = TorchRule.of("NAdam", lr=0.1, betas=(0.9, 0.99))
+    one = rig(Async(), workers=2, rule=rule)
+    block = one.shards[0].blocks[0]
+    push = PushInfo(0, 0, 0, 0, 1.0, 1.0)
+    hyper, same = adapted(block, None, push, Apply(less_momentum=0.5, lr_scale=0.5))
+    assert hyper is not None
+    asked = dict(zip(rule.hyper_names, hyper, strict=True))
+    assert asked["betas.0"] == pytest.approx(0.4)
+    assert asked["betas.1"] == 0.99
+    assert asked["lr"] == 0.05
+    assert same is push

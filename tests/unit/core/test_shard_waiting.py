@@ -120,3 +120,14 @@ def test_bound_death_of_the_slowest_releases_the_read() -> None:
     one.step(FAST, {0: [1.0]}, [0])
     one.tell(one.members((FAST, 1, "live"), (SLOW, 1, "dead")))
     assert isinstance(one.answers(FAST)[-1], Done)
+
+
+def test_bound_read_of_the_slowest_has_what_those_push_whom_it_releases() -> None:
+    one = rig(0)
+    assert one.step(FAST, {0: [1.0]}, [0]).replies == []
+    assert one.step(FAST, {0: [1.0]}, clock=1).replies == [], "behind the read that is held"
+    effects = one.step(SLOW, {0: [10.0]}, [0])
+    (answer,) = (answer for client, answer in effects.replies if client == SLOW)
+    assert isinstance(answer.message, Done)
+    assert answer.payload is not None
+    assert (answer.message.version, answer.payload.view(np.float64)[0]) == (3, 12.0)

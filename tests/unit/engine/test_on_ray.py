@@ -9,8 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from paramserve.engine import on_ray
-from paramserve.engine.on_ray import Needs, OnRay
+from paramserve.engine.on_ray import Needs, OnRay, naming
 from paramserve.errors import CannotPlace, ParamServeError
 
 
@@ -141,7 +140,7 @@ def test_publish_without_an_answer_in_place_s_leaves_no_actor(
     actor = MagicMock()
     made = MagicMock()
     made.options.return_value.remote.return_value = actor
-    monkeypatch.setattr(on_ray, "_remote", lambda *_: made)
+    monkeypatch.setattr(naming, "remote", lambda *_: made)
     ray.connected, ray.failure = True, failure
     with pytest.raises(error, match=text):
         OnRay(place_s=7).publish("x", b"")

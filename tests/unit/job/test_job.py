@@ -12,8 +12,8 @@ import pytest
 import paramserve as ps
 from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
+from paramserve.job.entries import Entry, Key
 from paramserve.job.plan import Plan
-from paramserve.job.roster import Entry, Key
 from paramserve.job.running import Job
 from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status
 from paramserve.worker import Resumed, WorkerConfig
@@ -51,6 +51,11 @@ def test_start_counts_must_be_positive_ints(
         ({"worker_weight": [0.0]}, ValueError, "worker_weight of rank 0 must be above"),
         ({"worker_weight": [float("nan")]}, ValueError, "worker_weight of rank 0"),
         ({"worker_weight": ["1"]}, TypeError, "worker_weight of rank 0 must be a number"),
+        (
+            {"worker_weight": [1.0], "consistency": ps.ElasticAverage(rho=0.1)},
+            ValueError,
+            "under ElasticAverage workers send none",
+        ),
         ({"on_worker_death": "ignore"}, ValueError, "on_worker_death must be"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be"),

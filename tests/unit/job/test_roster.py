@@ -7,16 +7,9 @@ import pytest
 
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
-from paramserve.errors import CannotPlace, ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.job.roster import (
-    CAUSE_S,
-    COORDINATOR,
-    Decision,
-    Key,
-    OnWorkerDeath,
-    Restart,
-    Roster,
-)
+from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
+from paramserve.job.entries import CAUSE_S, COORDINATOR, Key
+from paramserve.job.roster import Decision, OnWorkerDeath, Restart, Roster
 
 START_BY = 60.0
 RETIRE_S, STOP_S = 30.0, 2.0
@@ -191,18 +184,6 @@ def test_silent_server_is_gone() -> None:
     assert "server 0 gave no sign of life" in str(error)
 
 
-def test_silent_worker_failed_text_says_what_makes_a_process_silent() -> None:
-    roster = running()
-    roster.on_silence(WORKER, 20.0, FIRST)
-    roster.on_end(WORKER, -9, 20.1)  # that was the supervisor
-    error = roster.decide(20.1).error
-    assert isinstance(error, WorkerFailed)
-    assert "worker 0 gave no sign of life" in error.failed
-    for cause in ("Deadlines(stall_s=", "stopped process", "swapping", "GIL"):
-        assert cause in error.fix
-    assert "sys.exit" not in error.fix
-
-
 def test_returned_worker_may_be_silent() -> None:
     roster = running()
     roster.on_report(WORKER, "returned", b"", 2.0)
@@ -264,23 +245,6 @@ def test_dismissed_workers_end_without_meaning() -> None:
     decision = roster.decide(2.0)
     assert decision.error is None
     assert decision.finished
-
-
-@pytest.mark.parametrize("key", [COORDINATOR, SERVER, WORKER])
-def test_process_that_found_no_place_is_told_as_that(key: Key) -> None:
-    roster = Roster(1, 2, "stop", START_BY)
-    error = CannotPlace("no agent came", fix="start one")
-    failure = Failure("CannotPlace", str(error), "Traceback", error.failed, error.fix)
-    roster.on_report(key, "failed", msgspec.msgpack.encode(failure), 2.0)
-    found = roster.decide(2.0).error
-    assert isinstance(found, CannotPlace)
-    assert (found.failed, found.applied, found.fix) == ("no agent came", "no", "start one")
-
-
-def test_end_is_told_with_what_the_engine_knows() -> None:
-    roster = running()
-    roster.on_end(WORKER, -9, 2.0, "its node is lost\nand more")
-    assert "was killed by SIGKILL (its node is lost)" in str(roster.decide(2.0).error)
 
 
 THIRD = Key("worker", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -164,6 +165,6 @@ def test_spread_keeps_the_mean(spread: float) -> None:
         lambda: Costs(cores=0),
     ],
 )
-def test_setting_refuses_what_makes_no_sense(wrong: object) -> None:
+def test_setting_refuses_what_makes_no_sense(wrong: Callable[[], object]) -> None:
     with pytest.raises(ValueError):
-        wrong()  # type: ignore[operator]
+        wrong()

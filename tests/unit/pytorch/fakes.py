@@ -157,6 +157,7 @@ class FakeCluster:
             step_samples=None,
             finishers=[],
             refreshers=[],
+            own_steps=[],
         )
 
     def block(self, group: str) -> FakeBlock:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from paramserve.core.consistency import LocalSteps, Sync
 from paramserve.pytorch.loader import load, sampler
+from paramserve.worker import Worker
 
 
 class Squares(Dataset[int]):
@@ -41,6 +43,7 @@ def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0
         missed=0,
         retiring=False,
         leased=None,
+        batches_per_step=1,
     )
 
 
@@ -204,18 +207,44 @@ def test_restart_with_several_batches_to_a_step(clock: int, first: int) -> None:
     assert passes(worker(steps_before=clock)) == passes(worker())[first:]
 
 
+def test_restart_goes_by_the_policy_that_holds_when_the_iteration_begins() -> None:
+    me = worker(steps_before=2)
+    loader = load(me, numbers(40), batch_size=5)
+    me.batches_per_step = 3  # the optimizer is adopted after the loader was made
+    assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]
+
+
+def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy() -> None:
+    policies = {"lm": LocalSteps(every=3)}
+    client = SimpleNamespace(
+        rank=0,
+        workers=1,
+        incarnation=2,
+        missed=0,
+        retiring=False,
+        clock=lambda group: 2,
+        terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
+    )
+    me = Worker(client, seed=3)  # type: ignore[arg-type]  # a fake
+    loader = me.loader(numbers(40), batch_size=5)
+    me.aliases["lm"] = {}
+    assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]
+
+
 # --- clocks that went on without this worker, and the wish that it ends ------------------------
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("batches_per_step", [1, 2])
 @pytest.mark.parametrize("make", [numbers, Squares])
-def test_missed_clocks_take_their_batches_along(make, batches_per_step: int) -> None:
+def test_missed_clocks_take_their_batches_along(make, batches_per_step: int, told: bool) -> None:
     whole = indices(load(worker(), make(40), batch_size=2, epochs=2))
     me = worker()
     me.missed = 7  # before this loop
     got = []
-    options: dict[str, Any] = {"batches_per_step": batches_per_step}
+    options: dict[str, Any] = {"batches_per_step": batches_per_step} if told else {}
     loader = load(me, make(40), batch_size=2, epochs=2, **options)
+    me.batches_per_step = 5 if told else batches_per_step
     for i, batch in enumerate(loader):
         got += indices([batch])
         me.missed += {1: 1, 5: 3}.get(i, 0)

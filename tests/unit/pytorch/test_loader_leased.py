@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from paramserve.client.leases import LeasedWork
+from paramserve.client.leases import LeasedWork, OwnSteps
 from paramserve.core.leases import LeaseBook
 from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
@@ -129,6 +129,9 @@ class FakeWorker:
         self.missed = 0
         self.steps_before = 0
         self.names = 0
+        self.batches_per_step = 1
+        self.own_steps: list[OwnSteps] = []
+        self.finishers: list[Callable[[], None]] = []
 
     @property
     def retiring(self) -> bool:
@@ -137,6 +140,27 @@ class FakeWorker:
     def new_loader_name(self) -> str:
         self.names += 1
         return f"loader-{self.names}"
+
+
+class FakeOwnSteps:
+    """An optimizer of `ps.LocalSteps(every)`: an exchange is a step of the worker's client."""
+
+    def __init__(self, worker: FakeWorker, every: int) -> None:
+        self.worker = worker
+        self.every = worker.batches_per_step = every
+        self.since = 0
+        worker.own_steps.append(self)
+
+    def step(self) -> None:
+        self.since += 1
+        if self.since == self.every:
+            self.settle()
+
+    def settle(self) -> None:
+        if self.since:
+            self.since = 0
+            self.worker.events.append("exchange")
+            self.worker.client.train()
 
 
 def alone() -> FakeWorker:
@@ -269,6 +293,37 @@ def test_leased_loop_that_is_left_gives_the_rest_to_others() -> None:
     assert samples(first + train(two, loader)) == Counter(range(40))
 
 
+def test_leased_worker_that_ends_tells_how_far_it_came_in_a_loop_that_it_left() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    loader = load(one, tensors(40), batch_size=5, **DYNAMIC)
+    found = train(one, loader, steps=1)
+    found += train(one, loader, steps=2)
+    one.client.train()  # a last exchange, with nothing of the loader in it
+    (finish,) = one.finishers
+    finish()
+    assert one.events[-2:] == ["drain", "idle"]
+    assert cluster.book.reports()[0].ranks[0][2] == 15
+    cluster.meanwhile = cluster.stuck
+    found += train(two, load(two, tensors(40), batch_size=5, **DYNAMIC))
+    assert samples(found) == Counter(range(40)), "it holds nothing any more"
+    finish()
+    assert one.events[-2:] == ["drain", "idle"]
+
+
+def test_leased_worker_that_ends_says_nothing_of_a_turn_that_is_over_or_was_not_stepped_with() -> (
+    None
+):
+    worker = alone()
+    train(worker, load(worker, tensors(40), batch_size=5, **DYNAMIC))
+    train(worker, load(worker, tensors(40), batch_size=5, **DYNAMIC), steps=0)
+    next(iter(load(worker, tensors(40), batch_size=5, **DYNAMIC)))
+    told = list(worker.events)
+    for finish in worker.finishers:
+        finish()
+    assert worker.events == told
+
+
 def test_leased_loop_that_was_left_can_go_on() -> None:
     worker = alone()
     loader = load(worker, tensors(40), batch_size=5, **DYNAMIC)
@@ -372,6 +427,99 @@ def test_leased_two_loops_at_once_are_refused() -> None:
         next(iter(second))
     del loop
     assert len(train(worker, second)) == 4
+
+
+# --- own steps between two exchanges --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [load, sampler])
+def test_step_without_a_told_number_takes_what_the_optimizers_policy_says(make: Any) -> None:
+    worker = alone()
+    batches = make(worker, tensors(40), batch_size=5, **DYNAMIC)
+    own = FakeOwnSteps(worker, every=3)  # adopted after the loader was made
+    for _ in batches:
+        own.step()
+    assert worker.client.marks == [(1, 15), (1, 30), (2, 10)]
+    assert worker.client.weights == [15.0, 15.0, 10.0]
+
+
+@pytest.mark.parametrize("make", [load, sampler])
+def test_own_steps_that_are_left_are_exchanged_before_the_turn_ends(make: Any) -> None:
+    worker = alone()
+    batches = make(worker, tensors(20), batch_size=5, epochs=2, **DYNAMIC)
+    own = FakeOwnSteps(worker, every=3)
+    for _ in batches:
+        own.step()
+    assert worker.events[-4:] == ["exchange", "drain", "rest model", "idle"]
+    (report,) = worker.client._control.cluster.book.reports()
+    assert (report.ranks, report.left_over) == (((0, 40, 40),), 0)
+
+
+def test_own_steps_of_a_worker_that_retires_are_exchanged_before_it_gives_back() -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    own = FakeOwnSteps(one, every=3)
+    two.batches_per_step = 3
+    found = []
+    for (batch,) in load(one, tensors(40), batch_size=5, **DYNAMIC):
+        found.append(batch.tolist())
+        own.step()
+        one.client.retiring = len(found) == 2
+    assert one.client.marks == [(1, 10)]
+    cluster.meanwhile = lambda: cluster.book._finished(10, (1, 10))
+    rest = train(two, load(two, tensors(40), batch_size=5, **DYNAMIC))
+    assert samples(found + rest) == Counter(range(40))
+
+
+@pytest.mark.parametrize("make", [load, sampler])
+@pytest.mark.parametrize("then", ["the run ends", "another loader", "it goes on"])
+def test_own_steps_of_a_loop_that_is_left_are_not_given_back(make: Any, then: str) -> None:
+    cluster = FakeCluster(2)
+    one, two = cluster.workers
+    own = FakeOwnSteps(one, every=3)
+    two.batches_per_step = 3
+    batches = make(one, tensors(40), batch_size=5, **DYNAMIC)
+    loop = iter(batches)
+    for _ in range(4):
+        next(loop)
+        own.step()
+    next(loop)  # and no step with this one
+    loop.close()
+    assert one.client.marks == [(1, 15)]
+    if then == "the run ends":
+        own.settle()
+        one.finishers[0]()
+    else:
+        next(
+            iter(
+                batches if then == "it goes on" else load(one, tensors(5), batch_size=5, **DYNAMIC)
+            )
+        )
+    assert one.client.marks == [(1, 15), (1, 20)]
+    if then == "the run ends":
+        rest = train(two, load(two, tensors(40), batch_size=5, shuffle=True, **DYNAMIC))
+        assert samples(rest) == Counter(order(40, SEED, 0)[20:].tolist())
+
+
+@pytest.mark.parametrize("until_done", [False, True])
+def test_own_steps_with_batches_that_were_drawn_ahead_count(until_done: bool) -> None:
+    worker = alone()
+    own = FakeOwnSteps(worker, every=3)
+    mine = sampler(worker, tensors(10), batch_size=5, **DYNAMIC)  # they fill no step
+
+    class DrawsAhead:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(list(mine))
+
+    ahead = DrawsAhead()
+    for _ in mine.until_done(ahead) if until_done else ahead:
+        own.step()
+    assert worker.events.count("idle") == until_done
+    own.settle()  # as at the end of the run
+    assert worker.client.marks == [(1, 10)]
+    for finish in worker.finishers:
+        finish()
+    assert worker.client._control.cluster.book.reports()[0].ranks == ((0, 10, 10),)
 
 
 # --- what a step says -----------------------------------------------------------------------------

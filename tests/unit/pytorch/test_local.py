@@ -667,6 +667,21 @@ def test_consistency_that_is_no_policy_is_refused(consistency: Any) -> None:
     assert not cluster.blocks
 
 
+def test_own_steps_that_are_left_are_exchanged_when_a_loader_ends_and_not_again(
+    policy: Any,
+) -> None:
+    cluster, model = FakeCluster(), small_model()
+    worker = cluster.worker()
+    optimizer = adopt(worker, model, sgd(model), consistency=policy, weight=2.0)
+    (own,) = worker.own_steps
+    for step in range(policy.every + 1):
+        own_step(model, optimizer, step, 0)
+    assert (own.every, own.since) == (policy.every, 1)
+    for end in (own.settle, own.settle, *worker.finishers):
+        end()
+    assert [sent.weight for sent in cluster.steps()] == [2.0 * policy.every, 2.0]
+
+
 def test_adopt_twice_is_refused(policy: Any) -> None:
     cluster, model, optimizer = adopted(policy)
     with pytest.raises(TypeError, match="already"):

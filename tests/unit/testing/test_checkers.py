@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from paramserve.core.consistency import (
@@ -9,11 +11,13 @@ from paramserve.core.consistency import (
     Async,
     BoundedStaleness,
     Buffered,
+    DelayCompensated,
     Sync,
 )
-from paramserve.core.decisions import Policy
+from paramserve.core.damping import Inverse
+from paramserve.core.decisions import DROP, OnPush, Policy, Push, Standing
 from paramserve.testing import Call, History, Part, Row, checkers
-from paramserve.testing.history import Answered, Decided, Entered, Shared, Switched, Update
+from paramserve.testing.history import Answered, Applied, Decided, Entered, Shared, Switched, Update
 
 PART = Part(0, 0)
 BLOCK = frozenset({0})
@@ -172,6 +176,18 @@ def test_clock_is_decided_without_as_many_as_the_policy_allows(
     assert (wrong == []) is good, wrong
 
 
+@pytest.mark.parametrize(
+    ("step_s", "waited_s", "good"),
+    [(None, 0.1, True), (0.0, 9.0, False), (0.2, 0.39, False), (0.2, 0.4, True), (0.01, 0.1, True)],
+)
+def test_adaptive_deadline_is_its_factor_times_the_median(
+    step_s: float | None, waited_s: float, good: bool
+) -> None:
+    found = decided(Sync(timeout_s=Adaptive(factor=2.0, least_s=0.1)), 1, waited_s=waited_s)
+    found.decided[0] = found.decided[0]._replace(step_s=step_s)
+    assert (checkers.restarts_keep_the_clocks(found) == []) is good
+
+
 def test_clock_is_decided_without_who_rests_or_has_ended() -> None:
     for states in ("away", "resting"):
         found = decided(Sync(), 0, 1)
@@ -296,13 +312,113 @@ def test_samples_are_used(
     assert checkers.samples_are_used(found) == []
 
 
-def test_samples_of_a_dropped_gradient_count_as_used() -> None:
+@dataclass(frozen=True)
+class Drops(Policy):
+    """A user's own."""
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        return DROP
+
+
+@pytest.mark.parametrize(
+    ("policy", "spoiled", "good"),
+    [
+        (Sync(backup=1), False, True),
+        (Sync(timeout_s=0.1), False, True),
+        (Sync(), False, False),
+        (Sync(), True, False),
+        (Sync(on_nonfinite="skip"), True, True),
+        (Sync(on_nonfinite="skip"), False, False),
+        (Async(drop_after=3), False, True),
+        (Async(), False, False),
+        (Async(on_nonfinite="skip"), True, False),
+        (BoundedStaleness(1), False, False),
+        (Drops(), False, True),
+    ],
+)
+def test_samples_may_be_lost_only_where_the_policy_leaves_gradients_out(
+    policy: Policy, spoiled: bool, good: bool
+) -> None:
     call = push(0, 0, 0, 1, samples=(0, 2), skipped=True)
-    found = history(Sync(backup=1), call)
+    found = history(policy, call, push(1, 0, 0, 3, spoiled=spoiled))
     found.shared = Shared(2, over=True)
-    assert checkers.samples_are_used(found)
+    assert checkers.samples_are_used(found), "nobody has said that it was left out"
     found.answers[0, 0, 0] = Answered(2, True, 0, 0)
-    assert checkers.samples_are_used(found) == []
+    assert (checkers.samples_are_used(found) == []) is good
+
+
+def applied(policy: Policy, told: Applied, *, base: int = 3, workers: int = 2) -> History:
+    """Writer 0 pushes what it has computed from version `base`; shard 0 applies it at version 5."""
+    found = history(policy, push(0, 0, 0, 1, bases=(base,)), final=row(1, 0), ranks=workers)
+    found.updates.append(Update(0, 4, 5, 6, ((0, 0),), applied=(told,)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale", "base", "good"),
+    [
+        (Async(), 1.0, 3, True),
+        (Async(), 0.5, 3, False),
+        (Async(damping=Inverse(0.5)), 0.5, 3, True),
+        (Async(damping=Inverse(0.5)), 0.4, 3, False),
+        (Async(damping=Inverse(0.5)), 1.0, 5, True),
+        (BoundedStaleness(1), 0.5, 3, False),
+        (Drops(), 0.5, 3, True),
+    ],
+)
+def test_gradient_counts_by_the_damping_of_its_staleness(
+    policy: Policy, scale: float, base: int, good: bool
+) -> None:
+    found = applied(policy, Applied(0, 0, 5, scale, 0.9, 0.9), base=base)
+    assert (checkers.gradients_count_as_decided(found) == []) is good
+
+
+@pytest.mark.parametrize(
+    ("workers", "momentum", "good"),
+    [(2, 0.4, True), (2, 0.9, False), (2, 0.9 - 2 / 3, False), (1, 0.9, True), (20, 0.0, True)],
+)
+def test_gradient_momentum_is_corrected_by_who_counts(
+    workers: int, momentum: float, good: bool
+) -> None:
+    told = Applied(0, 0, 5, 1.0, momentum, 0.9)
+    found = applied(Async(momentum="corrected"), told, workers=workers)
+    assert (checkers.gradients_count_as_decided(found) == []) is good
+
+
+def test_who_counts_joiner_begins_at_the_slowest_or_where_it_was_told_to_elsewhere() -> None:
+    found = history(Async(), push(2, 0, 9, 1, enters=True))
+    found.entered.append(Entered(0, 2, 2, 9, 5, True))
+    assert "the slowest worker was at 5" in checkers.who_counts(found)[0]
+    found.policies.append((7, BoundedStaleness(1)))
+    assert checkers.who_counts(found) == []
+    found.calls[0].clock = 7
+    assert checkers.who_counts(found)
+
+
+@pytest.mark.parametrize(("change", "good"), [(0.5, True), (0.0, False), (0.25, False)])
+def test_gradient_is_compensated_from_the_read_that_it_came_from(change: float, good: bool) -> None:
+    """Push 1 comes from a read without push 0; another one with it is answered later."""
+    calls = [push(0, 0, 0, 1), read(0, 1, 0, 2, row(0, 0)), push(0, 2, 1, 9, bases=(4,))]
+    calls[2].push = 1
+    found = history(DelayCompensated(lam=0.5), *calls, final=row(0b11, 0))
+    found.calls.append(read(0, 3, 1, 20, row(1, 0)))
+    found.updates.append(Update(0, 3, 4, 5, ((0, 0),)))
+    told = Applied(0, 1, 5, 1.0, 0.9, 0.9, change)
+    found.updates.append(Update(0, 12, 5, 6, ((0, 1),), applied=(told,)))
+    assert (checkers.gradients_count_as_decided(found) == []) is good
+
+
+def test_rank_that_rested_hears_its_clock_in_its_first_answer() -> None:
+    calls = [push(0, 0, 7, 1), push(2, 0, 2, 9, enters=True), push(2, 1, 8, 12)]
+    for call in calls:
+        call.rank = 0
+    found = history(Async(), *calls, final=Row((1, 0, 2), (1, 0, 3)))
+    assert "began at clock 2" in checkers.restarts_keep_the_clocks(found)[0]
+    found.resting.append((4, 0, True))
+    found.resting.append((11, 0, False))
+    assert checkers.restarts_keep_the_clocks(found) == []
+    calls[2].clock = 6
+    assert "began at clock 6" in checkers.restarts_keep_the_clocks(found)[0]
 
 
 def test_changes_agree_on_one_clock_for_all_shards() -> None:

@@ -59,7 +59,7 @@ def test_scripted_fault_bad_input_is_refused(
 
 def test_set_policy_takes_a_policy_object() -> None:
     with pytest.raises(TypeError, match=r"such as Async\(\)"):
-        set_policy("Async", clock=1)  # type: ignore[arg-type]
+        set_policy("Async", clock=1)  # type: ignore[arg-type]  # what is tested
 
 
 class Sends:
@@ -96,8 +96,8 @@ def test_add_whole_leaves_pushes_whole_under_every_scale() -> None:
     rule, value = AddWhole(), np.zeros(4)
     rule.prepare(value.dtype)
     push = PushInfo(0, 0, 0, 0, 1.0, 0.25)
-    rule.apply(value, np.arange(4.0), (), (), [Run(0, 4, 0)], push)
-    np.testing.assert_array_equal(value, np.arange(4.0))
+    rule.apply(value, np.array([0.0, 1.0, 2.0, 4.0]), (), rule.hyper(), [Run(0, 4, 0)], push)
+    np.testing.assert_array_equal(value, [0.0, 1.0, 2.0, 4.0])
 
 
 def test_leaves_whole_names_the_policies_that_scale_nothing() -> None:

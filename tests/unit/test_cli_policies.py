@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 import pytest
 
-from paramserve.cli_options import policy_of
+from paramserve.cli_policies import in_python, policy_of
 from paramserve.core.consistency import Adaptive, Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.core.damping import Inverse
 from paramserve.core.decisions import Policy
@@ -31,6 +31,7 @@ def halves(staleness: int) -> float:
         ("sync:sum", Sync(reduce="sum")),
         ("async", Async()),
         ("BoundedStaleness(4)", BoundedStaleness(4)),
+        ("bounded:4", BoundedStaleness(4)),
         (
             "Sync(backup=1, timeout_s=Adaptive(factor=3.0))",
             Sync("mean", "refuse", 1, Adaptive(3.0)),
@@ -69,3 +70,27 @@ def test_text_that_is_no_policy_is_refused_and_nothing_else_is_run(text: str, wo
     with pytest.raises(click.BadParameter, match=words) as told:
         policy_of(text)
     assert told.value.param_hint == "--consistency"
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("sync", "Sync()"),
+        ("sync:sum", "Sync(reduce='sum')"),
+        ("sync:backup=1,timeout_s=0.5", "Sync(backup=1, timeout_s=0.5)"),
+        (" bounded:4 ", "BoundedStaleness(bound=4)"),
+        ("buffered:8,damping=None", "Buffered(size=8, damping=None)"),
+        ("async:damping=Inverse(0.1)", "Async(damping=Inverse(0.1))"),
+        ("local:every=4", "LocalSteps(every=4)"),
+        ("Async()", "Async()"),
+        ("eventual:3", "eventual:3"),
+    ],
+)
+def test_in_python_writes_the_long_form(short: str, long: str) -> None:
+    assert in_python(short) == long
+
+
+@pytest.mark.parametrize("text", ["sync:1,2", "bounded:4)+(1", "bounded:4 5", "bounded:)"])
+def test_in_python_refuses_what_are_no_options(text: str) -> None:
+    with pytest.raises(ValueError, match="stands a value"):
+        in_python(text)

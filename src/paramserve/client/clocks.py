@@ -1,0 +1,84 @@
+"""A client's clocks: how far it is in each group, by whose terms it steps there, who waits for it.
+
+Its own steps say so, and what the shards' answers say besides. Nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from paramserve.core.partition import Block
+from paramserve.core.policies import Terms
+from paramserve.core.session import Operation
+from paramserve.core.terms import GroupTerms
+from paramserve.messages import GroupPolicy
+
+
+class ClientClocks:
+    """The part of `steps.Steps` that knows how far this client is.
+
+    `clocks` counts the ended steps by group name.
+
+    What answers say besides counts as soon as they are read, by whichever thread: a clock with
+    which the worker goes on, another policy, that it is to end.
+    """
+
+    def __init__(self, terms: GroupTerms) -> None:
+        self.clocks: dict[str, int] = {}
+        self.missed = 0
+        """Clocks that this client had no part in, because the others went on without it."""
+        self.retiring = False
+        """Whether the run wants this worker to end."""
+        self.joined_late = False
+        """Whether the others were there first: nobody waits for this worker until it enters."""
+        self._inside: set[str] = set()
+        """Groups that a late worker has entered."""
+        self._resting: set[str] = set()
+        self._terms = terms
+        self._heard_lock = threading.Lock()
+        """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
+
+    def is_guest(self, group: str) -> bool:
+        """Whether nobody waits for this worker in a group: it came late there, or rests."""
+        return group in self._resting or (self.joined_late and group not in self._inside)
+
+    def rests(self, group: str) -> None:
+        """The shards have been told that this worker rests in a group, until it enters again."""
+        self._resting.add(group)
+
+    def _entered(self, group: str) -> None:
+        """This worker is waited for in a group from now on."""
+        self._inside.add(group)
+        self._resting.discard(group)
+
+    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
+        """Take what the answers say besides; of a step (`group`) also where it goes on."""
+        replies = operation.replies.values()
+        with self._heard_lock:
+            for reply in replies:
+                self.retiring = self.retiring or reply.retire
+                for news in reply.news:
+                    self._terms.changed(news)
+            if group is None:
+                return
+            own = max(self.clocks.get(group, 0), after)
+            at = max(reply.at for reply in replies)
+            if at > own:
+                self.clocks[group] = at
+                if any(reply.skipped for reply in replies) and not self.is_guest(group):
+                    self.missed += at - own
+
+    def go_on(self, group: str, clock: int) -> None:
+        """This client's clock of a group is at least this from now on."""
+        with self._heard_lock:
+            if clock > self.clocks.get(group, 0):
+                self.clocks[group] = clock
+
+    def learn(self, news: GroupPolicy) -> None:
+        """A group's policy has changed, as a shard has told."""
+        with self._heard_lock:
+            self._terms.changed(news)
+
+    def terms_of(self, block: Block) -> Terms:
+        """What holds for this client's next step of a block's group."""
+        return self._terms.at(block.group, self.clocks.get(block.group_name, 0))

@@ -1,0 +1,72 @@
+"""A client that watches a group: the shards keep snapshots at given versions, and it reads them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from paramserve.client.by_block import BlockClient
+from paramserve.client.exchange import done
+from paramserve.messages import TakeSnapshot, Watch
+
+Array = npt.NDArray[Any]
+
+
+class GroupSnapshot(NamedTuple):
+    """A group's values at one version, the same on all shards.
+
+    `dropped` counts earlier snapshots that were not read in time.
+    """
+
+    version: int
+    values: dict[str, Array]
+    dropped: int
+
+
+class WatchingClient(BlockClient):
+    """The part of a client that reads snapshots of whole groups; see `client.Client`."""
+
+    def watch(self, group: str, every: int, keep: int = 8) -> bool:
+        """Have the shards keep a snapshot of a group at every `every`-th version, at most `keep`.
+
+        Returns:
+            False if nothing is defined in the group yet.
+        """
+        self._check()
+        with self._lock:
+            block = self._group_block(group)
+            if block is None:
+                return False
+            requests = [Watch(0, block.group, every, keep)] * len(self._exchange.shards)
+            self._steps.finish("watch", requests, self.timeout_s, ())
+            return True
+
+    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
+        """The oldest kept snapshot of a version past `after` that all shards have, or None."""
+        self._check()
+        with self._lock:
+            known = self._group_block(group)
+            if known is None:
+                return None
+            blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
+            while True:
+                slots = [self._exchange.take(block.nbytes) for block in blocks]
+                places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
+                requests = [
+                    TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
+                    for shard in range(len(self._exchange.shards))
+                ]
+                replies = done(self._steps.finish("snapshot", requests, self.timeout_s, slots))
+                taken = {reply.taken for reply in replies}
+                if -1 in taken:
+                    return None
+                if len(taken) == 1:
+                    break
+                after = max(taken) - 1  # A shard has dropped the older ones.
+            values = {}
+            for block, slot in zip(blocks, slots, strict=True):
+                flat = slot.array(block)
+                for piece in self._names.pieces(block):
+                    values[piece.name] = piece.view(flat).copy()
+            return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))

@@ -1,0 +1,82 @@
+"""What is published under a name: a named actor keeps it while the one who made that lives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paramserve.engine.on_ray.actors import Published, remote
+from paramserve.engine.on_ray.control import RETRY_S, kill_actor
+from paramserve.engine.on_ray.room import what_there_is
+from paramserve.errors import CannotPlace, NameTaken, ParamServeError
+
+NAME_S = 5.0
+"""Ray needs moments to notice that the one who had a name is dead."""
+
+
+def publish(name: str, data: bytes, namespace: str, place_s: float) -> Any:
+    """Start the actor that keeps `data` under this name.
+
+    Raises:
+        NameTaken: a living process has published this name.
+        CannotPlace: the actor was not up after `place_s`. Nothing is left in the cluster.
+        ParamServeError: it has died. Nothing is left in the cluster.
+    """
+    import ray
+
+    actor = _take(name, data, namespace)
+    try:
+        ray.get(actor.data.remote(), timeout=place_s)
+    except BaseException as error:
+        kill_actor(actor)
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            raise CannotPlace(
+                f"the Ray cluster did not start the process that keeps the name {name!r} "
+                f"within {place_s:g} s. {what_there_is()}",
+                fix="look whether its nodes can start processes (`ray status`), add nodes, or "
+                "raise place_s where nodes are being added",
+            ) from error
+        if isinstance(error, ray.exceptions.RayError):
+            raise ParamServeError(
+                f"the process that keeps the name {name!r} could not be started, or has died: "
+                f"{error}",
+                fix="look at Ray's logs of its node for why, and publish again",
+            ) from error
+        raise
+    return actor
+
+
+def find(name: str, namespace: str) -> bytes | None:
+    """What a living process has published under this name; None: nothing."""
+    import ray
+
+    try:
+        actor: Any = ray.get_actor(f"paramserve:{name}", namespace=namespace)
+        data: bytes = ray.get(actor.data.remote(), timeout=NAME_S)
+    except (ValueError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return None
+    return data
+
+
+def withdraw(actor: Any, leave: Callable[[], None]) -> None:
+    """End the actor that keeps a name, then leave the cluster. May be repeated."""
+    kill_actor(actor)
+    leave()
+
+
+def _take(name: str, data: bytes, namespace: str) -> Any:
+    """An actor of this name, which may not be up yet."""
+    deadline = time.monotonic() + NAME_S
+    made = remote(Published, {}).options(name=f"paramserve:{name}", namespace=namespace, num_cpus=0)
+    while True:
+        try:
+            return made.remote(data)
+        except ValueError as error:  # the name is taken
+            if find(name, namespace) is not None or time.monotonic() > deadline:
+                raise NameTaken(
+                    f"a living cluster in Ray's namespace {namespace!r} is named {name!r}",
+                    fix=f"choose another name, or join that one with ps.attach({name!r}, "
+                    "engine=...)",
+                ) from error
+            time.sleep(RETRY_S)

@@ -1,0 +1,226 @@
+"""One process of a run as the driver sees it: an actor that is told its role, heard and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from paramserve.engine.base import Ended, Event, Failure, Reported, Role
+from paramserve.engine.child import Package
+from paramserve.engine.hosting import Heard
+from paramserve.engine.on_ray.actors import Actor, remote
+from paramserve.engine.on_ray.control import CONTROL_S, LOOK_S, RETRY_S, bounded, kill_actor
+from paramserve.engine.on_ray.room import Place, what_there_is
+from paramserve.engine.placing import Needs
+
+CONTROL_THREADS = 3
+"""One tells the driver, one may still do so over a broken connection, one stops the entry."""
+KILLED = -signal.SIGKILL
+"""Exit status of a process that did not end by itself, however Ray ended or lost it."""
+
+
+class RayProcess:
+    """An actor with a role. See `base.Process`.
+
+    One call to it is always under way, and waits there for something to tell; when the process is
+    gone, that call fails.
+
+    Attributes:
+        pid: on its node; 0: it is not up.
+        node: Ray's name of its node; empty: it is not up.
+        why: why Ray says that it ended, if it did not end by itself.
+    """
+
+    def __init__(self, name: str, needs: Needs, place: Place | None, place_s: float) -> None:
+        self.name = name
+        self.pid = 0
+        self.node = ""
+        self.why = ""
+        self._needs = needs
+        self._place = place
+        self._placed_by = time.monotonic() + place_s
+        self._lock = threading.RLock()
+        self._taken = 0
+        self._events: list[Reported] = []
+        self._killed = False
+        self._final: int | None = None
+        """The status that it told; it counts when the process is gone."""
+        self._status: int | None = None
+        self._told = False
+        self._actor = _create(name, needs, place)
+        self._listen_at = 0.0
+        self._pending: Any = None
+        self._listen()
+
+    @property
+    def exit_status(self) -> int | None:
+        self._look()
+        return self._status
+
+    @property
+    def pending(self) -> Any:
+        """What to wait for; None: nothing comes now."""
+        return self._pending
+
+    def start(self, role: Role) -> None:
+        """Let the waiting process play its role."""
+        package = Package(
+            role.name, role.entry, role.payload, role.secret, role.code, role.directory
+        )
+        own = self._needs.runtime_env.get("env_vars", {})
+        environment = {name: v for name, v in role.environment.items() if name not in own}
+        path = [os.path.abspath(folder) for folder in sys.path]
+        self._call("run", "role", msgspec.msgpack.encode(package), environment, path)
+
+    def interrupt(self) -> None:
+        if self._status is None and self._final is None:
+            self._call("stop")
+
+    def kill(self) -> None:
+        if self._status is None:
+            self._killed = True
+            kill_actor(self._actor)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status, or None if it still runs after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self.exit_status is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            wait_for_news([self], left_s)
+        return self._status
+
+    def take(self) -> list[Event]:
+        """What is new of it; its end is told once."""
+        self._look()
+        with self._lock:
+            found: list[Event] = [*self._events]
+            self._events.clear()
+            if self._status is not None and not self._told:
+                self._told = True
+                found.append(Ended(self, self._status))
+            return found
+
+    def forget(self) -> None:
+        """Ask Ray no more."""
+        with self._lock:
+            self._status = self._status if self._status is not None else KILLED
+            self._pending = None
+
+    def _look(self) -> None:
+        """Take what has come, without waiting for more."""
+        import ray
+
+        with self._lock:
+            if self._status is not None:
+                return
+            if not ray.is_initialized():  # somebody has called ray.shutdown: the actors are gone
+                self.why = "this process has left the Ray cluster"
+                self._status = self._final if self._final is not None else KILLED
+                return
+            if self._pending is None:
+                self._listen()
+                return
+            ready, _ = ray.wait([self._pending], timeout=0)
+            if not ready:
+                self._check_place()
+                return
+            try:
+                heard: Heard = ray.get(ready[0], timeout=CONTROL_S)
+            except ray.exceptions.GetTimeoutError:
+                return
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.ObjectLostError):
+                self._pending = None
+                self._listen_at = time.monotonic() + RETRY_S
+            except ray.exceptions.RayError as error:
+                self._on_end(error)
+            else:
+                self._on_heard(heard)
+
+    def _on_heard(self, heard: Heard) -> None:
+        self.pid, self.node = heard.pid, heard.node
+        self._events += [Reported(self, kind, body) for kind, body in heard.reports]
+        self._taken += len(heard.reports)
+        if heard.status is not None and self._final is None:
+            self._final = heard.status
+            kill_actor(self._actor)
+        self._listen()
+
+    def _on_end(self, error: Exception) -> None:
+        self._pending = None
+        self.why = str(error)
+        if not self.pid and not self._killed:
+            self._fail(type(error).__name__, f"its process could not be started: {self.why}")
+        self._status = self._final if self._final is not None else KILLED
+
+    def _listen(self) -> None:
+        if time.monotonic() < self._listen_at:
+            return
+        if self._final is not None:
+            self._pending = self._call("linger")
+        else:
+            self._pending = self._call("hear", "control", self._taken if self.pid else -1)
+
+    def _check_place(self) -> None:
+        """Give up a process whose node is lost and for which no other node was found."""
+        place = self._place
+        if self.pid or place is None or self._killed or time.monotonic() < self._placed_by:
+            return
+        self._placed_by = time.monotonic() + LOOK_S
+        state: list[str] = []
+        bounded(lambda: state.append(place.state()))
+        if state and state[0] != "CREATED":
+            self._fail(
+                "CannotPlace",
+                f"Ray found no node for {self.name}. {what_there_is()}",
+                "add nodes, end what else runs there, or raise place_s of ps.OnRay(...) where "
+                "nodes are being added",
+            )
+            self.kill()
+
+    def _fail(self, kind: str, text: str, fix: str = "") -> None:
+        failure = Failure(kind, text.partition("\n")[0], text, text, fix)
+        self._events.append(Reported(self, "failed", msgspec.msgpack.encode(failure)))
+
+    def _call(self, method: str, group: str = "control", *args: object) -> Any:
+        import ray
+
+        if not ray.is_initialized():  # a call would start another Ray
+            return None
+        return getattr(self._actor, method).options(concurrency_group=group).remote(*args)
+
+
+def _create(name: str, needs: Needs, place: Place | None) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    options: dict[str, Any] = {
+        "num_cpus": needs.num_cpus,
+        "num_gpus": needs.num_gpus,
+        "resources": dict(needs.resources),
+    }
+    if place is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place.group, place.bundle)
+    if needs.runtime_env:  # even an empty one keeps Ray from using a process that waits
+        options["runtime_env"] = dict(needs.runtime_env)
+    made = remote(Actor, {"role": 1, "control": CONTROL_THREADS})
+    return made.options(**options).remote(name)
+
+
+def wait_for_news(processes: Iterable[RayProcess], timeout_s: float) -> None:
+    """Until one of them has something to tell, or for a moment."""
+    import ray
+
+    timeout_s = max(0.0, min(timeout_s, LOOK_S))
+    pending = [each.pending for each in processes if each.pending is not None]
+    if pending and ray.is_initialized():
+        ray.wait(pending, timeout=timeout_s)
+    else:
+        time.sleep(min(timeout_s, RETRY_S))

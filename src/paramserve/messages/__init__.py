@@ -1,0 +1,161 @@
+"""Everything that crosses a process: the header of each frame as a typed struct.
+
+A frame is a fixed prelude (`transport/framing.py`), one of these structs in msgpack, and a raw
+payload. Bulk values never lie in a header. Where a part of a request has an `arena`, number 0 means
+that its bytes follow in the frame's payload (or come back in the reply's), part after part, each
+padded to `ALIGN`; another number names a shared arena of this client, and `offset` a place in it.
+
+By who talks to whom: `opening` (the first on every connection), `requests` (client to shard) and
+`answers` (shard to client), `peers` (shard to shard), `coordinator`, and of its messages `leases`
+(who takes which samples). `blocks` says what a block is, `wire` how a message becomes bytes.
+"""
+
+from paramserve.messages.answers import (
+    Done,
+    GroupPolicy,
+    GroupReport,
+    Refused,
+    ServerBeat,
+    ShardReply,
+    Waiting,
+)
+from paramserve.messages.blocks import VALUE, BlockSpec, Piece
+from paramserve.messages.coordinator import (
+    AskStatus,
+    CoordinatorNotice,
+    CoordinatorReply,
+    CoordinatorRequest,
+    Defined,
+    Enlist,
+    Enlisted,
+    Failed,
+    Found,
+    Join,
+    Joined,
+    Leave,
+    Lookup,
+    MarkDead,
+    Member,
+    Members,
+    Ok,
+    PlaceBlock,
+    Placed,
+    Record,
+    Register,
+    Scale,
+    Status,
+    WorkerBeat,
+)
+from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, LeaseReport
+from paramserve.messages.opening import Hello, Welcome
+from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Propose, Ready, Switch
+from paramserve.messages.requests import (
+    AskReport,
+    Assign,
+    Bye,
+    Define,
+    Fetch,
+    Gradient,
+    Inquire,
+    Place,
+    Rest,
+    SetPolicy,
+    ShardRequest,
+    Step,
+    TakeSnapshot,
+    Watch,
+)
+from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, decoder, encode
+
+Message = (
+    Hello
+    | Welcome
+    | ShardRequest
+    | Inquire
+    | AskReport
+    | Bye
+    | ShardReply
+    | PeerMessage
+    | CoordinatorRequest
+    | CoordinatorNotice
+    | CoordinatorReply
+    | Members
+)
+
+__all__ = [
+    # how they lie in bytes
+    "PROTOCOL_VERSION",
+    "ALIGN",
+    "Message",
+    "encode",
+    "decoder",
+    # what a block is
+    "VALUE",
+    "Piece",
+    "BlockSpec",
+    # first message on a connection
+    "Hello",
+    "Welcome",
+    # client to shard
+    "Gradient",
+    "Place",
+    "Define",
+    "Step",
+    "Rest",
+    "SetPolicy",
+    "Assign",
+    "Fetch",
+    "Watch",
+    "TakeSnapshot",
+    "ShardRequest",
+    "Inquire",
+    "AskReport",
+    "Bye",
+    # shard to client
+    "GroupPolicy",
+    "Done",
+    "Refused",
+    "Waiting",
+    "GroupReport",
+    "ServerBeat",
+    "ShardReply",
+    # shard to shard
+    "Ready",
+    "Propose",
+    "Commit",
+    "Pause",
+    "Paused",
+    "Switch",
+    "PeerMessage",
+    # to and from the coordinator
+    "Register",
+    "Enlist",
+    "Enlisted",
+    "Join",
+    "Joined",
+    "PlaceBlock",
+    "Placed",
+    "Defined",
+    "Lookup",
+    "Found",
+    "Record",
+    "WorkerBeat",
+    "Member",
+    "Members",
+    "Leave",
+    "MarkDead",
+    "Scale",
+    "AskStatus",
+    "Status",
+    "Ok",
+    "Failed",
+    "CoordinatorRequest",
+    "CoordinatorNotice",
+    "CoordinatorReply",
+    # of these, about leases
+    "LeasePlan",
+    "Lease",
+    "Leased",
+    "GiveBack",
+    "LeaseReport",
+]

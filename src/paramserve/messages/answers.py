@@ -1,0 +1,109 @@
+"""Shard to client: what became of a request, and what the shard has done so far."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paramserve.config import ConsistencySpec
+
+
+class GroupPolicy(Struct, frozen=True, array_like=True):
+    """The policy of a group for steps from `clock` on; `number` counts its changes."""
+
+    group: int
+    number: int
+    clock: int
+    policy: ConsistencySpec
+
+
+class Done(Struct, frozen=True, array_like=True, tag="done"):
+    """A request took effect.
+
+    `version` is the group's version on this shard after it, `clock` the smallest clock of the live
+    workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
+    policy says. `counts`: update counts of the pieces (`Fetch`). `taken`: the version of the
+    snapshot in the payload, or -1 (`TakeSnapshot`). `dropped`: snapshots that no one took in time.
+    `at`: the clock with which the worker goes on, or -1: with its own next one. `retire`: the run
+    will do without this worker. `news`: changes of the group's
+    policy that this client has not been told of.
+    """
+
+    seq: int
+    version: int = 0
+    clock: int = 0
+    staleness: int = 0
+    skipped: bool = False
+    counts: tuple[int, ...] = ()
+    taken: int = -1
+    dropped: int = 0
+    at: int = -1
+    retire: bool = False
+    news: tuple[GroupPolicy, ...] = ()
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """A request was refused whole; its number is used up."""
+
+    seq: int
+    kind: str
+    failed: str
+    applied: str
+    fix: str
+
+
+class Waiting(Struct, frozen=True, array_like=True, tag="waiting"):
+    """Answer to `Inquire`: who the group waits for (ranks with their clocks), or what."""
+
+    group: int
+    clock: int
+    missing: tuple[tuple[int, int], ...]
+    reason: str
+
+
+class GroupReport(Struct, frozen=True, array_like=True):
+    """What a shard has done for one group."""
+
+    name: str
+    version: int
+    clocks: tuple[tuple[int, int], ...]
+    """(rank, clock) of each worker that is live or waited for."""
+    skipped: int
+    staleness: tuple[tuple[int, int, int, int], ...]
+    """(rank, pushes, sum of staleness, largest staleness)."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Sync: (rank, client) of the gradients of the clock that is not decided yet."""
+    clock: int = 0
+    """At which a worker that comes now begins."""
+    policy: str = ""
+    """Name of the policy that holds for its slowest worker."""
+    changes: tuple[GroupPolicy, ...] = ()
+    """Of it, the oldest first; the last one's clock may be still to come."""
+    collects: bool = False
+    """Whether gradients wait for the decision of their clock at present."""
+    dropped: tuple[tuple[int, int], ...] = ()
+    """(rank, gradients) that came too late or were too stale."""
+    buffered: int = 0
+    """Gradients that wait for their buffer to be full."""
+    kept_bytes: int = 0
+    """Copies of what workers have read (`DelayCompensated`)."""
+    marks: tuple[tuple[int, int, int], ...] = ()
+    """(client, lease, samples): how much of its leased samples is in the values."""
+
+    @property
+    def change(self) -> GroupPolicy | None:
+        """The newest change of the policy."""
+        return self.changes[-1] if self.changes else None
+
+
+class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
+    """A server's heartbeat to the coordinator, and its answer to `AskReport`."""
+
+    shard: int
+    groups: tuple[GroupReport, ...]
+    clients: int = 0
+    value_bytes: int = 0
+    members: int = 0
+    """Number of the membership that the shard goes by."""
+
+
+ShardReply = Done | Refused | Waiting | ServerBeat

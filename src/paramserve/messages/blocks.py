@@ -1,0 +1,35 @@
+"""What a block is: tensors defined together, and which shard holds what of them."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paramserve.config import ConsistencySpec, PolicySpec
+
+VALUE = 0
+"""`field` of a block that holds its values; 1, 2, ... are its rule's state arrays."""
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """One tensor of a block."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class BlockSpec(Struct, frozen=True, array_like=True):
+    """Tensors defined together: same group, dtype and rule; `cuts` say which shard holds what.
+
+    `cuts` has one entry more than there are shards: shard k holds the elements
+    [cuts[k], cuts[k + 1]) of the tensors laid end to end.
+    """
+
+    block: int
+    group: int
+    group_name: str
+    dtype: str
+    rule: PolicySpec | None
+    pieces: tuple[Piece, ...]
+    cuts: tuple[int, ...]
+    consistency: ConsistencySpec | None = None
+    """Of the group, which the first block of it decides; None: the cluster's."""

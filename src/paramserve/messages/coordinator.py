@@ -1,0 +1,224 @@
+"""To and from the coordinator: servers and clients that come and go, names, how the run stands."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.messages.answers import ServerBeat
+from paramserve.messages.blocks import BlockSpec, Piece
+from paramserve.messages.leases import GiveBack, Lease, Leased, LeaseReport
+
+
+class Register(Struct, frozen=True, array_like=True, tag="register"):
+    """A server is up and reachable at these addresses."""
+
+    call: int
+    shard: int
+    pid: int
+    addresses: tuple[str, ...]
+
+
+class Enlist(Struct, frozen=True, array_like=True, tag="enlist"):
+    """A server that was started by itself asks which shard it is to hold."""
+
+    call: int
+
+
+class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
+    """What such a server needs to know of the cluster; `Register` follows when it listens."""
+
+    call: int
+    shard: int
+    servers: int
+    workers: int
+    consistency: ConsistencySpec
+    cluster: bytes = b""
+    """As `Hello.cluster`."""
+
+
+class Join(Struct, frozen=True, array_like=True, tag="join"):
+    """A client asks for its identity and the servers. `rank` -1: not a worker. `workers`: how many
+    a worker takes there to be; 0: it does not say."""
+
+    call: int
+    rank: int
+    pid: int
+    workers: int = 0
+
+
+class Joined(Struct, frozen=True, array_like=True, tag="joined"):
+    call: int
+    client: int
+    incarnation: int
+    workers: int
+    epoch: int
+    servers: tuple[tuple[str, ...], ...]
+    """Addresses of each shard's server, in shard order."""
+    consistency: ConsistencySpec
+    cluster: bytes = b""
+    """As `Hello.cluster`."""
+    late: bool = False
+    """Whether the others may be under way: the cluster was started without this rank, or it is not
+    the rank's first incarnation."""
+
+
+class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
+    """Give these tensors a block, or find the one that has exactly them.
+
+    `define` False: wait for somebody else to define it. `whole_tensors`: the rule needs each tensor
+    whole on one shard.
+    """
+
+    call: int
+    group: str
+    dtype: str
+    rule: PolicySpec | None
+    pieces: tuple[Piece, ...]
+    define: bool
+    wait_s: float
+    whole_tensors: bool = False
+    consistency: ConsistencySpec | None = None
+
+
+class Placed(Struct, frozen=True, array_like=True, tag="placed"):
+    """`attempt` 0: it is defined already; else the caller must define it on the shards."""
+
+    call: int
+    spec: BlockSpec
+    attempt: int
+
+
+class Defined(Struct, frozen=True, array_like=True, tag="defined"):
+    """The block of this attempt has its values on all shards; an attempt below 0 says of the
+    attempt with that number that the shards refused it, so that its names are free again."""
+
+    call: int
+    block: int
+    attempt: int
+
+
+class Lookup(Struct, frozen=True, array_like=True, tag="lookup"):
+    """Which blocks hold these names (None: all blocks)? Waits up to `wait_s` for unknown ones."""
+
+    call: int
+    names: tuple[str, ...] | None
+    wait_s: float
+
+
+class Found(Struct, frozen=True, array_like=True, tag="found"):
+    call: int
+    blocks: tuple[BlockSpec, ...]
+
+
+class Record(Struct, frozen=True, array_like=True):
+    """One `worker.log(...)`: seconds since the epoch, the worker's clock, and its values."""
+
+    time_s: float
+    rank: int
+    clock: int
+    values: dict[str, float]
+
+
+class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
+    """Heartbeat of a client, with what it logged since the last one."""
+
+    clock: int
+    records: tuple[Record, ...] = ()
+
+
+class Member(Struct, frozen=True, array_like=True):
+    """One rank as the coordinator sees it. `state`: "expected", "live", "left", "dead",
+    "restarting": this incarnation is dead, and the next one is waited for, or "retiring": live, and
+    asked to end."""
+
+    rank: int
+    client: int
+    incarnation: int
+    state: str
+
+
+class Members(Struct, frozen=True, array_like=True, tag="members"):
+    """Coordinator to servers: the membership, whole, with a number that only grows."""
+
+    number: int
+    members: tuple[Member, ...]
+    servers: tuple[tuple[str, ...], ...] = ()
+    """Addresses of each shard's server, once all are up."""
+
+
+class Leave(Struct, frozen=True, array_like=True, tag="leave"):
+    """A client ends by its own wish, after its last reply."""
+
+    call: int
+
+
+class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
+    """The driver saw the process of a worker (`kind`) end. `final`: no other one comes for it.
+    `incarnation`: which one ended, later ones are not meant; 0: unknown."""
+
+    call: int
+    kind: str
+    number: int
+    final: bool = True
+    incarnation: int = 0
+
+
+class Scale(Struct, frozen=True, array_like=True, tag="scale"):
+    """From now on the cluster has this many workers: ranks below may join and nobody waits for
+    them before, and those above are to end."""
+
+    call: int
+    workers: int
+
+
+class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
+    """The driver asks how the run stands; records after `after_record` are included."""
+
+    call: int
+    after_record: int = 0
+
+
+class Status(Struct, frozen=True, array_like=True, tag="status-is"):
+    call: int
+    members: tuple[Member, ...]
+    servers: tuple[ServerBeat, ...]
+    silent_servers: tuple[int, ...]
+    """Shards whose server has ended, or has not been heard of for `stall_s`."""
+    records: tuple[Record, ...]
+    next_record: int
+    dropped_records: int = 0
+    leases: tuple[LeaseReport, ...] = ()
+    """Of the loaders whose samples are shared by lease."""
+
+
+class Ok(Struct, frozen=True, array_like=True, tag="ok"):
+    call: int
+
+
+class Failed(Struct, frozen=True, array_like=True, tag="failed"):
+    """The coordinator refuses a call."""
+
+    call: int
+    kind: str
+    failed: str
+    applied: str
+    fix: str
+
+
+CoordinatorRequest = (
+    Enlist
+    | Register
+    | Join
+    | PlaceBlock
+    | Defined
+    | Lookup
+    | Leave
+    | MarkDead
+    | Scale
+    | Lease
+    | GiveBack
+    | AskStatus
+)
+CoordinatorNotice = WorkerBeat | ServerBeat
+CoordinatorReply = Enlisted | Joined | Placed | Found | Leased | Status | Ok | Failed

@@ -1,0 +1,82 @@
+"""Shard to shard: how they decide a synchronous clock, and a change of policy, together."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paramserve.messages.answers import GroupPolicy
+
+
+class Ready(Struct, frozen=True, array_like=True, tag="ready"):
+    """Collect: this shard holds, unapplied, what `contributors` brought for `clock`.
+
+    Contributors are clients, in the order of their ranks: two incarnations of one rank may have
+    brought something to different shards.
+
+    `refusal` (kind, failed, fix) is empty or says why the clock cannot be applied; `skip`: a
+    contributor asked to skip; `weight`: their sum. With clipping, `squared_norm` is that of this
+    shard's part of the sum of gradients, before `scale`; both are 0 without.
+    """
+
+    group: int
+    clock: int
+    shard: int
+    contributors: tuple[int, ...]
+    finite: bool
+    skip: bool
+    weight: float
+    clip_norm: float = 0.0
+    squared_norm: float = 0.0
+    refusal: tuple[str, ...] = ()
+
+
+class Propose(Struct, frozen=True, array_like=True, tag="propose"):
+    """The shards hold different sets: bring `Ready` for those of these contributors that you hold.
+
+    A shard that still waits for a live worker does not answer.
+    """
+
+    group: int
+    clock: int
+    contributors: tuple[int, ...]
+
+
+class Commit(Struct, frozen=True, array_like=True, tag="commit"):
+    """The lead's one decision about a clock: apply these contributors' gradients times `scale`.
+
+    No contributors: apply nothing; `refusal` says why, or the clock is skipped and counted.
+    """
+
+    group: int
+    clock: int
+    contributors: tuple[int, ...]
+    scale: float
+    refusal: tuple[str, ...] = ()
+
+
+class Pause(Struct, frozen=True, array_like=True, tag="pause"):
+    """The lead prepares a change of policy: hold the steps that no worker has reached yet, and say
+    which is the first of them."""
+
+    group: int
+    number: int
+
+
+class Paused(Struct, frozen=True, array_like=True, tag="paused"):
+    """This shard holds steps from `clock` on until the change is decided. `window`: requests that a
+    client may have on the way."""
+
+    group: int
+    number: int
+    shard: int
+    clock: int
+    window: int
+
+
+class Switch(Struct, frozen=True, array_like=True, tag="switch"):
+    """The lead has decided a change of policy, the same for all shards."""
+
+    change: GroupPolicy
+
+
+PeerMessage = Ready | Propose | Commit | Pause | Paused | Switch

@@ -1,0 +1,152 @@
+"""What must hold of ranks: who counts, who comes back, and each in a clock once.
+
+A rank is a worker's place in the cluster, whichever of its incarnations has it. These are in
+`checkers.ALL` with the others.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from paramserve.core.consistency import Adaptive, Sync
+from paramserve.core.decisions import Policy
+from paramserve.testing.history import Decided, History, mask
+from paramserve.testing.wording import call_name, part_name, push_numbers
+
+
+def older_incarnations_change_nothing(history: History) -> list[str]:
+    """8. A push that reaches a shard after it knows the writer as ended is not applied there."""
+    wrong = []
+    for (shard, writer), fence in history.fences.items():
+        late = mask(
+            push
+            for (at, by, push), order in history.arrivals.items()
+            if (at, by) == (shard, writer) and order > fence
+        )
+        for part, row in history.final.items():
+            if part.shard == shard:
+                who = f"writer {writer} on {part_name(part)}"
+                wrong += push_numbers(late & row.pushes[writer], f"{who}: applied after its end")
+    return wrong
+
+
+def restarts_keep_the_clocks(history: History) -> list[str]:
+    """8, for ranks that come back. Under Sync a rank is in each clock exactly once, whichever of
+    its incarnations brought it, unless it had ended for good. A new incarnation goes on at the
+    clock that its rank had reached, and no clock goes back.
+
+    A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that
+    are late.
+    """
+    wrong = list(history.backwards)
+    last: dict[int, int] = {}
+    for each in history.decided:
+        ranks = [rank for rank, _ in each.contributors]
+        if len(set(ranks)) < len(ranks):
+            wrong.append(f"clock {each.clock} has {each.contributors}: one rank twice")
+        missing = []
+        for rank in sorted({*history.ranks, *last}):
+            if rank not in ranks and not each.empty:
+                if not history.was_away(rank, last.get(rank, 0), each.order):
+                    missing.append(rank)
+            else:
+                last[rank] = each.order
+        for rank in ranks:
+            last[rank] = each.order
+        wrong += _done_without(missing, each, history.policy_at(each.clock))
+    return wrong + _resumed_wrongly(history) + _brought_twice(history)
+
+
+def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> list[str]:
+    backup = policy.backup if isinstance(policy, Sync) else 0
+    if len(missing) <= backup or (policy is not None and not isinstance(policy, Sync)):
+        return []
+    limit = policy.timeout_s if isinstance(policy, Sync) else None
+    if isinstance(limit, Adaptive):
+        limit = _adapted(limit, each.step_s)
+    if limit is not None and each.waited_s >= limit - 1e-9:
+        return []
+    late = "" if limit is None else f", {each.waited_s:.3f} s after its first gradients"
+    return [f"clock {each.clock} was decided without ranks {missing}{late} ({policy!r})"]
+
+
+def _adapted(deadline: Adaptive, step_s: float | None) -> float:
+    """What an adaptive deadline comes to; as little as it may be where the median of then is not
+    recorded, and never where there was none."""
+    if step_s is None:
+        return deadline.least_s
+    return max(deadline.least_s, deadline.factor * step_s) if step_s > 0.0 else inf
+
+
+def _resumed_wrongly(history: History) -> list[str]:
+    """A later incarnation that began before what its rank had been told to be done."""
+    wrong = []
+    reached: dict[int, int] = {}
+    for calls in history.by_writer().values():
+        rank, steps = calls[0].rank, [call for call in calls if call.tick]
+        if rank < 0 or not steps:
+            continue
+        # Whose rank rested hears its clock in the answer to the step that ends the rest.
+        told = [each for each in steps if not (each.enters and history.rested(rank, each.issued))]
+        if told and told[0].clock < reached.get(rank, 0):
+            wrong.append(
+                f"{call_name(told[0])} rank {rank} began at clock {told[0].clock}, "
+                f"it had ended {reached[rank]} steps"
+            )
+        done = [call.clock + 1 for call in steps if call.answered is not None and not call.error]
+        reached[rank] = max([reached.get(rank, 0), *done])
+    return wrong
+
+
+def _brought_twice(history: History) -> list[str]:
+    """Pushes of two incarnations to one synchronous clock that are both in a part's value."""
+    wrong = []
+    for part, row in history.final.items():
+        found: dict[tuple[int, int], int] = {}
+        for call in history.calls:
+            if call.push is None or part.block not in call.blocks or call.rank < 0:
+                continue
+            if not history.collects_at(call.clock):
+                continue
+            if row.pushes[call.writer] >> call.push & 1:
+                other = found.setdefault((call.rank, call.clock), call.writer)
+                if other != call.writer:
+                    wrong.append(
+                        f"{part_name(part)} has the gradients of writers {other} and {call.writer} "
+                        f"(rank {call.rank}) for clock {call.clock}"
+                    )
+    return wrong
+
+
+def who_counts(history: History) -> list[str]:
+    """Workers that are live count, and who comes begins where the others are.
+
+    A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
+    rank that comes to count is not behind the slowest; one that joins a running cluster begins
+    there exactly, or where another shard has told it to begin before a change of policy.
+    """
+    wrong = []
+    for (shard, rank), changes in history.counted.items():
+        for order, whether in changes:
+            if not whether and not history.was_away(rank, 0, order):
+                wrong.append(f"shard {shard} went on without rank {rank}, which had not ended")
+    for each in history.entered:
+        if each.slowest is None:
+            continue
+        latest = max(each.slowest, each.then if each.then is not None else 0) + 1
+        latest = max(latest, _told_to_begin(history, each.rank))
+        if each.clock < each.slowest or (each.joins and each.clock > latest):
+            wrong.append(
+                f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
+                f"slowest worker was at {each.slowest}"
+            )
+    return wrong
+
+
+def _told_to_begin(history: History, rank: int) -> int:
+    """Where the shards have told a joiner to begin while the policy changes: one of them may still
+    collect for a clock that is long over on the others."""
+    if len(history.policies) < 2:
+        return 0
+    first = (call.clock + call.tick for call in history.calls if call.rank == rank and call.enters)
+    return max(first, default=0)

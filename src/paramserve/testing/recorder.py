@@ -1,0 +1,216 @@
+"""What the history of a simulated run is told, by those to whom it happens.
+
+It looks at the cluster and changes nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paramserve.core import policies
+from paramserve.core.consistency import Sync
+from paramserve.core.group import Group
+from paramserve.core.membership import RETIRING
+from paramserve.core.shard import ENDED
+from paramserve.messages import Commit, GroupPolicy, Members, ShardRequest, Step
+from paramserve.testing.counting import AddWhole
+from paramserve.testing.history import Applied, Decided, History, Part, Shared, Switched
+from paramserve.testing.nemesis import _Slow
+from paramserve.testing.network import Faults
+from paramserve.testing.process import ClientProcess
+from paramserve.testing.scenario import Scenario
+
+if TYPE_CHECKING:
+    from paramserve.testing.simulated import SimulatedCluster
+
+MOVE_S = 5.0
+"""After healing a live client has a call answered at least this often."""
+PROMPT_DELAYS = 6
+"""In this many times the longest delay a clock is decided that can be: the decision before may
+still be on its way to another shard, whose `Ready` then comes back."""
+
+
+def new_history(scenario: Scenario, faults: Faults) -> History:
+    """Of a run that is about to begin."""
+    policy, ranks = scenario.consistency, tuple(range(scenario.workers))
+    history = History(policy.collects, ranks, [(0, policy)])
+    if scenario.samples:
+        history.shared = Shared(scenario.samples)
+    lossless = faults == faults.healed()
+    if lossless and all(isinstance(each, _Slow) for each in scenario.script):
+        history.prompt_s = PROMPT_DELAYS * 2 * faults.delay_s
+    return history
+
+
+class Recorder:
+    """Writes a run's history.
+
+    Args:
+        cluster: whose history it is.
+    """
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._told: dict[int, GroupPolicy] = {}
+        """Changes of policy by number, as the first shard told of them."""
+        self._came: dict[int, dict[int, dict[int, float]]] = {}
+        """By clock, shard and rank: when the step came."""
+        self._told_by: dict[int, list[Applied]] = {}
+        """By shard: what its rules were asked for in the present event."""
+        self._decided_at = 0.0
+        self._healed_at: float | None = None
+        self._moved_at: dict[int, float] = {}
+
+    # --- clients ------------------------------------------------------------------------
+
+    def samples_over(self, client: ClientProcess) -> None:
+        """A worker was told that no samples are left, and not only because it is to end."""
+        shared = self._cluster.history.shared
+        member = self._cluster.coordinator.coordination.membership.members[client.rank]
+        if shared is not None and member.state != RETIRING:
+            shared.over = True
+
+    def healed(self) -> None:
+        """All faults have ended."""
+        self._healed_at = self._cluster.clock.now
+
+    def moved(self, client: ClientProcess) -> None:
+        """A client has had a call answered."""
+        now = self._cluster.clock.now
+        if self._healed_at is not None:
+            since = max(self._healed_at, self._moved_at.get(client.writer, 0.0))
+            if now - since > MOVE_S:
+                slow = f"writer {client.writer} waited {now - since:.1f} s"
+                self._cluster.history.slow.append(slow)
+        self._moved_at[client.writer] = now
+
+    # --- shards -------------------------------------------------------------------------
+
+    def admitted(self, shard: int, newer: ClientProcess) -> None:
+        """A shard has admitted a client: older incarnations of its rank have ended there."""
+        for client in self._cluster.clients:
+            same = client.rank == newer.rank and client.rank >= 0
+            if same and 0 < client.incarnation < newer.incarnation:
+                self._cluster.history.fenced(shard, client.writer)
+
+    def arrived(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
+        """A numbered request has reached a shard."""
+        cluster, history = self._cluster, self._cluster.history
+        call = cluster.call_of.get((client.writer, shard, request.seq))
+        if call is None:
+            return
+        key = (shard, client.writer, call.number)
+        if key not in history.reached:
+            history.reached[key] = history.next()
+        if call.push is not None:
+            history.arrived(shard, client.writer, call.push)
+        if call.tick and isinstance(request, Step):
+            came = self._came.setdefault(call.clock, {}).setdefault(shard, {})
+            came.setdefault(client.rank, cluster.clock.now)
+
+    def members_told(self, shard: int, message: Members) -> None:
+        """A shard has been told who belongs to the cluster."""
+        for member in message.members:
+            ended = member.state in ENDED
+            for client in self._cluster.clients:
+                if (
+                    client.rank == member.rank
+                    and 0 < client.incarnation < member.incarnation + ended
+                ):
+                    self._cluster.history.fenced(shard, client.writer)
+
+    def learned(self, shard: int, change: GroupPolicy | None) -> None:
+        """A shard has told of a change of policy."""
+        if change is not None:
+            self._told.setdefault(change.number, change)
+            told = Switched(shard, change.number, change.clock, repr(change.policy))
+            self._cluster.history.switched.setdefault(told)
+
+    def rule(self, shard: int) -> type[AddWhole]:
+        """The rule of a shard, which tells what it is asked for."""
+        told = self._told_by.setdefault(shard, [])
+        return type(AddWhole.__name__, (AddWhole,), {"told": told})
+
+    def applied(self, shard: int) -> tuple[Applied, ...]:
+        """What the rules of a shard were asked for since this was called last, once for all blocks
+        of a push."""
+        told = self._told_by.get(shard, [])
+        found: dict[tuple[int, ...], Applied] = {}
+        for each in told:
+            before = found.get(each[:3], each)
+            found[each[:3]] = each._replace(change=max(each.change, before.change))
+        told.clear()
+        return tuple(found.values())
+
+    def decided(self, commit: Commit, group: Group, step_s: float | None) -> None:
+        """The lead has decided about a synchronous clock, with this median time of a step."""
+        history = self._cluster.history
+        known = {client.id: (client.rank, client.writer) for client in self._cluster.clients}
+        contributors = tuple(known[each] for each in commit.contributors)
+        order, now = history.next(), self._cluster.clock.now
+        came = self._came.get(commit.clock, {})
+        first = min((min(each.values()) for each in came.values()), default=now)
+        due = self._due(commit.clock, len(group.clocks))
+        history.decided.append(
+            Decided(
+                commit.clock,
+                order,
+                contributors,
+                not contributors,
+                now - max(first, self._decided_at),
+                0.0 if due is None else now - max(due, self._decided_at),
+                step_s,
+            )
+        )
+        self._decided_at = now
+
+    def _due(self, clock: int, counting: int) -> float | None:
+        """When as many steps as the policy asks for had come to every shard; None: not known."""
+        scenario = self._cluster.scenario
+        policy = scenario.consistency
+        everybody = counting == scenario.workers  # else somebody has just left, or rests
+        if self._told or not isinstance(policy, Sync) or not everybody:
+            return None
+        needed = max(1, counting - policy.backup)
+        due = 0.0
+        for shard in range(scenario.servers):
+            times = sorted(self._came.get(clock, {}).get(shard, {}).values())
+            if len(times) < needed:
+                return None
+            due = max(due, times[needed - 1])
+        return due
+
+    # --- the coordinator, and the end ---------------------------------------------------
+
+    def belonging(self, message: Members) -> None:
+        """The coordinator has changed the membership."""
+        for member in message.members:
+            self._cluster.history.belongs(member.rank, member.state in ("left", "dead"))
+
+    def finish(self) -> None:
+        """The run has come to rest: what is left, and who has not ended."""
+        cluster, history = self._cluster, self._cluster.history
+        for server in cluster.servers:
+            for report in server.shard.report():
+                self.learned(server.number, report.change)
+        for _, change in sorted(self._told.items()):
+            policy = policies.build(change.policy, cluster.registered)
+            history.policies.append((change.clock, policy))
+        if history.shared is not None:
+            reports = cluster.coordinator.coordination.leases.reports()
+            history.shared.counted = sum(report.repeated for report in reports)
+        for server in cluster.servers:
+            for number, block in sorted(server.shard.blocks.items()):
+                if block.size:
+                    row = cluster.workload.read(block.value, block.low)
+                    history.final[Part(number, server.number)] = row
+        for client in cluster.clients:
+            if client.alive:
+                waiting = [
+                    f"shard {c.shard}: {[each.message.seq for each in c.session.unanswered]}"
+                    for c in client.connections
+                ]
+                history.unfinished.append(
+                    f"writer {client.writer} (rank {client.rank}, clock {client.clock}) has not "
+                    f"finished, unanswered: {'; '.join(waiting)}"
+                )

@@ -1,0 +1,82 @@
+"""What a simulated run is made of, besides its seed. It runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from random import Random
+from typing import Any, Literal
+
+from paramserve.core.consistency import Async, BoundedStaleness, Sync
+from paramserve.core.decisions import Policy
+from paramserve.core.policies import Registered, check_registered
+from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
+from paramserve.testing.network import Faults
+
+OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated, besides the seed.
+
+    Attributes:
+        outstanding: calls that a client leaves unanswered at most.
+        steps: calls of each client.
+        links: where payloads lie. "shared": in the client's memory, by reference, so that a slot
+            that is used again too early shows; "tcp": copied when sent; "mixed": drawn for each
+            client and shard.
+        restarts: whether the clocks of Sync wait for a worker that died until it is started again,
+            or not at all. None: drawn from the seed.
+        faults: None: drawn from the seed.
+        script: faults that happen besides, as `kill(worker=1, clock=7)`.
+        others: what the policy may be changed to while running, if the faults have changes.
+        samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
+    """
+
+    servers: int = 2
+    workers: int = 3
+    outstanding: int = 2
+    steps: int = 10
+    consistency: Policy = field(default_factory=lambda: Sync(reduce="sum"))
+    links: Literal["mixed", "shared", "tcp"] = "mixed"
+    restarts: bool | None = None
+    faults: Faults | None = None
+    script: tuple[ScriptedFault, ...] = ()
+    others: tuple[Policy, ...] = OTHERS
+    samples: int = 0
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All that may come to hold."""
+        scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
+        return (self.consistency, *self.others, *scripted)
+
+    @property
+    def registered(self) -> Registered:
+        """Classes and functions of all policies that are not built in, as a run registers them."""
+        found: dict[str, Any] = {}
+        for policy in self.policies:
+            found |= check_registered((), policy)
+        return found
+
+    @property
+    def counts_updates(self) -> bool:
+        """Whether each update must show on each shard."""
+        own = set(map(type, self.policies)) <= {Sync, Async, BoundedStaleness}
+        return not own or any(
+            isinstance(each, Async) and each.drop_after is not None for each in self.policies
+        )
+
+    def is_shared(self, random: Random) -> bool:
+        """Whether a client that is made now reaches a shard through shared memory."""
+        return self.links == "shared" or (self.links == "mixed" and random.random() < 0.5)
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        plain = Scenario()
+        given = [
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(plain, each.name)
+        ]
+        return ", ".join(given)
