@@ -21,7 +21,8 @@ FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
 # Tests that may run beside others; those that start Ray, networks or benchmarks run alone.
-BESIDE := tests/unit tests/sim tests/contract tests/api tests/faults tests/learning
+# The longest first, so that both processes end at the same time.
+BESIDE := tests/learning tests/faults tests/contract tests/sim tests/api tests/unit
 
 .PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:

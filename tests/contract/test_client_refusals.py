@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
 
-from paramserve import server
 from paramserve.client import BlockPush, Client
 from paramserve.config import ConsistencySpec, Limits, PolicySpec
 from paramserve.core.policies import build as build_policy
@@ -29,8 +28,10 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
+from paramserve.messages import Hello
 from paramserve.rules import SGD, Adam, Add
 from paramserve.rules.registry import build as build_rule
+from paramserve.transport.link import Link
 from paramserve.transport.listener import listen
 
 LARGE = 20_000
@@ -342,6 +343,4 @@ def test_port_in_use_is_told_and_leaves_no_socket(make_cluster: MakeCluster) -> 
                 )
             )
     with pytest.raises(ConnectTimeout, match=r"s7\.sock"):
-        server.Link.connect(
-            [f"unix:{cluster.directory}/s7.sock"], server.Hello("client", 9), timeout_s=0.05
-        )
+        Link.connect([f"unix:{cluster.directory}/s7.sock"], Hello("client", 9), timeout_s=0.05)

@@ -10,9 +10,9 @@ import compare_sync_async as compare
 import racing
 from paramserve.errors import ParamServeError
 
-STEPS = 150
+STEPS = 200
 """Of each worker at most; a run ends soon after it has seen the target."""
-TARGET = 0.8
+TARGET = 0.75
 """On the test images. Guessing gives 0.1."""
 
 
@@ -29,8 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)  # 9 s; fetching may try each source to its end first
-@pytest.mark.parametrize("entrant", compare.entrants(), ids=lambda each: each.name)
-def test_policy_trains_mnist(entrant: racing.Entrant, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "entrant", [each for each in compare.entrants() if not each.dynamic], ids=lambda each: each.name
+)
+def test_policy_trains_mnist(
+    entrant: racing.Entrant, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, less in (("LOOK_S", 0.25), ("AFTER_S", 0.5), ("POINTS", 5)):
+        monkeypatch.setattr(racing, name, less)
     course = racing.Course(
         data=folder,
         pace=racing.Pace("even", 0),
