@@ -41,6 +41,10 @@ def test_seeds_two_shards_three_workers_keep_every_invariant(policy: str, first:
         replay(seed, consistency=POLICIES[policy])
 
 
+def test_seed_whose_released_step_moved_the_slowest_clock_releases_the_others_too() -> None:
+    replay(200123, consistency=BoundedStaleness(0))
+
+
 @pytest.mark.parametrize("links", ["shared", "tcp"])
 @pytest.mark.parametrize("policy", FEW)
 def test_seeds_one_kind_of_link_keeps_every_invariant(policy: str, links: str) -> None:

@@ -92,6 +92,8 @@ class Group:
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.releasing = False
+        self.look_again = False
+        """Whether something has changed while the waiting requests were looked at."""
         self.blocks: dict[int, ShardBlock] = {}
         self.collect = Collect()
         self.buffer = GradientBuffer()

@@ -93,16 +93,18 @@ class ShardWaiting(ShardMembers):
     def _release_waiting(self, group: Group) -> None:
         """Look again at all that waits for this group, until nothing more comes of it."""
         if group.releasing:
-            return  # whoever is at it looks again
+            group.look_again = True  # whoever is at it does
+            return
         group.releasing = True
         try:
             again = bool(group.waiting)
             while again:
-                again = False
+                again = group.look_again = False
                 for session in list(group.waiting.values()):
                     held = session.held
                     if held is not None and group.waiting.get(session.client) is session:
                         again = self._release(session, group, held) or again
+                again = again or group.look_again
         finally:
             group.releasing = False
 
