@@ -84,7 +84,7 @@ def push_pull(gradient: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     return _server.values
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]  # torch has no types here
+@rpc.functions.async_execution
 def push_pull_sync(gradient: torch.Tensor, alpha: float) -> torch.futures.Future[torch.Tensor]:
     return _server.push_sync(gradient, alpha)
 

@@ -279,7 +279,7 @@ class Trainer:
         images, labels = next(self._batches)
         self.gradients.zero_()
         loss: torch.Tensor = F.nll_loss(self.model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        loss.backward()
 
     def train(self, load: Mnist, exchange: Call, gate: Gate) -> Span:
         """Do the warm-up and the counted steps; `exchange` moves gradients and values."""

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.needs import needs
 
 from benchmarks import (
     bench_dense_100mb,
@@ -39,7 +40,7 @@ def rows_of(bench: ModuleType, folder: Path) -> list[dict[str, Any]]:
 def test_bench_with_rivals_tiny_measures_every_contestant(
     bench: ModuleType, tmp_path: Path
 ) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     for row in rows_of(bench, tmp_path):
         if "overlap" not in row["workload"]:  # the rivals' loops have no such option
             assert {"ours", "floor", "ray", "rpc"} <= set(row["medians"]), row["workload"]
@@ -72,7 +73,7 @@ def test_bench_policies_tiny_measures_every_policy_beside_async(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     (row,) = rows_of(bench_start, tmp_path)
     assert {"ours", "floor", "ray"} == set(row["medians"])
 
@@ -80,7 +81,7 @@ def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bench_ray_engine_tiny_measures_every_contestant(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     *training, start = rows_of(bench_ray_engine, tmp_path)
     assert [set(row["medians"]) for row in training] == [{"ours", "local", "ray"}] * 2
     assert set(start["medians"]) == {"ours"}

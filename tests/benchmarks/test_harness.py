@@ -40,7 +40,7 @@ def test_contestant_has_one_thread_and_our_niceness() -> None:
 
 def row(better: str, bar: table.Bar, **values: float) -> table.Row:
     samples = {label: [value] for label, value in values.items()}
-    return table.Row("w", "u", better, samples, (bar,))  # type: ignore[arg-type]  # parametrized text
+    return table.Row("w", "u", better, samples, (bar,))
 
 
 @pytest.mark.parametrize(

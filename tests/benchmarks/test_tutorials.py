@@ -11,6 +11,7 @@ import pytest
 from benchmarks.table import Row
 from benchmarks.tutorials.lines import code_lines
 from tests import programs
+from tests.needs import needs
 
 import datasets
 from benchmarks import bench_tutorials
@@ -127,7 +128,7 @@ def test_write_page_without_marks_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_vector_in_plain_ray_counts_every_push(alone: dict[str, str]) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     output = run("vector_ray", "--steps 15 --pause-s 0.01", alone)
     ends = re.findall(r"at the end: \[(.*)\]", output)
     assert [[float(one) for one in end.split()] for end in ends] == [[30.0] * 10] * 2
@@ -137,7 +138,7 @@ def test_vector_in_plain_ray_counts_every_push(alone: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sharded_in_plain_ray_counts_every_push(alone: dict[str, str]) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     output = run("sharded_ray", "--megabytes 1 --steps 2 --servers 3 --sync", alone)
     assert re.search(r"^1 MB, sync, 3 servers, 2 workers: [\d.]+ updates per second$", output)
 
@@ -147,7 +148,7 @@ def test_sharded_in_plain_ray_counts_every_push(alone: dict[str, str]) -> None:
 @pytest.mark.parametrize("program", ["mnist_ray", "mnist_rpc"])
 def test_mnist_in_plain_ray_and_rpc_learns_the_digits(program: str, alone: dict[str, str]) -> None:
     if program == "mnist_ray":
-        pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+        needs("ray")
     output = run(program, "--steps 60 --data digits", alone)
     reached = dict(re.findall(r"(\w+): ([\d.]+)% of the test images, [\d,]+ steps", output))
     assert set(reached) == {"sync", "async"}
@@ -157,7 +158,7 @@ def test_mnist_in_plain_ray_and_rpc_learns_the_digits(program: str, alone: dict[
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # fetching may try each source to its end first
 def test_language_model_in_plain_ray_is_better_than_unigrams(alone: dict[str, str]) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     try:
         folder = datasets.fetch_plays()
     except ParamServeError as error:
@@ -173,7 +174,7 @@ def test_language_model_in_plain_ray_is_better_than_unigrams(alone: dict[str, st
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_bench_tutorials_tiny_measures_every_contestant(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     assert bench_tutorials.main(["--tiny", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "bench.json").read_text())
     found = {row["workload"]: row["medians"] for row in record["rows"] if row["medians"]}

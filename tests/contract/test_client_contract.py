@@ -144,7 +144,7 @@ def test_push_captures_the_bytes_before_it_returns(cluster: RoleCluster) -> None
 def test_push_any_floating_gradient_of_the_shape(cluster: RoleCluster, gradient: object) -> None:
     client = cluster.client()
     client.define("w", np.zeros((4, 6)), rule=Add())
-    client.push("w", gradient).result()  # type: ignore[arg-type]
+    client.push("w", gradient).result()
     assert (client.pull("w") == 1.0).all()
 
 

@@ -126,7 +126,7 @@ def test_client_that_vanishes_within_a_message_harms_nobody(
         data = frame(encode(Hello("client", client=number)))
         data += frame(b"\x00" * 40, b"\x00" * (0 if part > 0 else 1000))
         sock.sendall(data[: len(data) - 1000 if part < 0 else 20 + 30 + part])
-        wait_until(lambda n=number: n in shard._clients)  # type: ignore[misc]
+        wait_until(lambda n=number: n in shard._clients)
         sock.close()
     wait_until(lambda: len(shard._parties) == before)
     assert client.push("w", np.ones(3)).result().version == 1
@@ -398,7 +398,7 @@ def test_error_that_nobody_read_is_raised_by_the_next_call(cluster: RoleCluster)
     ticket = refused()
     for _ in range(2):
         with pytest.raises(ParamServeError, match="has no rule"):
-            ticket.result()  # type: ignore[attr-defined]
+            ticket.result()
     client.pull("w")
     assert taken(client) == 0
 

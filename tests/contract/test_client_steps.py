@@ -51,7 +51,7 @@ def test_ticket_can_be_awaited(cluster: RoleCluster) -> None:
     assert asyncio.run(several()) == [1, 2, 3, 4, 5, 6]
 
 
-async def _await(ticket):  # type: ignore[no-untyped-def]
+async def _await(ticket):
     return await ticket
 
 

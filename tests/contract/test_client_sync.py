@@ -40,13 +40,13 @@ class Team:
     def define(self, rule: object = None, size: int = LARGE) -> None:
         rule = rule if rule is not None else Add()
         for client in self.ranks:
-            client.define("w", np.zeros(size), rule=rule)  # type: ignore[arg-type]
+            client.define("w", np.zeros(size), rule=rule)
 
     def values(self) -> np.ndarray:
         reader = self.cluster.client()
         values = reader.pull("w")
         reader.close()
-        return values  # type: ignore[no-any-return]
+        return values
 
     def versions(self) -> list[int]:
         """Of the first group, on each shard."""
@@ -80,7 +80,7 @@ def step(client: Client, values: np.ndarray, **options: object) -> Ticket:
     slot = client.gradient_slot(block)
     slot[:] = values
     hyper = options.pop("hyper", None)
-    return client.step("default", [BlockPush(block, slot, None, hyper)], **options)  # type: ignore[arg-type]
+    return client.step("default", [BlockPush(block, slot, None, hyper)], **options)
 
 
 # --- clocks -----------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def step(client: Client, values: np.ndarray, **options: object) -> Ticket:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_clocks_equal_one_process_that_sums_in_rank_order(make_team: MakeTeam, reduce: str) -> None:
     """3 ranks with 2 outstanding pushes each; equal to the last bit."""
-    team = make_team(Sync(reduce=reduce))  # type: ignore[arg-type]
+    team = make_team(Sync(reduce=reduce))
     team.define(SGD(0.1, momentum=0.9))
     waiting: list[Ticket] = []
     for number in range(8):
@@ -359,7 +359,7 @@ def test_worker_that_dies_between_two_shards_counts_on_all_or_none(
 
     def first_only(shard: object, message: object) -> None:
         if shard is dying._exchange.shards[0]:
-            transmit(shard, message)  # type: ignore[arg-type]
+            transmit(shard, message)
 
     monkeypatch.setattr(dying._exchange, "_transmit", first_only)
     step(dying, np.full(LARGE, 100.0))

@@ -148,7 +148,10 @@ def test_sync_rule_sees_the_reduced_gradient(make: Make) -> None:
     clients[0].define("w", np.zeros(SIZE), rule=ByWorker())
     for _ in range(2):
         in_threads(
-            *(lambda c=c, g=g: step(c, np.full(SIZE, g)) for c, g in zip(clients, (1.0, 3.0)))  # noqa: B905
+            *(
+                lambda c=c, g=g: step(c, np.full(SIZE, g))
+                for c, g in zip(clients, (1.0, 3.0), strict=True)
+            )
         )
     assert set(clients[0].pull("w")) == {4.0}  # twice the mean of 1 and 3, worker -1
 
@@ -276,7 +279,8 @@ def test_whole_tensors_are_not_cut(make: Make, policy: Policy, shards: int) -> N
 
 
 def test_torch_class_runs_on_the_servers(make: Make) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch")
+    import torch
+
     client = make().client(0)
     start = np.linspace(-1.0, 1.0, SIZE)
     client.define("w", start, rule=TorchRule.of("Adagrad", lr=0.1))

@@ -82,7 +82,7 @@ def fleet(engine: Engine) -> Iterator[Fleet]:
 
 
 def role(entry: str, payload: bytes = b"", **more: object) -> Role:
-    return Role(f"a {entry}", f"engine_entries:{entry}", payload, SECRET, **more)  # type: ignore[arg-type] # keywords of Role
+    return Role(f"a {entry}", f"engine_entries:{entry}", payload, SECRET, **more)
 
 
 def report_of(fleet: Fleet, kind: str) -> bytes:
@@ -537,7 +537,7 @@ def test_run_scaled_to_what_means_nothing_goes_on(local_fleet: Fleet) -> None:
     with started(Local()) as (job, client):
         for workers, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
             with pytest.raises(error, match="workers must be"):
-                job.scale(workers)  # type: ignore[arg-type]  # what is tested
+                job.scale(workers)  # what is tested
         assert job.status().workers.keys() == {0}
         take_part(client, (0, 1))
 

@@ -192,7 +192,7 @@ class DecidesOnNothing(Policy):
 
 @dataclass(frozen=True)
 class SaysItWaitsForAll(Majority):
-    partial = False  # type: ignore[assignment]  # a property of the base
+    partial = False
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class TestCustomRule(RuleSuite):
 class TestTorchRule(RuleSuite):
     @pytest.fixture(autouse=True, params=["Adagrad", "RMSprop", "Adamax"])
     def _rule(self, request: pytest.FixtureRequest) -> None:
-        self.rule = TorchRule.of(request.param)  # type: ignore[assignment]  # names by property
+        self.rule = TorchRule.of(request.param)
 
 
 def test_every_built_in_rule_is_in_the_suite() -> None:

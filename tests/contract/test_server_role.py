@@ -153,7 +153,7 @@ def test_late_answer_to_a_call_is_not_taken_for_the_next(
 
 
 def test_call_that_the_coordinator_cannot_read_is_a_protocol_error(control: ControlLink) -> None:
-    bad = Lookup(0, (3,), 0.0)  # type: ignore[arg-type]
+    bad = Lookup(0, (3,), 0.0)
     with pytest.raises(ProtocolError, match="a header was refused"):
         control.call(bad, Found, timeout_s=WAIT_S)
     with pytest.raises((CoordinatorGone, ClientClosed)):
@@ -194,7 +194,7 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
     worker = cluster.client(0)
     worker.define("w", np.zeros(2), rule=Add())
     worker.tick().result()
-    worker.log({"loss": np.float32(0.5)})  # type: ignore[dict-item]
+    worker.log({"loss": np.float32(0.5)})
     driver = ControlLink.connect(
         [cluster.address],
         Hello("driver"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests import programs
+from tests.needs import needs
 from tests.programs import run
 
 import custom_rule
@@ -55,7 +56,7 @@ def test_torchrun_example_trains_with_rank_0_serving(alone: dict[str, str]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_placement_example_puts_workers_where_their_resource_is(alone: dict[str, str]) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     output = run([sys.executable, "examples/placement.py", "--steps", "3"], alone)
     trainers = set(re.findall(r"^node (\w+): \{.*'trainer'", output, re.MULTILINE))
     assert len(trainers) == 2
@@ -70,7 +71,7 @@ def test_placement_example_puts_workers_where_their_resource_is(alone: dict[str,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mnist_example_runs_on_ray(alone: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+    needs("ray")
     small = ["--sync-steps", "20", "--async-updates", "40", "--data", "digits"]
     places = ["--engine", "ray", "--out", str(tmp_path / "runs")]
     output = run([sys.executable, "examples/mnist.py", *small, *places], alone)

@@ -56,7 +56,7 @@ def started(engine: WithAgents, pipe: str, on_worker_death: str = "stop") -> ps.
         workers=2,
         engine=engine,
         consistency=ps.Async(),
-        on_worker_death=on_worker_death,  # type: ignore[arg-type] # one of the two
+        on_worker_death=on_worker_death,
     )
     assert Path(pipe).read_text() == "here\n"
     return job

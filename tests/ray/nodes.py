@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.needs import needs
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -51,7 +52,7 @@ def quiet(folder: Path) -> dict[str, str]:
 def ray_nodes() -> Iterator[Cluster]:
     """The cluster; nobody is connected to it."""
     if "ray" not in sys.modules:
-        pytest.importorskip("ray", reason="needs Ray: pip install 'paramserve[ray]'")
+        needs("ray")
     # Short: the path of a Unix socket is below it.
     folder = Path(tempfile.mkdtemp(prefix="ps-ray-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:

@@ -167,7 +167,7 @@ def test_handle_connects_in_tasks_and_actors_and_says_when_it_is_over() -> None:
 
 
 def test_named_cluster_is_found_by_another_driver_and_only_once(ray_cluster: object) -> None:
-    address: str = ray_cluster.address  # type: ignore[attr-defined] # Cluster
+    address: str = ray_cluster.address
     engine = ps.OnRay()
     with ps.Cluster(name="shared", engine=engine) as cluster:
         client = cluster.client()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,8 +17,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ray_train_example_reaches_a_small_loss_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", reason="needs ray.train: pip install 'paramserve[train]'")
-    torch = pytest.importorskip("torch", reason="needs torch")
+    needs("ray.train")
+    import torch
+
     command = [sys.executable, "train_with_ray_train.py", "--num-cpus", "8"]
     arguments = ["--steps", "150", "--checkpoint-every", "60", "--storage", str(tmp_path / "run")]
     ended = subprocess.run(

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
 from paramserve import certificates
 from paramserve.certificates import local_hosts, make_certificates
 from paramserve.config import TLS
 from paramserve.errors import ParamServeError
 
-pytest.importorskip("trustme", reason="needs trustme: pip install 'paramserve[tls]'")
+needs("trustme")
 
 FILES = {"ca.pem", "cert.pem", "key.pem"}
 
@@ -123,7 +124,7 @@ def test_make_certificates_real_sockets_shake_hands(tmp_path: Path) -> None:
 
 def test_make_certificates_ends_within_a_year(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path)
-    decoded = ssl._ssl._test_decode_cert(tls.certificate)  # type: ignore[attr-defined]
+    decoded = ssl._ssl._test_decode_cert(tls.certificate)
     began = Path(tls.certificate).stat().st_mtime
     left_days = (ssl.cert_time_to_seconds(decoded["notAfter"]) - began) / 86_400
     assert 364 < left_days < 366

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
+from tests.needs import needs
 
 from paramserve import serving
 from paramserve.cli import cli
@@ -34,7 +35,7 @@ def test_token_is_for_this_user_only_and_never_overwritten(tmp_path: Path) -> No
 
 
 def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
-    pytest.importorskip("trustme", reason="needs trustme: pip install 'paramserve[tls]'")
+    needs("trustme")
     done = call("certs", str(tmp_path / "tls"), "--host", "localhost")
     assert done.exit_code == 0
     for option in ("--tls-certificate", "--tls-key", "--tls-authority"):
@@ -79,7 +80,7 @@ def test_serve_beyond_this_machine_without_tls_warns(
 def test_status_table_shows_servers_workers_and_groups() -> None:
     counted = {"policy": "Async", "dropped": ((1, 4),), "buffered": 2, "kept_bytes": 2000}
     stale = ((0, 6, 3, 2), (1, 5, 0, 0))
-    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)  # type: ignore[arg-type]  # of many types
+    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)
     behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, stale, policy="Async")
     members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
     beats = (ServerBeat(0, (report,), 3, 1_500_000), ServerBeat(1, (behind,), 3, 500))

@@ -57,7 +57,7 @@ def test_torch_imported_later_is_seeded_once() -> None:
     assert "torch" not in sys.modules
     import torch
 
-    assert torch.seeds == [17]  # type: ignore[attr-defined] # the fake's
+    assert torch.seeds == [17]
     assert len(sys.meta_path) == finders
     assert "_SeedingLoader" not in type(torch.__loader__).__name__
 
@@ -68,5 +68,5 @@ def test_torch_imported_before_is_seeded_at_once() -> None:
 
     finders = len(sys.meta_path)
     seed_everything(17)
-    assert torch.seeds == [17]  # type: ignore[attr-defined] # the fake's
+    assert torch.seeds == [17]
     assert len(sys.meta_path) == finders

@@ -58,7 +58,7 @@ def client() -> RecordsCalls:
 
 @pytest.fixture
 def worker(client: RecordsCalls) -> Worker:
-    return Worker(client, seed=5)  # type: ignore[arg-type] # a fake
+    return Worker(client, seed=5)  # a fake
 
 
 def test_worker_is_who_its_client_is(worker: Worker) -> None:
@@ -137,7 +137,7 @@ def test_optimizer_rank_0_tells_the_driver_of_tied_names(
 ) -> None:
     reports: list[tuple[str, bytes]] = []
     worker = Worker(
-        RecordsCalls(rank),  # type: ignore[arg-type] # a fake
+        RecordsCalls(rank),  # a fake
         seed=5,
         report=lambda kind, body: reports.append((kind, body)),
     )
@@ -154,7 +154,7 @@ def test_optimizer_rank_0_tells_the_driver_of_tied_names(
         return optimizer
 
     fake = ModuleType("paramserve.pytorch.optimizer")
-    fake.adopt = adopt  # type: ignore[attr-defined] # the fake's
+    fake.adopt = adopt
     monkeypatch.setitem(sys.modules, "paramserve.pytorch.optimizer", fake)
     marker: Any = object()
     adopted = worker.optimizer(

@@ -131,7 +131,8 @@ class Group:
     @property
     def waited_s(self) -> float:
         """Seconds since the first of these came."""
-        return self.now - self.collect.since if self.brought else 0.0
+        since = self.collect.since
+        return self.now - since if since is not None and self.brought else 0.0
 
     @property
     def step_s(self) -> float:
@@ -240,7 +241,7 @@ class Group:
         tells nothing of how long a step takes."""
         if rank not in self.clocks:
             return
-        if len(self.brought) == 1:
+        if self.collect.since is None:
             self.collect.since = self.now
         if self._committed_at is not None:
             self._times.append(self.now - self._committed_at)

@@ -116,9 +116,10 @@ class ShardClocks(ShardWaiting):
             self._send_ready(group, collect.clients())
         else:
             collect.missing = admission.workers
-            until = admission.until_s if group.brought else None
-            later = self._now + ASK_AGAIN_S  # rounding may put its time a little too early
-            collect.due = None if until is None else max(collect.since + until, later)
+            collect.due = None
+            if admission.until_s is not None and collect.since is not None:
+                later = self._now + ASK_AGAIN_S  # rounding may put its time a little too early
+                collect.due = max(collect.since + admission.until_s, later)
 
     def _send_ready(
         self, group: Group, contributors: tuple[int, ...], failed: PolicyFailed | None = None

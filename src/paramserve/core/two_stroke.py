@@ -69,8 +69,8 @@ class Collect:
     sent: Ready | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
-    since: float = 0.0
-    """When the first gradients came of those that the clock waits for."""
+    since: float | None = None
+    """When the first gradients came of those that the clock waits for; None: none has."""
     due: float | None = None
     """When its policy wants to be asked again, whoever has come."""
     missing: tuple[int, ...] = ()
@@ -108,6 +108,7 @@ class Collect:
         self.held = {}
         self.promised = []
         self.sent = None
+        self.since = None
         self.due = None
         self.missing = ()
 

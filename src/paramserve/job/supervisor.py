@@ -170,15 +170,7 @@ class Supervisor:
         raise self._why_ended()
 
     def scale(self, workers: int) -> None:
-        """Have this many workers from now on; returns when the coordinator has agreed and the
-        processes of new ranks are launched.
-
-        Raises:
-            CannotPlace: the engine has no room for more. All is as before.
-            Timeout: the coordinator has not answered; it may have agreed.
-            ParamServeError: the run is over or ends, or a process could not be started. All is as
-                before.
-        """
+        """As `Scaling.scale`, once the servers are there. Raises what that raises."""
         self._scaling.require_open(workers)
         self.wait_until_serving()
         self._scaling.scale(workers)

@@ -42,7 +42,7 @@ def block_of(
     """A block as the coordinator would place it."""
     pieces = tuple(Piece(name, shape) for name, shape in shapes.items())
     size = sum(int(np.prod(shape, dtype=int)) for shape in shapes.values())
-    described: PolicySpec | None = None if rule is None else rule_spec(rule)  # type: ignore[arg-type]
+    described: PolicySpec | None = None if rule is None else rule_spec(rule)
     cuts = cut(size, np.dtype(dtype).itemsize, [0] * shards)
     return Block(BlockSpec(number, len(group), group, dtype, described, pieces, cuts))
 

@@ -240,7 +240,7 @@ def test_question_lost_with_its_link_is_asked_again(bench: Bench) -> None:
 
 def test_one_of_several_waiting_threads_reads_for_all(bench: Bench) -> None:
     first, second = bench.submit(), bench.submit()
-    threads = [in_thread(lambda op=op: bench.exchange.wait(op, 5.0)) for op in (first, second)]  # type: ignore[misc]
+    threads = [in_thread(lambda op=op: bench.exchange.wait(op, 5.0)) for op in (first, second)]
     bench.answer(1)
     bench.answer(2)
     for thread, errors in threads:

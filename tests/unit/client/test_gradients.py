@@ -25,7 +25,7 @@ class Bench:
         self.names.add(BLOCK)
         self.memory.blocks[BLOCK.id] = BLOCK
         self.refuses = refuses
-        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # type: ignore[arg-type]  # a fake
+        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # a fake
 
     def asked(self, block: Block) -> bool:
         assert block is BLOCK

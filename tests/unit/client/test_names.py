@@ -40,7 +40,7 @@ def test_as_tensors_refuses_anything_else(
     name: object, value: object, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        as_tensors(name, value)  # type: ignore[arg-type]
+        as_tensors(name, value)
 
 
 def test_names_find_blocks_once_in_the_order_of_the_names(names: Names) -> None:
@@ -62,7 +62,7 @@ def test_name_of_two_groups_is_ambiguous(names: Names) -> None:
 
 @pytest.mark.parametrize("value", [np.ones((2, 3), np.float32), np.ones((2, 3)).tolist()])
 def test_value_of_the_shape_and_kind_is_taken(names: Names, value: object) -> None:
-    assert names.checked("a", value).shape == (2, 3)  # type: ignore[arg-type]
+    assert names.checked("a", value).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Bench:
     def __init__(self) -> None:
         self.memory = Memory(shards=2)
         self.terms = GroupTerms(ConsistencySpec("Async"))
-        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # type: ignore[arg-type]  # a fake
+        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # a fake
         self.steps.versions[BLOCK.group] = [0, 0]
 
     def send(self, what: str = "push", pull: bool = False, **options: object) -> object:
@@ -48,7 +48,7 @@ class Bench:
     def sent(self, which: int) -> list[Step]:
         requests, _ = self.memory.sent[which]
         assert all(isinstance(each, Step) for each in requests)
-        return requests  # type: ignore[return-value]  # asserted above
+        return requests
 
 
 @pytest.fixture

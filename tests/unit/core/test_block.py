@@ -25,7 +25,7 @@ class Recorder(Add):
     def apply(
         self, value: Any, gradient: Any, state: Any, hyper: Any, runs: Any, *rest: Any
     ) -> None:
-        self.runs.append([tuple(run) for run in runs])  # type: ignore[attr-defined]
+        self.runs.append([tuple(run) for run in runs])
         super().apply(value, gradient, state, hyper, runs, *rest)
 
 
@@ -55,7 +55,7 @@ def test_apply_all_pieces_is_one_run_while_counts_are_equal() -> None:
     block = make((2,), (3,), rule=rule)
     for _ in range(2):
         block.apply(ones(block), None, None, PUSH)
-    assert rule.runs == [[Run(0, 5, 0)], [Run(0, 5, 1)]]  # type: ignore[attr-defined]
+    assert rule.runs == [[Run(0, 5, 0)], [Run(0, 5, 1)]]
     assert block.counts == [2, 2]
 
 
@@ -64,7 +64,7 @@ def test_apply_some_pieces_counts_them_apart() -> None:
     block = make((2,), (3,), (1,), (0,), rule=rule)
     block.apply(ones(block), (2, 0), None, PUSH)
     block.apply(ones(block), None, None, PUSH)
-    assert rule.runs == [  # type: ignore[attr-defined]
+    assert rule.runs == [
         [Run(0, 2, 0), Run(5, 6, 0)],
         [Run(0, 2, 1), Run(2, 5, 0), Run(5, 6, 1)],
     ]
@@ -78,7 +78,7 @@ def test_apply_counts_that_meet_again_are_one_run_again() -> None:
     block.apply(ones(block), (0,), None, PUSH)
     block.apply(ones(block), (1,), None, PUSH)
     block.apply(ones(block), None, None, PUSH)
-    assert rule.runs[-1] == [Run(0, 5, 1)]  # type: ignore[attr-defined]
+    assert rule.runs[-1] == [Run(0, 5, 1)]
 
 
 def test_apply_counts_pieces_of_other_shards_too() -> None:

@@ -307,7 +307,7 @@ def test_restarting_definer_is_followed_by_the_next() -> None:
     cluster.call(0, place("w"))
     assert cluster.call(1, place("w")) is None
     ((to, placed),) = lose(cluster).replies
-    assert (to, placed.attempt) == (1, 2)  # type: ignore[union-attr] # Placed
+    assert (to, placed.attempt) == (1, 2)
 
 
 # --- servers that were started by themselves ------------------------------------------------------

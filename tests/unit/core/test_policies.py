@@ -144,13 +144,13 @@ class NoDataclass(Own):
 
 @dataclass(frozen=True)
 class ForgetsTheGroup(Policy):
-    def on_push(self, push: Push) -> OnPush:  # type: ignore[override]  # the very mistake
+    def on_push(self, push: Push) -> OnPush:  # the very mistake
         return APPLY
 
 
 @dataclass(frozen=True)
 class WantsMore(Policy):
-    def on_push(self, push: Push, group: Standing, more: int) -> OnPush:  # type: ignore[override]  # the very mistake
+    def on_push(self, push: Push, group: Standing, more: int) -> OnPush:  # the very mistake
         return APPLY
 
 

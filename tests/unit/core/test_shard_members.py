@@ -19,7 +19,7 @@ FIRST, OTHER, SECOND = 1, 2, 3
 
 
 def rig(policy: object = None) -> Rig:
-    one = Rig(policy if policy is not None else Async())  # type: ignore[arg-type]
+    one = Rig(policy if policy is not None else Async())
     one.join(FIRST, 0)
     one.join(OTHER, 1)
     one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "live")))

@@ -208,7 +208,7 @@ class Moody(Policy):
         if self.answer == "raise":
             raise KeyError("nobody")
         if self.answer == "none":
-            return None  # type: ignore[return-value]  # the very mistake
+            return None  # the very mistake
         return Apply(float(self.answer))
 
     def on_pull(self, pull: Pull, group: Standing) -> Admission:

@@ -23,7 +23,7 @@ def test_engine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_engine_with_an_old_ray_says_which_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("ray")
-    old.__version__ = "2.9.3"  # type: ignore[attr-defined]
+    old.__version__ = "2.9.3"
     monkeypatch.setitem(sys.modules, "ray", old)
     with pytest.raises(ParamServeError, match=r"needs Ray 2\.\d+ or newer, and this is 2\.9\.3"):
         OnRay().open()

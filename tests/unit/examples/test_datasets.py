@@ -305,7 +305,7 @@ class BreaksOff(Answer):
     def read(self, size: int | None = -1) -> bytes:
         raise http.client.IncompleteRead(b"abc", 100)
 
-    readinto = readinto1 = read  # type: ignore[assignment]
+    readinto = readinto1 = read
 
 
 def test_fetch_damaged_cache_file_is_fetched_again(

@@ -103,8 +103,8 @@ SETTINGS = [
     ({"deadlines": ps.Limits()}, TypeError, "deadlines must be"),
     ({"limits": ps.Deadlines()}, TypeError, r"limits must be ps.Limits"),
     ({"limits": {"clients_max": 3}}, TypeError, "limits must be"),
-    ({"deadlines": ps.Deadlines(stall_s="long")}, TypeError, "stall_s must be a number"),  # type: ignore[arg-type]
-    ({"limits": ps.Limits(clients_max=1.5)}, TypeError, "clients_max must be an int"),  # type: ignore[arg-type]
+    ({"deadlines": ps.Deadlines(stall_s="long")}, TypeError, "stall_s must be a number"),
+    ({"limits": ps.Limits(clients_max=1.5)}, TypeError, "clients_max must be an int"),
     ({"limits": ps.Limits(clients_max=True)}, TypeError, "clients_max must be an int"),
     ({"limits": ps.Limits(clients_max=0)}, ValueError, "clients_max must be above 0"),
     ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
@@ -139,13 +139,13 @@ class KeepsRoles:
     tls = None
 
     def open(self, roles: Sequence[str] = ()) -> Fleet:
-        return self  # type: ignore[return-value] # a fake: it has no events
+        return self  # a fake: it has no events
 
     def launch(self, role: Role) -> Process:
         self.roles.append(role)
         if len(self.roles) == self.count:
             raise Full
-        return object()  # type: ignore[return-value] # never used
+        return object()  # never used
 
     def close(self) -> None: ...
 

@@ -50,7 +50,7 @@ def test_pack_names_an_argument_that_cannot_be_pickled() -> None:
 
 
 def test_pack_names_a_default_value_that_cannot_be_pickled() -> None:
-    def train(worker: object, guard: Any = threading.Lock()) -> None: ...  # noqa: B008
+    def train(worker: object, guard: Any = threading.Lock()) -> None: ...  # noqa: B008  # the mistake
 
     with pytest.raises(TypeError, match="a default value"):
         pack(train, (), {})
@@ -69,7 +69,7 @@ def test_pack_names_a_methods_object() -> None:
 
 def test_pack_refuses_what_is_not_callable() -> None:
     with pytest.raises(TypeError, match="must be callable"):
-        pack("train", (), {})  # type: ignore[arg-type] # the mistake under test
+        pack("train", (), {})  # the mistake under test
 
 
 def test_pack_large_closure_warns_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

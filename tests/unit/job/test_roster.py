@@ -234,7 +234,7 @@ def test_silence_of_an_incarnation_that_was_replaced_means_nothing() -> None:
 @pytest.mark.parametrize(("times", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_restart_times_that_are_wrong_are_named(times: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="times of Restart must be"):
-        Restart(times)  # type: ignore[arg-type]
+        Restart(times)
 
 
 def test_dismissed_workers_end_without_meaning() -> None:

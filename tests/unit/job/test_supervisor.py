@@ -102,7 +102,7 @@ class NotesItsEnd:
 def test_clients_are_closed_with_the_error_of_the_run(failed: bool) -> None:
     engine, client = Puppets(), NotesItsEnd()
     supervisor = Supervisor(PLAN, engine)
-    supervisor._clients.append(client)  # type: ignore[arg-type] # a fake
+    supervisor._clients.append(client)  # a fake
     if failed:
         engine.processes["server 0"].end(-11)
     else:

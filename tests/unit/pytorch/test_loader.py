@@ -225,7 +225,7 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
         clock=lambda group: 2,
         terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
     )
-    me = Worker(client, seed=3)  # type: ignore[arg-type]  # a fake
+    me = Worker(client, seed=3)  # a fake
     loader = me.loader(numbers(40), batch_size=5)
     me.aliases["lm"] = {}
     assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]

@@ -50,11 +50,11 @@ def test_adam_out_of_range_is_refused_by_name(options: dict[str, Any], named: st
 
 def test_adam_wrong_number_of_betas_is_refused() -> None:
     with pytest.raises(ValueError, match="7 hyper-parameters"):
-        Adam(betas=(0.9,))  # type: ignore[arg-type]  # the mistake under test
+        Adam(betas=(0.9,))  # the mistake under test
 
 
 def test_adam_betas_as_a_list_are_a_tuple() -> None:
-    assert Adam(betas=[0.9, 0.99]) == Adam(betas=(0.9, 0.99))  # type: ignore[arg-type]  # as above
+    assert Adam(betas=[0.9, 0.99]) == Adam(betas=(0.9, 0.99))  # as above
 
 
 def test_add_takes_no_hyper_parameter() -> None:

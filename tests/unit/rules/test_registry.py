@@ -87,7 +87,7 @@ def test_build_wrong_options_name_rule_and_options(options: dict[str, Any]) -> N
 
 
 def test_spec_of_numpy_numbers_is_of_floats() -> None:
-    options = spec(SGD(lr=np.float32(0.5), momentum=np.int64(1))).options  # type: ignore[arg-type]  # a user's numbers
+    options = spec(SGD(lr=np.float32(0.5), momentum=np.int64(1))).options
     assert options["lr"] == 0.5
     assert all(type(each) in (float, bool) for each in options.values())
 

@@ -59,7 +59,7 @@ def test_scripted_fault_bad_input_is_refused(
 
 def test_set_policy_takes_a_policy_object() -> None:
     with pytest.raises(TypeError, match=r"such as Async\(\)"):
-        set_policy("Async", clock=1)  # type: ignore[arg-type]  # what is tested
+        set_policy("Async", clock=1)  # what is tested
 
 
 class Sends:

@@ -1,0 +1,15 @@
+"""Packages that an installation may do without: the tests that need one are skipped, and say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+EXTRAS = {"ray": "ray", "ray.train": "train", "trustme": "tls"}
+
+
+def needs(module: str) -> Any:
+    """The module; without it the test is skipped, with what to install."""
+    extra = EXTRAS[module]
+    return pytest.importorskip(module, reason=f"needs {module}: pip install 'paramserve[{extra}]'")
