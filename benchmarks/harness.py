@@ -44,21 +44,31 @@ _QUIET_RAY = {
     "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9",
     "RAY_AUTH_MODE": "disabled",
 }
-ON_RAY = ("benchmarks.rival_ray", "benchmarks.ours_ray")
+_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""torch asks for huge pages as numpy does by itself: random rows of 2 GB come twice as fast."""
+_KEPT_BUFFERS = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+}
+"""Without these two, malloc maps and unmaps the buffer of every large message: 20% fewer calls a
+second by RPC with 1 MB and 4 workers."""
+_RPC = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", **_KEPT_BUFFERS}
+ON_RAY = ("benchmarks.rival_ray", "benchmarks.ours_ray", "benchmarks.tables_ray")
 ENVIRONMENTS = {
     **dict.fromkeys(ON_RAY, _QUIET_RAY),
-    "benchmarks.rival_rpc": {
-        "TP_SOCKET_IFNAME": "lo",
-        "GLOO_SOCKET_IFNAME": "lo",
-        # Without these two, malloc maps and unmaps the buffer of every large message: 20% fewer
-        # calls a second with 1 MB and 4 workers.
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    },
+    "benchmarks.rival_rpc": _RPC,
+    "benchmarks.tables_ray": _QUIET_RAY | _KEPT_BUFFERS,
+    "benchmarks.tables_redis": _KEPT_BUFFERS,
+    "benchmarks.tables_rpc": _RPC | _HUGE_PAGES,
+    "benchmarks.tables_kernels": _HUGE_PAGES,
 }
 """What a rival's processes need to be fast and quiet. Ray's HOME and niceness: `_environment`."""
 
-NEEDS = {**dict.fromkeys(ON_RAY, "ray"), "benchmarks.rival_rpc": "torch"}
+_ON_TORCH = tuple(
+    f"benchmarks.{name}"
+    for name in ("rival_rpc", "tables_rpc", "tables_kernels", "tables_movielens")
+)
+NEEDS = {**dict.fromkeys(ON_RAY, "ray"), **dict.fromkeys(_ON_TORCH, "torch")}
 """Packages without which a rival is left out."""
 
 _CHILD = """\

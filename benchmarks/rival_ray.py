@@ -175,17 +175,18 @@ class Worker:
         return trainer.train(load, exchange, Gate(scratch, load.workers))
 
 
-def _actor(kind: type[Any], *arguments: Any) -> Any:
+def actor(kind: type[Any], *arguments: Any) -> Any:
+    """An actor that takes no core from Ray's count and is not restarted."""
     return ray.remote(num_cpus=0, max_restarts=0)(kind).remote(*arguments)
 
 
 def _servers(values: Sequence[Array]) -> list[Any]:
-    return [_actor(Server, part) for part in values]
+    return [actor(Server, part) for part in values]
 
 
 def _workers(count: int, servers: Sequence[Any]) -> list[Any]:
     """Worker actors that are ready and as nice as this process."""
-    workers = [_actor(Worker, rank, servers) for rank in range(count)]
+    workers = [actor(Worker, rank, servers) for rank in range(count)]
     own = os.getpriority(os.PRIO_PROCESS, 0)
     found = ray.get([worker.niceness.remote() for worker in workers])
     if set(found) != {own}:
@@ -247,7 +248,7 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
     with session(scratch):
         for name, servers in (
             ("async", _servers([values])),
-            ("sync", [_actor(SyncServer, values, load.workers)]),
+            ("sync", [actor(SyncServer, values, load.workers)]),
         ):
             workers = _workers(load.workers, servers)
             folder = fresh(scratch, name)

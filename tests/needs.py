@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-EXTRAS = {"ray": "ray", "ray.train": "train", "trustme": "tls"}
+EXTRAS = {
+    "pyarrow": "arrow",
+    "pyarrow.parquet": "arrow",
+    "ray": "ray",
+    "ray.train": "train",
+    "trustme": "tls",
+}
 
 
 def needs(module: str) -> Any:

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paramserve import errors as errors
+    from paramserve import pytorch as pytorch
     from paramserve.client import Client as Client
+    from paramserve.client import Table as Table
+    from paramserve.client import TablePush as TablePush
     from paramserve.client import Ticket as Ticket
     from paramserve.cluster import Cluster as Cluster
     from paramserve.config import TLS as TLS
@@ -40,6 +43,13 @@ if TYPE_CHECKING:
     from paramserve.core.decisions import Push as Push
     from paramserve.core.decisions import Standing as Standing
     from paramserve.core.decisions import Wait as Wait
+    from paramserve.core.keyed.options import LRU as LRU
+    from paramserve.core.keyed.options import TTL as TTL
+    from paramserve.core.keyed.options import Constant as Constant
+    from paramserve.core.keyed.options import MinCount as MinCount
+    from paramserve.core.keyed.options import Normal as Normal
+    from paramserve.core.keyed.options import Uniform as Uniform
+    from paramserve.core.keyed.options import Zeros as Zeros
     from paramserve.engine.external import External as External
     from paramserve.engine.local import Local as Local
     from paramserve.engine.on_ray import Needs as Needs
@@ -56,10 +66,13 @@ if TYPE_CHECKING:
     from paramserve.joining import attach as attach
     from paramserve.joining import connect as connect
     from paramserve.joining import from_environment as from_environment
+    from paramserve.rules.adagrad import Adagrad as Adagrad
+    from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
     from paramserve.rules.adam import Adam as Adam
     from paramserve.rules.add import Add as Add
     from paramserve.rules.base import PushInfo as PushInfo
     from paramserve.rules.custom import CustomRule as CustomRule
+    from paramserve.rules.ftrl import FTRL as FTRL
     from paramserve.rules.sgd import SGD as SGD
     from paramserve.serving import serve as serve
     from paramserve.worker import Worker as Worker
@@ -74,6 +87,15 @@ _WHERE = {
     "Cluster": "cluster",
     "Client": "client",
     "Ticket": "client",
+    "Table": "client",
+    "TablePush": "client",
+    "Uniform": "core.keyed.options",
+    "Normal": "core.keyed.options",
+    "Constant": "core.keyed.options",
+    "Zeros": "core.keyed.options",
+    "MinCount": "core.keyed.options",
+    "TTL": "core.keyed.options",
+    "LRU": "core.keyed.options",
     "Sync": "core.consistency",
     "Async": "core.consistency",
     "BoundedStaleness": "core.consistency",
@@ -98,6 +120,9 @@ _WHERE = {
     "SGD": "rules.sgd",
     "Adam": "rules.adam",
     "CustomRule": "rules.custom",
+    "Adagrad": "rules.adagrad",
+    "RowAdagrad": "rules.adagrad",
+    "FTRL": "rules.ftrl",
     "PushInfo": "rules.base",
     "Local": "engine.local",
     "OnRay": "engine.on_ray",
@@ -116,7 +141,7 @@ _WHERE = {
     "ParamServeError": "errors",
 }
 
-__all__ = [*_WHERE, "errors"]
+__all__ = [*_WHERE, "errors", "pytorch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -126,8 +151,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("paramserve")
-    elif name == "errors":
-        value = import_module("paramserve.errors")
+    elif name in ("errors", "pytorch"):
+        value = import_module(f"paramserve.{name}")
     elif name in _WHERE:
         value = getattr(import_module(f"paramserve.{_WHERE[name]}"), name)
     else:

@@ -25,7 +25,7 @@ class Limits(Struct, frozen=True):
     arena_bytes_max: int = 64 << 30
     """All arenas of one client, as mapped by one server."""
     arenas_max: int = 32
-    outstanding_max: int = 16
+    outstanding_max: int = 256
     """Requests of one client that one shard may hold unanswered."""
     clients_max: int = 4096
     connections_max: int = 8192

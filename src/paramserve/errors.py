@@ -102,6 +102,10 @@ class Overloaded(ParamServeError):
     """A limit was reached; the text names the limit."""
 
 
+class TableFull(Overloaded):
+    """A table has no room for the rows that a request would create; the text names its limit."""
+
+
 class ProtocolError(ParamServeError):
     """The other side sent what the protocol does not allow, or refused to speak with us."""
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +16,13 @@ import numpy as np
 
 from paramserve.config import PolicySpec
 from paramserve.rules.base import Rule
+from paramserve.rules.compiled import compiled
+from paramserve.rules.layout import RowLayout
 from paramserve.rules.registry import build, is_built_in
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
+_ROUTING = ("routing",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
@@ -34,18 +37,69 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
         return
     from paramserve.rules import kernels
 
+    _load(_key(dtype, rule), [kernels], lambda: _prepare(kernels, dtype, rule))
+
+
+def load_routing() -> None:
+    """Have ready what spreads a table's keys and gradients over the shards, as `load_kernels`."""
+    if _ROUTING in _loaded:
+        return
+    from paramserve.core.keyed import kernels, routing_kernels
+
+    _load(_ROUTING, [kernels, routing_kernels], routing_kernels.prepare)
+
+
+def load_table(rule: Rule, layout: RowLayout) -> None:
+    """Have ready what a table of such rows needs on a shard, as `load_kernels`.
+
+    What a rule that is not built in fails with here is no error yet: it fails again, and is told,
+    where the table is defined.
+    """
+    if table_loaded(rule, layout):
+        return
+    load_kernels(np.dtype(np.float32), rule)
+    load_routing()
+    from paramserve.core.keyed.compiled import kernel_modules, prepare
+    from paramserve.rules import halves, kernels, row_kernels
+    from paramserve.rules.rows import prepare_rows
+
+    built_in, key = is_built_in(rule), _table_key(rule, layout)
+
+    def compile_all() -> None:
+        prepare()
+        if built_in:
+            prepare_rows(rule, layout)
+
+    modules = [*kernel_modules(), kernels, halves, row_kernels]
+    _load(key if built_in else key[:2], modules, compile_all)
+    if not built_in:
+        with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
+            prepare_rows(rule, layout)
+        _loaded.add(key)
+
+
+def table_loaded(rule: Rule, layout: RowLayout) -> bool:
+    """Whether `load_table` would return at once."""
+    return _table_key(rule, layout) in _loaded
+
+
+def _table_key(rule: Rule, layout: RowLayout) -> tuple[str, ...]:
+    return ("table", layout.dtype, rule.name, *rule.states(rule.hyper()))
+
+
+def _load(key: tuple[str, ...], modules: list[ModuleType], prepare: Callable[[], None]) -> None:
     with _local:
-        mark = _mark(kernels, dtype, rule)
+        mark = _mark(key, modules)
         if mark.exists():
-            _prepare(kernels, dtype, rule)
+            prepare()
         else:
-            with _one_process(kernels):
+            with _one_process():
                 if not mark.exists():
                     text = "paramserve: compiling kernels, once per installation; some seconds"
                     print(text, file=sys.stderr, flush=True)
-                _prepare(kernels, dtype, rule)
+                prepare()
                 mark.touch()
-        _loaded.add(_key(dtype, rule))
+        _loaded.add(key)
 
 
 def _prepare(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> None:
@@ -61,12 +115,12 @@ def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
     return (dtype.name, rule.name, *rule.states(rule.hyper()))
 
 
-def _mark(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> Path:
+def _mark(key: tuple[str, ...], modules: list[ModuleType]) -> Path:
     """A file beside Numba's cache that says: this is compiled. Without it, one process compiles
     and the others wait; what it says of a cache that was deleted since costs time, nothing else."""
-    assert kernels.__file__ is not None
-    age = os.stat(kernels.__file__).st_mtime_ns
-    name = "-".join((*_key(dtype, rule), kernels.numba.__version__, str(age)))
+    kernels: Any = compiled()
+    age = max(os.stat(str(each.__file__)).st_mtime_ns for each in modules)
+    name = "-".join((*key, kernels.numba.__version__, str(age)))
     return Path(kernels.finite.stats.cache_path) / f"paramserve-{name}.compiled"
 
 
@@ -94,9 +148,8 @@ def prepared(dtype: np.dtype[Any], name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _one_process(kernels: ModuleType) -> Iterator[None]:
+def _one_process() -> Iterator[None]:
     # A lock on a source file that every process has: nothing is created and nothing is left.
-    assert kernels.__file__ is not None
-    with open(kernels.__file__, "rb") as file:
+    with open(__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

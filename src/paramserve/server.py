@@ -6,14 +6,12 @@ One connection of a client at a time: a newer one ends the older before its firs
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
@@ -29,13 +27,11 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
-from paramserve.core.partition import DTYPES
 from paramserve.core.policies import build as build_policy
 from paramserve.core.registered import Registered, registered
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
-from paramserve.loading import load_kernels, loaded, prepare_rule, prepared
 from paramserve.messages import (
     AskReport,
     Bye,
@@ -46,13 +42,12 @@ from paramserve.messages import (
     PeerMessage,
     Register,
     ServerBeat,
+    Several,
     ShardRequest,
     decoder,
     encode,
 )
-from paramserve.rules.base import Rule
-from paramserve.rules.registry import TORCH
-from paramserve.rules.registry import build as build_rule
+from paramserve.preparing import needed
 from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
@@ -74,7 +69,7 @@ SPIN_TCP_S = 250e-6
 """The same for a request over TCP."""
 NOTHING = Registered()
 
-_decode_client = decoder(ShardRequest | Inquire | AskReport | Bye).decode
+_decode_client = decoder(ShardRequest | Several | Inquire | AskReport | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 
 
@@ -154,7 +149,9 @@ class ServerRole:
             )
 
     def _client(self, conn: Connection, hello: Hello) -> None:
-        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window, hello.again)
+        event = ClientHere(
+            hello.client, hello.incarnation, hello.rank, hello.window, hello.again, hello.requests
+        )
         effects = self.shard.step(event, self._loop.time())
         if effects.refused is not None:
             raise effects.refused
@@ -216,9 +213,29 @@ class ServerRole:
             conn.send(encode(self._report()))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
+        elif isinstance(message, Several):
+            self._several(conn, client, message, payload)
         elif client > 0:
             memory = conn.arenas if payload is None else {**conn.arenas, 0: payload}
             self._happen(Requested(client, message, memory))
+
+    def _several(
+        self, conn: Connection, client: int, message: Several, payload: ByteArray | None
+    ) -> None:
+        """Requests that came in one frame, one after the other."""
+        have, sizes = 0 if payload is None else payload.size, message.sizes
+        whole = len(sizes) == len(message.requests) and min(sizes, default=0) >= 0
+        if not whole or sum(sizes) != have:
+            what = f"{len(message.requests)} requests name {sizes} bytes, their payload has {have}"
+            raise ProtocolError(what, fix="run the same version on both sides")
+        cursor = 0
+        for request, size in zip(message.requests, sizes, strict=True):
+            if self._parties[conn].client != client:
+                return  # cut off by what came before
+            part = None if payload is None else payload[cursor : cursor + size]
+            cursor += size
+            memory = conn.arenas if not size or part is None else {**conn.arenas, 0: part}
+            self._happen(Requested(client, request, memory))
 
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn).client
@@ -256,23 +273,11 @@ class ServerRole:
 
     def _ready_for(self, message: Define) -> bool:
         """Whether a define can go on at once; otherwise its kernels are loaded in a thread."""
-        if message.spec.dtype not in DTYPES:
-            return True  # No kernel is for it, or the shard refuses it.
-        dtype: np.dtype[Any] = np.dtype(message.spec.dtype)
-        described = message.spec.rule
-        if described is not None and (described.name == TORCH or described.name in self._rules):
-            if prepared(dtype, described.name):
-                return True
-            task = self._loop.run_in_executor(None, prepare_rule, dtype, described, self._rules)
-        else:
-            rule: Rule | None = None
-            with contextlib.suppress(ParamServeError, ValueError):  # the shard refuses it properly
-                rule = None if described is None else build_rule(described)
-            if loaded(dtype, rule):
-                return True
-            task = self._loop.run_in_executor(None, load_kernels, dtype, rule)
-        task.add_done_callback(self._kernels_loaded)
-        return False
+        work = needed(message.spec, self._rules)
+        if work is not None:
+            task = self._loop.run_in_executor(None, work)
+            task.add_done_callback(self._kernels_loaded)
+        return work is None
 
     def _kernels_loaded(self, done: asyncio.Future[None]) -> None:
         frames, self._loading = self._loading or [], None

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from paramserve.client.leases import LeasedWork, OwnSteps
     from paramserve.core.decisions import Policy
     from paramserve.engine.child import Bootstrap
+    from paramserve.pytorch.prefetching import KeysOf
+    from paramserve.pytorch.process_group import StartedGroup
 
 
 class WorkerConfig(Struct, frozen=True):
@@ -66,6 +68,7 @@ class Worker:
         seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
             `rank`; a process that somebody else started does so itself.
         aliases: for each adopted optimizer's name, further names of tied tensors.
+        stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
@@ -78,12 +81,14 @@ class Worker:
         self.client = client
         self.seed = seed
         self.aliases: dict[str, dict[str, str]] = {}
+        self.stepped: list[str] = []
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
         self.own_steps: list[OwnSteps] = []
         self.leased: LeasedWork | None = None
         self._leased_loaders = 0
         self._report = report
+        self._process_group: StartedGroup | None = None
         self._steps_before: int | None = None
         """None: no loader has asked yet."""
 
@@ -103,6 +108,7 @@ class Worker:
         if kind is None:
             self.finish()
         else:
+            self._end_process_group()
             self.client.close(leave=False)
 
     @property
@@ -133,8 +139,8 @@ class Worker:
     def groups(self) -> tuple[str, ...]:
         """The groups that this worker steps on: of its adopted optimizers or, before one is
         adopted, the one that `clock` speaks of."""
-        if self.aliases:
-            return tuple(self.aliases)
+        if self.stepped or self.aliases:
+            return tuple(self.stepped or self.aliases)
         return ("model",) if self.client.clock("model") else ("default",)
 
     @property
@@ -193,15 +199,19 @@ class Worker:
         clip_norm: float | None = None,
         buffers: str = "rank0",
         consistency: Policy | None = None,
+        dense: str = "servers",
     ) -> torch.optim.Optimizer:
         """Let a torch optimizer step on the servers; see `paramserve.pytorch.optimizer.adopt`.
 
         All ranks call this at the same point. When it returns, the model has rank 0's values. With
         `ps.LocalSteps` and `ps.ElasticAverage` the optimizer makes the steps on this worker, and
-        exchanges values with the servers after some of them.
+        exchanges values with the servers after some of them. Modules on tables that the model has
+        are found, and their rows go with each step.
 
         Args:
             consistency: the policy of this optimizer's group; None: the run's.
+            dense: "servers": they step the dense layers. "local": the optimizer does, here, and
+                only rows of tables are sent; with several workers see `process_group`.
         Returns:
             The same object; its class is now a subclass of its own class.
         """
@@ -217,10 +227,35 @@ class Worker:
             clip_norm=clip_norm,
             buffers=buffers,
             consistency=consistency,
+            dense=dense,
         )
         if self.rank == 0 and self._report is not None:
             self._report("aliases", msgspec.msgpack.encode(Aliases(name, self.aliases[name])))
         return adopted
+
+    def process_group(
+        self,
+        backend: str | None = None,
+        *,
+        host: str | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.distributed.ProcessGroup:
+        """The group of all workers of the run for `torch.distributed`, which is its default group.
+
+        For dense layers that are averaged among the workers, beside tables on the servers:
+
+            worker.process_group()
+            model = DistributedDataParallel(model)
+            optimizer = worker.optimizer(model, optimizer, dense="local")
+
+        All ranks call it at the same point, with the same backend; a second call gives the same
+        group. It is ended with the worker. See `paramserve.pytorch.process_group.start`.
+        """
+        from paramserve.pytorch.process_group import start
+
+        if self._process_group is None:
+            self._process_group = start(self.client, backend, host=host, timeout_s=timeout_s)
+        return self._process_group.group
 
     def loader(
         self,
@@ -235,23 +270,22 @@ class Worker:
         shards: str | None = None,
         adaptive_batch: tuple[int, int] | None = None,
         name: str | None = None,
+        prefetch: KeysOf | None = None,
         **dataloader_options: Any,
     ) -> Iterable[Any]:
         """This rank's batches. With static shares every rank gets the same number of them.
 
         With `shards="dynamic"` a rank gets as many as it has the time for: the coordinator leases
-        the samples out as the ranks ask for them, and what a worker that died had not finished goes
-        to another. `adaptive_batch=(smallest, largest)` also sizes each rank's batches by its
-        speed; `batch_size` is then their mean over the ranks.
-
-        A step on the servers takes `batches_per_step` batches: unless told 1, or as many as
-        `ps.LocalSteps` or `ps.ElasticAverage` make own steps, if that is the policy of the adopted
-        optimizer when the iteration begins.
+        the samples out on demand, and what a worker that died had not finished goes to another.
+        `adaptive_batch=(smallest, largest)` sizes each rank's batches by its speed; `batch_size` is
+        then their mean over the ranks. A step on the servers takes `batches_per_step` batches:
+        unless told 1, or as many as `ps.LocalSteps` or `ps.ElasticAverage` make own steps, if that
+        is the adopted optimizer's policy when the iteration begins. `prefetch=keys_of_batch` has
+        the rows of the next batch's keys on their way while this one is computed.
 
         The order depends on the run's seed and the epoch only. In a worker that was started again,
-        the batches of the first `worker.clock` steps are left out; a loader that is not for
-        training, and is used before the training loader, needs `resume=False`. See
-        `paramserve.pytorch.loader.load`.
+        the batches of the first `worker.clock` steps are left out; a loader that is used before the
+        training loader, and not for training, needs `resume=False`. See `pytorch.loader.load`.
         """
         from paramserve.pytorch.loader import load
 
@@ -267,6 +301,7 @@ class Worker:
             shards=shards,
             adaptive_batch=adaptive_batch,
             name=name,
+            prefetch=prefetch,
             **dataloader_options,
         )
 
@@ -295,10 +330,16 @@ class Worker:
 
         return sampler(self, dataset, shuffle=shuffle, shards=shards, **sharing)
 
+    def _end_process_group(self) -> None:
+        group, self._process_group = self._process_group, None
+        if group is not None:
+            group.end()
+
     def finish(self) -> None:
         """End in order: install what is outstanding, then leave the cluster."""
         for finisher in self.finishers:
             finisher()
+        self._end_process_group()
         self.client.drain()
         self.client.close()
 

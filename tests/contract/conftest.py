@@ -9,7 +9,10 @@ from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 from tests.contract.town import Town
 
 from paramserve import server
-from paramserve.client import life, steps
+from paramserve.client import late, life
+from paramserve.loading import load_table
+from paramserve.rules import SGD, Adagrad, Adam, Add
+from paramserve.rules.rows import row_layout
 
 MakeCluster = Callable[..., RoleCluster]
 
@@ -17,11 +20,19 @@ MakeCluster = Callable[..., RoleCluster]
 @pytest.fixture
 def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
-    monkeypatch.setattr(steps, "INQUIRE_S", 0.05)
+    monkeypatch.setattr(late, "INQUIRE_S", 0.05)
     monkeypatch.setattr(life, "CLOSE_S", 0.2)
     monkeypatch.setattr(server, "PEER_CONNECT_S", 0.3)
     with clusters() as make:
         yield make
+
+
+@pytest.fixture(scope="session")
+def tables_ready() -> None:
+    """Kernels of tables: a first compile takes longer than a test may."""
+    for rule in (Add(), SGD(0.1), Adagrad(lr=0.1), Adam()):
+        for dtype in ("float32", "bfloat16", "float16"):
+            load_table(rule, row_layout(rule, 4, dtype))
 
 
 @pytest.fixture(params=KINDS)

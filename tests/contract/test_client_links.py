@@ -297,7 +297,7 @@ def test_full_window_is_a_timeout_and_sends_nothing_anywhere(remote: RoleCluster
         for _ in range(4):
             client.push("w", np.ones(20_000))
         for _ in range(3):
-            with pytest.raises(PushTimeout, match=r"left 4 requests unanswered.*Applied: no"):
+            with pytest.raises(PushTimeout, match=r"left 4 calls unanswered.*Applied: no"):
                 client.push("w", np.ones(20_000))
         assert taken(client) == 4
     client.timeout_s = 5.0

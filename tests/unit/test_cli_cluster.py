@@ -13,8 +13,9 @@ from tests.needs import needs
 
 from paramserve import serving
 from paramserve.cli import cli
-from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status
-from paramserve.observe.cluster import as_table, in_bytes
+from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status, TableReport
+from paramserve.observe.cluster import as_table
+from paramserve.observe.status import in_bytes
 
 
 def call(*arguments: str) -> Result:
@@ -99,6 +100,22 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     assert ["model", "Async", "11", "5", stale_all, *counts] in rows
     assert ["train", "0", "600", "512", "3"] in rows
     assert ["", "1", "100", "96", ""] in rows
+
+
+def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
+    plain = GroupReport("model", 12, (), 0, ())
+    part = TableReport(1500, 2_000_000, 1, 1600, 100, 7)
+    keyed = GroupReport("users", 4, (), 0, (), table=part)
+    shown = []
+    for groups in ((plain, keyed), (plain,)):
+        status = Status(1, (), tuple(ServerBeat(n, groups) for n in range(2)), (), (), 0)
+        out = io.StringIO()
+        Console(file=out, width=120).print(as_table("host:1", status))
+        shown.append(out.getvalue())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown[0].splitlines()]
+    assert ["users", "3,000", "4.0 MB", "3,200", "200", "14"] in rows
+    assert "unadmitted" in shown[0]
+    assert "unadmitted" not in shown[1]
 
 
 def test_bytes_are_shown_by_thousands() -> None:

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.changing import ChangingClient
 from paramserve.client.exchange import done
 from paramserve.client.gradients import Pushes, clip
+from paramserve.client.keyed import joined
 from paramserve.client.pushes import BlockPush
-from paramserve.client.steps import StepOptions, offset_of
+from paramserve.client.step_parts import StepOptions, StepParts
+from paramserve.client.steps import offset_of
+from paramserve.client.table import TablePush
+from paramserve.client.tables import TablesClient
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch
@@ -26,7 +29,7 @@ from paramserve.messages import Assign, Fetch
 Array = npt.NDArray[Any]
 
 
-class BlockClient(ChangingClient):
+class BlockClient(TablesClient):
     """A connection to all servers; its arguments and attributes are those of `ClientLife`.
 
     Usable from any thread. Not across a fork: a child makes its own. A pickled client becomes a new
@@ -52,6 +55,7 @@ class BlockClient(ChangingClient):
         weight: float = 1.0,
         skip: bool = False,
         clip_norm: float = 0.0,
+        tables: Sequence[TablePush] = (),
     ) -> Ticket:
         """Push, tick and pull blocks of one group in one message to each shard.
 
@@ -62,6 +66,8 @@ class BlockClient(ChangingClient):
             skip: there is no usable gradient in this step; under Sync the whole clock is skipped.
             clip_norm: clip by global norm, of the reduced gradient under Sync, else of this one's;
                 0: no clipping.
+            tables: gradients of tables that step together with the group; they go before it in the
+                same messages, each by its own table's policy, and are not clipped.
         Raises:
             NonFinite: with rank and tensor.
             ValueError: blocks of another group, a gradient that is not from `gradient_slot`, or a
@@ -76,7 +82,8 @@ class BlockClient(ChangingClient):
                 raise ValueError(f"block {block.id} is in group {theirs!r}, not in {group!r}")
         with self._lock:
             first = push[0].block if push else pull[0] if pull else self._defined_in(group)
-            self._steps.begin()
+            self._steps.begin(requests=len(tables) + 1)
+            before = self.table_parts(tables, tick=tick, weight=weight, skip=skip)
             if skip:
                 self._gradients.drop(push)
                 pushes: Pushes = []
@@ -87,7 +94,10 @@ class BlockClient(ChangingClient):
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
             options = StepOptions(tick, weight, skip, clip_norm)
-            return self._steps.send("step", first, pushes, pull, options)
+            if not before:
+                return self._steps.send("step", first, pushes, pull, options)
+            parts = StepParts("step", first, pushes, pull, options)
+            return joined(self._steps.send_together([*before, parts]))
 
     def fetch(
         self, block: Block, field: int, *, timeout_s: float | None = None

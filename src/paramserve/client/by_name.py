@@ -6,15 +6,16 @@ because a clock's gradients travel in one message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.client.keyed import check_weight
 from paramserve.client.names import as_pairs
-from paramserve.client.steps import StepOptions
+from paramserve.client.step_parts import StepOptions
+from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.client.watching import WatchingClient
 from paramserve.core.partition import Block
@@ -35,8 +36,6 @@ class Client(WatchingClient):
         super().__init__(*args, **kwargs)
         self._viewed: dict[int, Ticket] = {}
         """By block: the ticket whose values a pull with copy=False left in their slot."""
-        self._weights: dict[str, float] = {}
-        """By group: what was said of the step that gradients are put together for."""
 
     def push(
         self,
@@ -62,7 +61,7 @@ class Client(WatchingClient):
             ValueError: the weight, or another one was given in this step. Nothing was applied.
         """
         self._check()
-        _check_weight(weight)
+        check_weight(weight)
         with self._lock:
             blocks, arrays = self._resolve(name, gradient)
             if self._collects(blocks[0]):
@@ -89,14 +88,6 @@ class Client(WatchingClient):
             self._weights[group] = weight
         return self._steps.stage(blocks[0])
 
-    def _check_said(self, group: str, weight: float | None) -> None:
-        said = self._weights.get(group)
-        if weight is not None and said is not None and weight != said:
-            raise ValueError(
-                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
-                "a step has one weight; give it with one push, or with tick"
-            )
-
     def push_pull(
         self,
         gradients: Mapping[str, npt.ArrayLike],
@@ -118,7 +109,7 @@ class Client(WatchingClient):
             As `push` and `pull`.
         """
         self._check()
-        _check_weight(weight)
+        check_weight(weight)
         with self._lock:
             blocks, arrays = self._resolve(gradients, None)
             self._steps.begin(timeout_s)
@@ -271,7 +262,7 @@ class Client(WatchingClient):
             ValueError: the weight, or a push of this step had another one. Nothing was applied.
         """
         self._check()
-        _check_weight(weight)
+        check_weight(weight)
         with self._lock:
             block = self._group_block(group)
             if block is None:
@@ -284,6 +275,8 @@ class Client(WatchingClient):
 
     def _end_step(self, what: str, block: Block, pull: Sequence[Block]) -> Ticket:
         """Send what was staged for a block's group, with a tick."""
+        if block.table is not None:
+            return self.push_tables([TablePush(self.table(block.group_name))])
         weight = self._weights.pop(block.group_name, 1.0)
         try:
             pushes, finite = self._gradients.staged(block.group_name)
@@ -342,8 +335,3 @@ class Client(WatchingClient):
                 ticket = self._viewed.pop(block.id, None)
                 if ticket is not None and ticket not in self._viewed.values():
                     ticket.release()
-
-
-def _check_weight(weight: float | None) -> None:
-    if weight is not None and not 0.0 < weight < math.inf:
-        raise ValueError(f"weight must be > 0 and finite, not {weight}")

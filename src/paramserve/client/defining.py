@@ -96,7 +96,8 @@ class DefiningClient(ClientLife):
         """The shards refused a define: its names are free again, here and for everybody."""
         with self._lock:
             self._exchange.blocks.pop(block.id, None)
-            self._names.remove(block)
+            if block.table is None:
+                self._names.remove(block)
             if all(each.group != block.group for each in self._exchange.blocks.values()):
                 self._terms.undefined(block.group)
         # Where the coordinator is gone too, there is nothing left to free.
@@ -148,7 +149,8 @@ class DefiningClient(ClientLife):
     def _know(self, block: Block) -> Block:
         with self._lock:
             known = self._exchange.blocks.setdefault(block.id, block)
-            self._names.add(known)
+            if known.table is None:
+                self._names.add(known)
             self._terms.defined(known.group, known.spec.consistency)
             self._steps.versions.setdefault(known.group, [0] * len(self._exchange.shards))
             return known
@@ -168,7 +170,7 @@ class DefiningClient(ClientLife):
         return described
 
     def blocks(self) -> list[Block]:
-        """Every block that is defined now, of all groups."""
+        """Every block of tensors that is defined now, of all groups."""
         self._check()
         with self._lock:
             return self._find(None)
@@ -185,7 +187,14 @@ class DefiningClient(ClientLife):
             names = list(names)
         call = Lookup(0, None if names is None else tuple(missing), 0.0)
         found = self._control.call(call, Found, timeout_s=self.timeout_s)
-        blocks = [self._know(Block(spec)) for spec in found.blocks]
+        known = [self._know(Block(spec)) for spec in found.blocks]
+        for block in known:
+            if block.table is not None and names is not None:
+                raise UnknownName(
+                    f"{block.group_name!r} is a table, and no parameter",
+                    fix="use client.table(name)",
+                )
+        blocks = [block for block in known if block.table is None]
         return blocks if names is None else self._names.blocks(names)
 
     def _group_block(self, group: str) -> Block | None:

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from paramserve.client.links import WINDOW, Connect, Links, ReachedShard, Slot
+from paramserve.client.links import (
+    QUICK_TCP_S,
+    SPIN_TCP_S,
+    WINDOW,
+    Connect,
+    Links,
+    ReachedShard,
+    Slot,
+)
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.session import Operation, SlotPool
 from paramserve.errors import ClientClosed, ParamServeError, PushTimeout, rebuild
@@ -42,16 +50,6 @@ logger = logging.getLogger("paramserve")
 FIRST_ARENA_BYTES = 1 << 20
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
-POLL_SLICE_S = 0.25
-"""A waiting thread looks this often whether the client was closed by another."""
-QUICK_S = 100e-6
-"""An answer sooner than this is quick: the servers are at it."""
-SPIN_S = 60e-6
-"""How long a wait looks before it sleeps, after a quick one. A wake-up costs 20 to 60 us on a
-virtual machine; a worker that computes in between never has quick answers twice."""
-QUICK_TCP_S = 300e-6
-SPIN_TCP_S = 200e-6
-"""The same where a server is reached over TCP: there a small step takes longer."""
 
 _decode = decoder(ShardReply).decode
 
@@ -84,9 +82,6 @@ class Exchange(Links):
         self._reason: ParamServeError | None = None
         """Why it was closed, if not because somebody wanted it."""
         self._pid = os.getpid()
-        self._quick_s, self._spin_s = QUICK_S, SPIN_S
-        self._quick = False
-        """Whether the last answers came quickly, so that the next ones may be worth a spin."""
         self._add_arena(FIRST_ARENA_BYTES)
         try:
             for shard in self.shards:
@@ -124,32 +119,34 @@ class Exchange(Links):
 
     # --- sending -----------------------------------------------------------------------------
 
-    def make_room(self, timeout_s: float) -> None:
-        """Wait until every session's window has room: then one request goes to all shards or none.
+    def make_room(self, timeout_s: float, requests: int = 1) -> None:
+        """Wait until every session's window has room: then a call goes to all shards or to none.
 
+        Args:
+            requests: of the call, to each shard.
         Raises:
             ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed.
             PushTimeout: a shard left too much unanswered for `timeout_s`. In all cases nothing
                 was sent, and what the caller has captured is still to be sent.
         """
         for shard in self.shards:
-            if shard.gone is not None or shard.session.full:
-                self._wait_for_room(timeout_s)
+            if shard.gone is not None or not shard.session.has_room(requests):
+                self._wait_for_room(timeout_s, requests)
                 return
 
-    def _wait_for_room(self, timeout_s: float) -> None:
+    def _wait_for_room(self, timeout_s: float, requests: int) -> None:
         began = time.monotonic()
         deadline = began + timeout_s
         with self._lock:
             while True:
                 self._check_gone()
-                full = next((shard for shard in self.shards if shard.session.full), None)
+                full = next((s for s in self.shards if not s.session.has_room(requests)), None)
                 if full is None:
                     self.waited_s += time.monotonic() - began
                     return
                 if not self._progress(deadline):
                     raise PushTimeout(
-                        f"shard {full.number} left {full.session.window} requests unanswered for "
+                        f"shard {full.number} left {full.session.window} calls unanswered for "
                         f"{timeout_s:.1f} s",
                         fix="look at that server, or raise timeout_s",
                     )
@@ -181,6 +178,29 @@ class Exchange(Links):
                 # A broken link is made anew by whoever reads next, and this is sent again.
                 try:
                     self._transmit(shard, numbered)
+                except ConnectionError:
+                    self._disconnect(shard)
+
+    def submit_together(self, calls: Sequence[tuple[Sequence[ShardRequest], Operation]]) -> None:
+        """Send several requests to each shard in one frame; for the rest as `submit`.
+
+        Args:
+            calls: one request for each shard, in shard order, and the operation that they are.
+        """
+        with self._lock:
+            if self._closed:
+                raise self._ended()
+            for shard in self.shards:
+                if self._gone is not None:
+                    for _, operation in calls:
+                        operation.failed(self._gone)
+                    continue
+                numbered = [
+                    shard.session.submit(requests[shard.number], operation, first=not index)
+                    for index, (requests, operation) in enumerate(calls)
+                ]
+                try:
+                    self._transmit_together(shard, numbered)
                 except ConnectionError:
                     self._disconnect(shard)
 
@@ -237,26 +257,6 @@ class Exchange(Links):
                 self._condition.notify_all()
         return True
 
-    def _ready(self, timeout_s: float) -> list[ReachedShard]:
-        """Shards with something to read; those whose link is down among them."""
-        if self._down:
-            return [self.shards[number] for number in sorted(self._down)]
-        found = self._poll.poll(0) or self._spin() if self._quick else []
-        if not found:
-            began = time.monotonic()
-            found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
-            self._quick = time.monotonic() - began < self._quick_s
-        return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
-
-    def _spin(self) -> list[tuple[int, int]]:
-        """Look for answers without going to sleep: waking up takes longer than a small step."""
-        until = time.monotonic() + self._spin_s
-        while time.monotonic() < until:
-            if found := self._poll.poll(0):
-                return found
-        self._quick = False
-        return []
-
     def _read(self, ready: list[ReachedShard]) -> None:
         for shard in ready:
             try:
@@ -287,7 +287,7 @@ class Exchange(Links):
             if sent is None:
                 shard.link.skip_payload()
             else:
-                shard.link.read_payload(self._destinations(shard.number, sent))
+                self.payloads.read(shard.number, shard.link, sent)
         shard.session.on_reply(reply)
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
@@ -364,6 +364,7 @@ class Exchange(Links):
                 arena.close()
             # The pool's slots hold on to the memory, and it to this object.
             self._pool = SlotPool(self._slot)
+            self._returned.clear()
             self._condition.notify_all()
 
     def abandon(self) -> None:

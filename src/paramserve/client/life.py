@@ -40,6 +40,8 @@ class ClientLife:
         rank: of the worker; -1 for a client that holds up nobody.
         incarnation: counts the restarts of this rank, from 1; 0 without a rank.
         workers: how many workers the cluster expects.
+        late: whether it joined while the others were under way, as a rank that was not there
+            before.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
 
@@ -61,6 +63,7 @@ class ClientLife:
         self.rank = rank
         self.incarnation = joined.incarnation
         self.workers = joined.workers
+        self.late = joined.late and joined.incarnation == 1
         self._control = control
         self._credentials = credentials
         self._pid = os.getpid()
@@ -77,7 +80,7 @@ class ClientLife:
             self._terms = GroupTerms(joined.consistency)
             self._steps = Steps(self._exchange, rank, deadlines.request_s, self._terms)
             self._gradients = Gradients(self._exchange, self._names, self._refuses, rank)
-            self._steps.joined_late = joined.late and joined.incarnation == 1
+            self._steps.joined_late = self.late
             if joined.incarnation > 1 or joined.late:
                 self._resume(deadlines.start_s)
         except BaseException:
@@ -196,6 +199,12 @@ class ClientLife:
         if not value > 0:
             raise ValueError(f"timeout_s must be > 0, got {value}")
         self._steps.timeout_s = self._exchange.io_timeout_s = value
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The coordinator's; the one that was reached is the first."""
+        reached = self._control.address
+        return (reached, *(each for each in self._control.addresses if each != reached))
 
     def clock(self, group: str = "default") -> int:
         """Steps that this client has ended on a group, with those of older incarnations of its

@@ -4,46 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again
+from paramserve.client.late import late
 from paramserve.client.pushes import BlockPush, check_push
+from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import (
-    DefineTimeout,
     ParamServeError,
     PullTimeout,
     PushTimeout,
-    Timeout,
 )
-from paramserve.ids import NO_RANK
 from paramserve.messages import Gradient, Place, ShardRequest, Step
 
-INQUIRE_S = 1.0
-"""How long a wait that has failed may take to find out who is missing."""
-READS = ("pull", "fetch", "snapshot")
-TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
-"""What is raised when an answer is late; for all else `PushTimeout`."""
 ENTERING_WEIGHT = 1e-30
 """Of an empty step: it counts for nothing in a mean, and must be above 0."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
-
-Captured = Sequence[tuple[BlockPush, Slot]]
-"""Gradients with the slots that they lie in."""
-
-
-class StepOptions(NamedTuple):
-    """How a step is meant; see `messages.Step`."""
-
-    tick: bool = False
-    weight: float = 1.0
-    skip: bool = False
-    clip_norm: float = 0.0
 
 
 class Steps(ClientClocks):
@@ -72,9 +54,11 @@ class Steps(ClientClocks):
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[Place, ...]] = {}
 
-    def begin(self, timeout_s: float | None = None, what: str = "push") -> None:
+    def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:
         """Before anything is captured or sent: raise what was not read, and wait for room.
 
+        Args:
+            requests: of the call, to each shard.
         Raises:
             ParamServeError: as `Exchange.make_room` (`PullTimeout` if `what` is "pull"), or an
                 error of an earlier step. Nothing was sent.
@@ -84,7 +68,8 @@ class Steps(ClientClocks):
         if self._forgotten:
             self._let_go()
         try:
-            self._exchange.make_room(timeout_s if timeout_s is not None else self.timeout_s)
+            limit = timeout_s if timeout_s is not None else self.timeout_s
+            self._exchange.make_room(limit, requests)
         except PushTimeout as error:
             if what != "pull":
                 raise
@@ -107,53 +92,103 @@ class Steps(ClientClocks):
         """
         captured = [slot for _, slot in pushes]
         slots: list[Slot] = []
-        name = block.group_name
-        clock = self.clocks.get(name, 0)
         try:
             if options.tick:
                 self.enter(block, self.timeout_s)
-                clock = self.clocks.get(name, 0)
             for each in pull:
                 slots.append(self._exchange.take(each.nbytes))
-            mark = self.next_mark() if options.tick and self.next_mark is not None else None
-            requests = self._requests(block, clock, pushes, pull, slots, options, mark)
-            operation = Operation(self._shards)
-            ticket = Ticket(self, what, block.group, tuple(zip(pull, slots, strict=True)))
-            ticket.operation = operation
-            self._bind(ticket, operation, captured, name, clock + options.tick)
-            self._exchange.submit(requests, operation)
+            push_parts = () if options.skip else [self._gradient_parts(*each) for each in pushes]
+            pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
+            places = tuple(zip(pull, slots, strict=True))
+            sent = self._prepare(what, block, push_parts, pull_parts, options, captured, places)
+            self._exchange.submit(sent.requests, sent.operation)
         except (ParamServeError, ValueError):
             self._exchange.give_back([*captured, *slots])
             raise
         if options.tick:
-            self.go_on(name, clock + 1)
-            for staged in self._staged.pop(name, ()):
-                staged.operation = operation
-        return ticket
+            self._ended(sent)
+        return sent.ticket
 
-    def _requests(
+    def send_together(self, parts: Sequence[StepParts]) -> list[Ticket]:
+        """Send steps of several groups in one frame to every shard, or none; else as `send`.
+
+        Their tickets come in the order given.
+        """
+        given, parts = parts, sorted(parts, key=StepParts.order)
+        prepared, values = list[Prepared](), list[Slot]()
+        try:
+            for each in parts:
+                if each.options.tick:
+                    self.enter(each.block, self.timeout_s)
+            for each in parts:
+                prepared.append(self._prepare_parts(each, values))
+            if len(prepared) == 1:
+                self._exchange.submit(prepared[0].requests, prepared[0].operation)
+            else:
+                self._exchange.submit_together([(p.requests, p.operation) for p in prepared])
+        except (ParamServeError, ValueError) as error:
+            for each in parts:
+                self._exchange.give_back([*each.slots, *each.read_slots])
+                if each.options.tick and isinstance(error, ParamServeError):
+                    self.fail_staged(each.block.group_name, error)
+            self._exchange.give_back(values)
+            raise
+        for each, sent in zip(parts, prepared, strict=True):
+            if each.options.tick:
+                self._ended(sent)
+        at = {id(each): number for number, each in enumerate(parts)}
+        return [prepared[at[id(each)]].ticket for each in given]
+
+    def _prepare_parts(self, parts: StepParts, values: list[Slot]) -> Prepared:
+        """One group's part of a call as it is about to be sent.
+
+        Args:
+            values: gets the slots that are taken for what is pulled.
+        """
+        block, options = parts.block, parts.options
+        push_parts = [] if options.skip else [self._gradient_parts(*each) for each in parts.pushes]
+        push_parts += [] if options.skip else [each.headers for each in parts.row_pushes]
+        places = []
+        for each in parts.pull:
+            places.append((each, self._exchange.take(each.nbytes)))
+            values.append(places[-1][1])
+        pull_parts = [self.places(*each) for each in places]
+        pull_parts += [each.places for each in parts.row_pulls]
+        places += [(each.block, each.values) for each in parts.row_pulls]
+        captured = parts.slots + [each.keys for each in parts.row_pulls]
+        return self._prepare(parts.what, block, push_parts, pull_parts, options, captured, places)
+
+    def _prepare(
         self,
+        what: str,
         block: Block,
-        clock: int,
-        pushes: Captured,
-        pull: Sequence[Block],
-        slots: Sequence[Slot],
+        push_parts: Sequence[tuple[Gradient, ...]],
+        pull_parts: Sequence[tuple[Place, ...]],
         options: StepOptions,
-        mark: tuple[int, int] | None,
-    ) -> list[Step]:
-        """One step as each shard gets it."""
-        group = block.group
+        captured: list[Slot],
+        places: Sequence[tuple[Block, Slot]],
+        *,
+        marked: bool = True,
+    ) -> Prepared:
+        """A step as it is about to be sent; its ticket is bound to the answers.
+
+        Args:
+            captured: slots that go back when all shards have answered.
+            marked: whether it may have leased samples in it.
+        """
+        name, group = block.group_name, block.group
+        clock = self.clocks.get(name, 0)
         tick, weight, skip, clip_norm = options
-        push_parts = () if skip else [self._gradient_parts(*each) for each in pushes]
-        pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
-        return [
+        marks = self.next_mark if marked and tick and block.spec.table is None else None
+        mark = marks() if marks is not None else None
+        requests = [
             Step(
                 0,
                 group,
                 clock,
                 tick,
-                tuple([parts[shard] for parts in push_parts]),
-                tuple([parts[shard] for parts in pull_parts]),
+                tuple([each[shard] for each in push_parts]),
+                tuple([each[shard] for each in pull_parts]),
                 base,
                 weight,
                 skip,
@@ -163,6 +198,17 @@ class Steps(ClientClocks):
             )
             for shard, base in enumerate(self.versions[group])
         ]
+        operation = Operation(self._shards)
+        ticket = Ticket(self, what, group, places)
+        ticket.operation = operation
+        self._bind(ticket, operation, captured, name, clock + tick)
+        return Prepared(ticket, requests, operation, name, clock)
+
+    def _ended(self, sent: Prepared) -> None:
+        """A step with a tick was sent."""
+        self.go_on(sent.group, sent.clock + 1)
+        for staged in self._staged.pop(sent.group, ()):
+            staged.operation = sent.operation
 
     def enter(self, block: Block, limit_s: float) -> bool:
         """Be waited for in a block's group from now on, at the clock under way.
@@ -186,18 +232,12 @@ class Steps(ClientClocks):
 
     def _knock(self, block: Block, until: float) -> bool:
         """End one clock with nothing, not with leased samples either; whether it was in time."""
-        name = block.group_name
-        clock = self.clocks.get(name, 0)
-        operation = Operation(self._shards)
-        ticket = Ticket(self, "step", block.group)
-        ticket.operation = operation
-        self._bind(ticket, operation, [], name, clock + 1)
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self.begin(max(until - time.monotonic(), 0.0))
-        requests = self._requests(block, clock, (), (), (), options, None)
-        self._exchange.submit(requests, operation)
-        self.go_on(name, clock + 1)
-        return not ticket.result(max(until - time.monotonic(), 0.0)).skipped
+        sent = self._prepare("step", block, (), (), options, [], (), marked=False)
+        self._exchange.submit(sent.requests, sent.operation)
+        self.go_on(sent.group, sent.clock + 1)
+        return not sent.ticket.result(max(until - time.monotonic(), 0.0)).skipped
 
     def stage(self, block: Block) -> Ticket:
         """The ticket of a push that is sent with the group's next tick."""
@@ -347,19 +387,7 @@ class Steps(ClientClocks):
 
     def late(self, what: str, group: int | None, waited_s: float) -> ParamServeError:
         """The error of a wait that has failed; asks the shards who is missing."""
-        reasons = []
-        if group is not None:
-            for waiting in self._exchange.inquire(group, INQUIRE_S):
-                who = ", ".join(f"worker {rank} (at clock {c})" for rank, c in waiting.missing)
-                reasons.append(f"{waiting.reason}: {who}" if who else waiting.reason)
-        why = "; ".join(dict.fromkeys(reasons)) or "the servers did not answer"
-        who = f"rank {self._rank}" if self._rank != NO_RANK else "the client"
-        return TIMEOUTS.get(what, PushTimeout)(
-            f"{what} timed out: {who} waited {waited_s:.1f} s; {why}",
-            applied="no" if what in READS else "unknown",
-            fix="look at the workers or servers named, or raise timeout_s; calling result() of a "
-            "ticket again waits on and repeats nothing",
-        )
+        return late(self._exchange, self._rank, what, group, waited_s)
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

@@ -60,6 +60,8 @@ class Ticket:
         self.group = group
         self.operation: Operation | None = None
         """None while the push waits for the tick that ends its synchronous step."""
+        self.others: tuple[Ticket, ...] = ()
+        """Of other groups, sent before it in the same message: its result is there after theirs."""
         self._client = client
         self._places = tuple(places)
         self._outcome: Outcome | None = None
@@ -82,6 +84,8 @@ class Ticket:
         """
         if self._outcome is not None:
             return self._outcome
+        for other in self.others:
+            other.result(timeout_s)
         operation = self.operation
         if operation is None:
             raise ClientClosed(
@@ -102,7 +106,7 @@ class Ticket:
         replies = done(operation)
         if self._places:
             self._client.read_versions(self.group, operation)
-        values = {block.id: slot.array(block) for block, slot in self._places}
+        values = {b.id: slot.array(b) for b, slot in self._places if b.table is None}
         if len(replies) == 1:
             only = replies[0]
             return Outcome(only.version, only.staleness, only.skipped, values)

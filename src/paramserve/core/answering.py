@@ -9,9 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
+from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.keyed.parts import padded
 from paramserve.core.shard_session import Answer, Memory
 from paramserve.errors import ParamServeError, ShapeMismatch, UnknownName
-from paramserve.messages import ALIGN, Done, Fetch, Place, Step, TakeSnapshot
+from paramserve.messages import (
+    Assign,
+    Done,
+    Fetch,
+    Place,
+    Put,
+    Scan,
+    Step,
+    TakeSnapshot,
+)
 
 if TYPE_CHECKING:
     from paramserve.core.shard_members import ShardMembers
@@ -20,28 +31,10 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
-def padded(nbytes: int) -> int:
-    """Bytes that a part takes in a payload."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def view(memory: Memory, arena: int, offset: int, block: ShardBlock) -> Array:
-    """The block's part of a request's memory, [elements on this shard].
-
-    Raises:
-        ShapeMismatch: the memory does not hold that many bytes there. Nothing was applied.
-    """
-    if block.size == 0:
-        return np.empty(0, block.dtype)
-    whole = memory.get(arena)
-    wrong = offset < 0 or offset % block.alignment
-    if whole is None or wrong or offset + block.nbytes > whole.size:
-        raise ShapeMismatch(
-            f"{block.nbytes} bytes at offset {offset} of arena {arena} for block "
-            f"{block.spec.block}, but there are {0 if whole is None else whole.size} bytes",
-            fix="send exactly the elements that this shard holds, at aligned offsets",
-        )
-    return np.frombuffer(whole, block.dtype, block.size, offset)
+def inline_keys(place: Place) -> int:
+    """Bytes that the keys of a read take in its request's payload."""
+    keys = place.keys
+    return padded(8 * keys.rows) if keys is not None and keys.arena == 0 else 0
 
 
 def one(block: ShardBlock, arena: int, offset: int, memory: Memory) -> Array:
@@ -49,7 +42,7 @@ def one(block: ShardBlock, arena: int, offset: int, memory: Memory) -> Array:
     if arena == 0:
         check_payload(memory, padded(block.nbytes))
         offset = 0
-    return view(memory, arena, offset, block)
+    return block.at(memory, arena, offset)
 
 
 def check_payload(memory: Memory, expected: int) -> None:
@@ -70,14 +63,36 @@ def with_values(
     Args:
         written: blocks whose values a rule has left at their place already, in its own pass.
     """
-    inline = []
+    inline: list[Array] = []
     for place in step.pull:
         block = shard.blocks[place.block]
-        if place.arena == 0:
+        if isinstance(block, KeyedBlock):
+            inline += _rows(shard, block, place, step, memory)
+        elif place.arena == 0:
             inline.append(block.value)
         elif place.block not in written:
-            np.copyto(view(memory, place.arena, place.offset, block), block.value)
+            np.copyto(block.at(memory, place.arena, place.offset), block.value)
     return Answer(done, gathered(inline, shard.allocate) if inline else None)
+
+
+def _rows(
+    shard: ShardMembers, block: KeyedBlock, place: Place, step: Step, memory: Memory
+) -> list[Array]:
+    """Write the rows that are asked for to their places, or give them as one part."""
+    cursor = 0
+    if place.arena == 0:  # its keys lie behind all gradients, and those of the reads before it
+        pushed = (g for g in step.push if g.arena == 0)
+        cursor = sum(shard.blocks[g.block].gradient_bytes(g) for g in pushed)
+        for before in step.pull:
+            if before is place:
+                break
+            cursor += inline_keys(before)
+    if place.arena != 0 or place.keys is None:
+        block.read(memory, place, cursor, None)
+        return []
+    rows = np.empty(place.keys.rows * block.dim, np.float32)
+    block.read(memory, place, cursor, rows)
+    return [rows]
 
 
 def fresh(size: int) -> Bytes:
@@ -104,13 +119,67 @@ def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> B
 def fetch(shard: ShardMembers, message: Fetch, memory: Memory) -> Answer:
     """Read one field of a block."""
     block = shard.block(message.block)
+    if isinstance(block, KeyedBlock):
+        raise _no_array(block)
     source = block.field(message.field)
     version = shard.groups[block.spec.group].version
     done = Done(message.seq, version, counts=tuple(block.counts))
     if message.arena == 0:
         return Answer(done, gathered([source], shard.allocate))
-    np.copyto(view(memory, message.arena, message.offset, block), source)
+    np.copyto(block.at(memory, message.arena, message.offset), source)
     return Answer(done)
+
+
+def assign(shard: ShardMembers, message: Assign, memory: Memory) -> Answer:
+    """Overwrite one field of a block."""
+    block = shard.block(message.block)
+    if isinstance(block, KeyedBlock):
+        raise _no_array(block)
+    source = one(block, message.arena, message.offset, memory)
+    block.assign(message.field, source, message.active, message.counts)
+    return Answer(Done(message.seq, shard.groups[block.spec.group].version))
+
+
+def _no_array(block: KeyedBlock) -> ParamServeError:
+    name = block.spec.group_name
+    return ParamServeError(
+        f"{name!r} is a table: it has rows, and no arrays to read or to overwrite",
+        fix="use the methods of the table",
+    )
+
+
+def _table(shard: ShardMembers, number: int) -> KeyedBlock:
+    block = shard.block(number)
+    if not isinstance(block, KeyedBlock):
+        raise UnknownName(f"block {number} is no table", fix="name a table")
+    return block
+
+
+def scan(shard: ShardMembers, message: Scan, memory: Memory) -> Answer:
+    """Read whole rows of a table."""
+    block = _table(shard, message.block)
+    payload = None
+    if message.arena == 0:
+        payload = shard.allocate(block.records_bytes(message))
+        payload.fill(0)  # what the memory held before is nobody's business
+        into = block.records(payload, message, 0)
+    else:
+        into = block.records(memory.get(message.arena), message, message.offset)
+    counts = block.scan(message, into)
+    version = shard.groups[block.spec.group].version
+    return Answer(Done(message.seq, version, counts=counts), payload)
+
+
+def put(shard: ShardMembers, message: Put, memory: Memory) -> Answer:
+    """Overwrite or create whole rows of a table."""
+    block = _table(shard, message.block)
+    if message.arena == 0:
+        check_payload(memory, block.records_bytes(message))
+    offset = message.offset if message.arena else 0
+    group = shard.groups[block.spec.group]
+    block.clock = group.slowest
+    block.put(block.records(memory.get(message.arena), message, offset))
+    return Answer(Done(message.seq, group.version))
 
 
 def take_snapshot(
@@ -136,7 +205,9 @@ def take_snapshot(
         if place.arena == 0:
             inline.append(value)
         else:
-            np.copyto(view(memory, place.arena, place.offset, shard.block(place.block)), value)
+            block = shard.block(place.block)
+            assert isinstance(block, ShardBlock), "a table has no snapshots"
+            np.copyto(block.at(memory, place.arena, place.offset), value)
     return Answer(taken, gathered(inline, shard.allocate) if inline else None)
 
 

@@ -12,9 +12,12 @@ import numpy.typing as npt
 
 from paramserve.core.guard import Draft, guarded
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
-from paramserve.errors import DtypeMismatch, ParamServeError, RuleFailed, ShapeMismatch
-from paramserve.messages import ALIGN, VALUE, BlockSpec
+from paramserve.core.ruled import Ruled
+from paramserve.core.shard_session import Memory
+from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
+from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
+from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 
 Array = npt.NDArray[Any]
@@ -59,7 +62,7 @@ def check_whole(spec: BlockSpec) -> None:
         )
 
 
-class ShardBlock:
+class ShardBlock(Ruled):
     """The part of a block that one shard holds.
 
     `counts` has the updates of each piece, as torch counts steps for each parameter: a piece that
@@ -68,20 +71,14 @@ class ShardBlock:
     """
 
     def __init__(self, spec: BlockSpec, shard: int, rule: Rule | None, attempt: int) -> None:
-        self.spec = spec
-        self.rule = rule
-        self.attempt = attempt
-        self.dtype = np.dtype(spec.dtype)
+        super().__init__(spec, rule, attempt)
         self.low, self.high = spec.cuts[shard], spec.cuts[shard + 1]
         self.size = self.high - self.low
         self.nbytes = self.size * self.dtype.itemsize
-        self.hyper: Hyper = ()
         self.value: Array = np.zeros(self.size, self.dtype)
         self.state: tuple[Array, ...] = ()
         self.guarded = rule is not None and not is_built_in(rule)
         """Whether the rule runs on copies, because it may fail in the middle."""
-        self.failure: tuple[int, RuleFailed] | None = None
-        """The last synchronous clock whose update its rule failed, although it was decided."""
         self._whole = bool(getattr(rule, "whole_tensors", False))
         self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))
         self._draft: Draft | None = None
@@ -96,8 +93,6 @@ class ShardBlock:
                 self._check_state(rule)
         self._counts = [0] * len(spec.pieces)
         self._bounds = self._local_bounds()
-        self._checked: Hyper | None = None
-        """Hyper-parameters that were found good last: most pushes bring the same."""
         self._even: int | None = 0
         """The count that all pieces share; None: they differ, and `_counts` has them."""
 
@@ -141,6 +136,44 @@ class ShardBlock:
         """Elements [start, stop) of a piece within this shard's arrays."""
         return self._bounds[piece]
 
+    def at(self, memory: Memory, arena: int, offset: int) -> Array:
+        """Its part of a request's memory, [elements on this shard].
+
+        Raises:
+            ShapeMismatch: the memory does not hold that many bytes there. Nothing was applied.
+        """
+        if self.size == 0:
+            return np.empty(0, self.dtype)
+        whole = memory.get(arena)
+        wrong = offset < 0 or offset % self.alignment
+        if whole is None or wrong or offset + self.nbytes > whole.size:
+            raise ShapeMismatch(
+                f"{self.nbytes} bytes at offset {offset} of arena {arena} for block "
+                f"{self.spec.block}, but there are {0 if whole is None else whole.size} bytes",
+                fix="send exactly the elements that this shard holds, at aligned offsets",
+            )
+        return np.frombuffer(whole, self.dtype, self.size, offset)
+
+    def gradient_bytes(self, header: Gradient) -> int:
+        """Of a gradient as it lies in a payload."""
+        return -(-self.nbytes // ALIGN) * ALIGN
+
+    def gradient(self, memory: Memory, header: Gradient, offset: int) -> Array:
+        """A gradient that lies in a request's memory; raises as `at`."""
+        return self.at(memory, header.arena, offset)
+
+    def finite(self, gradient: Array, active: Sequence[int] | None) -> bool:
+        """Whether all active elements are finite numbers."""
+        finite = compiled().finite
+        if active is None:
+            return bool(finite(gradient))
+        ranges = (self._bounds[piece] for piece in active)
+        return all(finite(gradient[start:stop]) for start, stop in ranges)
+
+    def squared_norm(self, gradient: Array) -> float:
+        """Sum of the squares of all elements."""
+        return float(compiled().squared_norm(gradient)) if self.size else 0.0
+
     def field(self, number: int) -> Array:
         """Values (0) or a state array (1, 2, ...).
 
@@ -156,34 +189,6 @@ class ShardBlock:
                 fix="ask only for the state that the rule keeps with its hyper-parameters",
             )
         return self.state[number - 1]
-
-    def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
-        """Refuse a push that cannot be applied, before anything is written.
-
-        Raises:
-            ParamServeError, ShapeMismatch, ValueError: see the text. Nothing was applied.
-        """
-        if self.rule is None:
-            raise ParamServeError(
-                f"{self._names()} has no rule: it cannot be pushed to",
-                fix="define it with a rule, or use assign",
-            )
-        if active is not None:
-            self._check_active(active)
-        if hyper is None or hyper == self._checked:
-            return
-        about = self._about("failed to check its hyper-parameters")
-        with guarded(about, self.rule, (ValueError, ParamServeError)):
-            self.rule.check(hyper)
-            needed = self.rule.states(hyper)
-        if len(needed) > len(self.state):
-            given = dict(zip(self.rule.hyper_names, hyper, strict=True))
-            raise ParamServeError(
-                f"{type(self.rule).__name__} with {given} "
-                f"needs the state {', '.join(needed)}, but {self._names()} was defined without it",
-                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
-            )
-        self._checked = hyper
 
     def _check_active(self, active: Sequence[int]) -> None:
         inside = all(0 <= piece < len(self._counts) for piece in active)
@@ -319,14 +324,3 @@ class ShardBlock:
                 target[start:stop] = source[start:stop]
         if counts is not None:
             self._set_counts(list(counts))
-
-    def _about(self, what: str) -> str:
-        """How a failure of the rule is told."""
-        assert self.rule is not None
-        group = self.spec.group_name
-        return f"rule {self.rule.name!r} {what} on {self._names()} of group {group!r}"
-
-    def _names(self) -> str:
-        names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])
-        more = len(self.spec.pieces) - 3
-        return names + (f" and {more} more" if more > 0 else "")

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.errors import RuleFailed
+from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.keyed.parts import RowGradient
+from paramserve.errors import RuleFailed, TableFull
 from paramserve.messages import Gradient
 from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
-Part = tuple[ShardBlock, Gradient, Array]
+Part = tuple[ShardBlock | KeyedBlock, Gradient, Any]
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Sum:
             self.active = set()
         self.count += 1
         self.hyper = header.hyper
+        assert isinstance(block, ShardBlock), "of a table, the sum is a `RowSum`"
         if header.active is None:
             self.active = None
             compiled().add_scaled_into(self.array, weight, gradient)
@@ -54,12 +57,41 @@ class Sum:
         return None if self.active is None else tuple(sorted(self.active))
 
 
+@dataclass
+class RowSum:
+    """One table's gradients so far."""
+
+    block: KeyedBlock
+    kept: list[tuple[float, Gradient, RowGradient]] = field(default_factory=list)
+    """Weight and a copy of each: what was pushed lies in the worker's own memory."""
+    hyper: Hyper | None = None
+    """Of the last gradient."""
+    count: int = 0
+    """Gradients in it; 0: those that are kept are over."""
+
+    def add(self, part: Part, weight: float) -> None:
+        _, header, (keys, values) = part
+        if not self.count:
+            self.kept.clear()
+        self.count += 1
+        self.hyper = header.hyper
+        self.kept.append((weight, header, RowGradient(keys.copy(), values.copy())))
+
+    @property
+    def array(self) -> RowGradient:
+        """Their sum, key by key."""
+        return self.block.total(self.kept)
+
+    def pieces(self) -> None:
+        """As a push names them."""
+
+
 @dataclass(eq=False)
 class GradientBuffer:
     """A group's gradients that wait for an update."""
 
-    sums: dict[int, Sum] = field(default_factory=dict)
-    """By block."""
+    sums: dict[int, Any] = field(default_factory=dict)
+    """By block: a `Sum` or a `RowSum`, as the block is."""
     count: int = 0
 
     def add(self, parts: Sequence[Part], weight: float) -> None:
@@ -69,11 +101,15 @@ class GradientBuffer:
             block = part[0]
             found = self.sums.get(block.spec.block)
             if found is None:
-                found = self.sums[block.spec.block] = Sum(np.empty(block.size, block.dtype))
+                found = self.sums[block.spec.block] = _empty_sum(block)
             found.add(part, weight)
 
     def draft(
-        self, blocks: Mapping[int, ShardBlock], parts: Sequence[Part], weight: float, push: PushInfo
+        self,
+        blocks: Mapping[int, ShardBlock | KeyedBlock],
+        parts: Sequence[Part],
+        weight: float,
+        push: PushInfo,
     ) -> None:
         """Compute what guarded rules make of the sums with these gradients, for `apply`.
 
@@ -84,35 +120,46 @@ class GradientBuffer:
         for number, block in sorted(blocks.items()):
             kept = self.sums.get(number)
             full = kept is not None and kept.count > 0
-            if not block.guarded or not (full or number in coming):
+            if (
+                not isinstance(block, ShardBlock)
+                or not block.guarded
+                or not (full or number in coming)
+            ):
                 continue
             total = Sum(np.zeros(block.size, block.dtype))
-            if kept is not None and full:
+            if isinstance(kept, Sum) and full:
                 active = None if kept.active is None else set(kept.active)
                 total = Sum(kept.array.copy(), active, kept.hyper, kept.count)
             if number in coming:
                 total.add(coming[number], weight)
             block.draft(total.array, total.pieces(), total.hyper, push, key=self)
 
-    def apply(self, blocks: Mapping[int, ShardBlock], push: PushInfo) -> None:
+    def apply(self, blocks: Mapping[int, ShardBlock | KeyedBlock], push: PushInfo) -> None:
         """Update the blocks with their sums times `push.scale`, and begin anew.
 
         Raises:
-            RuleFailed: of a guarded rule without a draft. Its block's sum is lost.
+            RuleFailed, TableFull: of a guarded rule without a draft, or of a table. Its block's
+                sum is lost.
         """
         self.count = 0
-        failure = None
+        failure: RuleFailed | TableFull | None = None
         for number, each in sorted(self.sums.items()):
             if not each.count:
                 continue
             each.count = 0
             block = blocks[number]
             try:
-                if block.has_draft(self):
+                if isinstance(block, ShardBlock) and block.has_draft(self):
                     block.keep_draft()
                 else:
                     block.apply(each.array, each.pieces(), each.hyper, push)
-            except RuleFailed as error:
+            except (RuleFailed, TableFull) as error:
                 failure = error
         if failure is not None:
             raise failure
+
+
+def _empty_sum(block: ShardBlock | KeyedBlock) -> Sum | RowSum:
+    if isinstance(block, KeyedBlock):
+        return RowSum(block)
+    return Sum(np.empty(block.size, block.dtype))

@@ -11,14 +11,21 @@ import numpy.typing as npt
 
 from paramserve.core import asking
 from paramserve.core.answering import with_values
+from paramserve.core.block import ShardBlock
 from paramserve.core.group import Group, Staleness
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
 from paramserve.core.two_stroke import Contribution, refusal_of, total
-from paramserve.errors import NotAMember, ParamServeError, ProtocolError, RuleFailed, rebuild
+from paramserve.errors import (
+    NotAMember,
+    ParamServeError,
+    ProtocolError,
+    RuleFailed,
+    TableFull,
+    rebuild,
+)
 from paramserve.messages import Commit, Done, Ready, Refused, Step
 from paramserve.rules.base import PushInfo
-from paramserve.rules.compiled import compiled
 
 if TYPE_CHECKING:
     from paramserve.core.shard_members import ShardMembers
@@ -125,13 +132,12 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
 
 
 def _squared_norm(group: Group, held: list[Contribution]) -> float:
-    kernels = compiled()
     squared = 0.0
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
-        if having and block.size:
+        if having:
             gradient, _ = total(having, block, keep=True)
-            squared += kernels.squared_norm(gradient)
+            squared += block.squared_norm(gradient)
     return squared
 
 
@@ -144,7 +150,7 @@ def _draft(group: Group, held: list[Contribution]) -> tuple[str, ...]:
         push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
         for number, block in sorted(group.blocks.items()):
             having = [each for each in held if number in each.gradients]
-            if having and block.guarded:
+            if having and isinstance(block, ShardBlock) and block.guarded:
                 gradient, active = total(having, block, keep=True)
                 hyper = having[0].gradients[number][0].hyper
                 block.draft(gradient, active, hyper, push, key)
@@ -178,7 +184,7 @@ def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) ->
     }
     try:
         _apply(group, commit, contributors, pushed)
-    except RuleFailed as error:
+    except (RuleFailed, TableFull) as error:
         for number in pushed:
             group.blocks[number].failure = (commit.clock, error)
     for rank, _ in chosen:
@@ -198,20 +204,23 @@ def _apply(
     for guarded in (True, False):  # what may fail comes first
         for number, having in pushed.items():
             block = group.blocks[number]
-            if block.guarded is not guarded or (guarded and block.has_draft(key)):
+            if block.guarded is not guarded:
+                continue
+            if isinstance(block, ShardBlock) and guarded and block.has_draft(key):
                 continue
             gradient, active = total(having, block, keep=False)
             hyper = having[0].gradients[number][0].hyper
-            if guarded:
+            if isinstance(block, ShardBlock) and guarded:
                 block.draft(gradient, active, hyper, push, key)
             else:
                 block.apply(gradient, active, hyper, push)
     for number in pushed:
-        if group.blocks[number].guarded:
-            group.blocks[number].keep_draft()
+        block = group.blocks[number]
+        if isinstance(block, ShardBlock) and block.guarded:
+            block.keep_draft()
 
 
-def _failure(group: Group, clock: int) -> RuleFailed | None:
+def _failure(group: Group, clock: int) -> ParamServeError | None:
     """Why this shard could not apply a clock that was decided."""
     failures = (block.failure for block in group.blocks.values())
     return next((each[1] for each in failures if each is not None and each[0] == clock), None)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import numpy as np
 
 from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.core.consistency import Async
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
+from paramserve.core.policies import spec as policy_spec
 from paramserve.errors import DefineMismatch, ParamServeError
-from paramserve.messages import BlockSpec, PlaceBlock
+from paramserve.messages import BlockSpec, Piece, PlaceBlock
 
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 """Names are shown in errors and tables: no control characters."""
+DIM_MAX = 1 << 16
+"""Values in a row of a table."""
+TABLE_POLICY = policy_spec(Async())
+"""Of a table that was defined without one: beside dense layers that step in Sync, nobody waits for
+the rows of others."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
 
@@ -89,14 +97,18 @@ class Directory:
     def _free(self, entry: Entry) -> None:
         entry.stage = Stage.REFUSED
         spec = entry.spec
-        left = (each for each in self._entries if each.stage is not Stage.REFUSED)
+        left = [each for each in self._entries if each.stage is not Stage.REFUSED]
         if all(each.spec.group != spec.group for each in left):
             del self._policies[spec.group_name]
         for piece in spec.pieces:
             del self._by_name[spec.group_name, piece.name]
+        self._load(spec, -1)
+
+    def _load(self, spec: BlockSpec, sign: int) -> None:
+        """Count a block's bytes on each shard; those of a table come with its keys."""
         itemsize = np.dtype(spec.dtype).itemsize
-        for shard in range(len(self._loads)):
-            self._loads[shard] -= (spec.cuts[shard + 1] - spec.cuts[shard]) * itemsize
+        for shard, (low, high) in enumerate(pairwise(spec.cuts)):
+            self._loads[shard] += sign * (high - low) * itemsize
 
     def client_gone(self, client: int) -> None:
         """What this client was defining is open to the next one who asks."""
@@ -135,10 +147,13 @@ class Directory:
             if (entry := self._by_name.get((call.group, piece.name))) is not None
         }
         if not entries:
+            self._check_kind(call)
             return None
         entry = next(iter(entries.values()))
         if len(entries) > 1 or entry.spec.pieces != call.pieces:
             raise _mismatch(call, entry.spec, "names and shapes", entry.spec.pieces, call.pieces)
+        if entry.spec.table != call.table:
+            raise _mismatch(call, entry.spec, "the options", entry.spec.table, call.table)
         if entry.spec.dtype != call.dtype:
             raise _mismatch(call, entry.spec, "dtype", entry.spec.dtype, call.dtype)
         theirs, ours = entry.spec.rule, call.rule
@@ -151,24 +166,55 @@ class Directory:
             raise _mismatch(call, entry.spec, "rule", theirs, ours)
         return entry
 
+    def _check_kind(self, call: PlaceBlock) -> None:
+        """Refuse what would put a table and tensors, or two tables, into one group."""
+        for entry in self._entries:
+            spec = entry.spec
+            if spec.group_name != call.group or entry.stage is Stage.REFUSED:
+                continue
+            if spec.table is not None or call.table is not None:
+                what = "a table" if spec.table is not None else "a group of tensors"
+                raise DefineMismatch(
+                    f"{call.group!r} is the name of {what}; now "
+                    f"{', '.join(repr(piece.name) for piece in call.pieces[:3])} came to it",
+                    fix="give each table a name of its own, that no group of tensors has",
+                )
+            return
+
     def _new(self, call: PlaceBlock, client: int) -> Entry:
         _check(call)
         size, itemsize = size_of(call.pieces), np.dtype(call.dtype).itemsize
-        cuts = cut(
-            size, itemsize, self._loads, borders(call.pieces) if call.whole_tensors else None
-        )
-        for shard in range(len(self._loads)):
-            self._loads[shard] += (cuts[shard + 1] - cuts[shard]) * itemsize
+        at = borders(call.pieces) if call.whole_tensors else None
+        cuts = () if call.table is not None else cut(size, itemsize, self._loads, at)
         group = self._groups.setdefault(call.group, len(self._groups))
-        policy = self._policies.setdefault(call.group, call.consistency)
+        policy = call.consistency
+        if policy is None and call.table is not None:
+            policy = TABLE_POLICY
+        policy = self._policies.setdefault(call.group, policy)
         spec = BlockSpec(
-            len(self._entries), group, call.group, call.dtype, call.rule, call.pieces, cuts, policy
+            len(self._entries),
+            group,
+            call.group,
+            call.dtype,
+            call.rule,
+            call.pieces,
+            cuts,
+            policy,
+            call.table,
         )
+        self._load(spec, 1)
         entry = Entry(spec, 1, client, Stage.DEFINING)
         self._entries.append(entry)
         for piece in call.pieces:
             self._by_name[call.group, piece.name] = entry
         return entry
+
+
+def _is_table(call: PlaceBlock) -> bool:
+    assert call.table is not None
+    dim = call.table.dim
+    fits = call.pieces == (Piece(call.group, (dim,)),) and 1 <= dim <= DIM_MAX
+    return fits and call.rule is not None and call.dtype == "float32"
 
 
 def _texts(rule: PolicySpec) -> dict[str, str]:
@@ -205,6 +251,8 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"dtype {call.dtype!r}, allowed are {', '.join(allowed)}"
     elif not all(NAME.fullmatch(name) for name in (*names, call.group)):
         wrong = "a name is empty, longer than 512 characters or has control characters"
+    elif call.table is not None and not _is_table(call):
+        wrong = f"a table needs a rule, its own name for its group, and a dim from 1 to {DIM_MAX}"
     elif any(length < 0 for piece in call.pieces for length in piece.shape):
         wrong = "a negative length in a shape"
     if wrong is not None:

@@ -19,6 +19,8 @@ class ClientHere(NamedTuple):
     window: int
     again: bool = False
     """It has been connected before: a session that is forgotten must not begin anew."""
+    requests: int = 0
+    """As `Hello` says; 0: as `window`."""
 
 
 class ClientGone(NamedTuple):

@@ -15,6 +15,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.buffering import GradientBuffer
 from paramserve.core.changes import Changes, Changing, Since, since
 from paramserve.core.decisions import Policy
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.reads import Reads
 from paramserve.core.two_stroke import Collect, Lead
 from paramserve.messages import GroupReport
@@ -94,7 +95,9 @@ class Group:
         self.releasing = False
         self.look_again = False
         """Whether something has changed while the waiting requests were looked at."""
-        self.blocks: dict[int, ShardBlock] = {}
+        self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
+        self.table: KeyedBlock | None = None
+        """The only block, if this is the group of a table."""
         self.collect = Collect()
         self.buffer = GradientBuffer()
         self.reads = Reads()
@@ -286,7 +289,11 @@ class Group:
         if len(watching.kept) >= watching.keep:
             watching.kept.popleft()
             watching.dropped += 1
-        values = {number: np.copy(block.value) for number, block in self.blocks.items()}
+        values = {
+            number: np.copy(block.value)
+            for number, block in self.blocks.items()
+            if isinstance(block, ShardBlock)
+        }
         watching.kept.append((self.version, values))
 
     def report(self) -> GroupReport:
@@ -307,6 +314,7 @@ class Group:
             self.buffered,
             self.reads.nbytes,
             tuple((client, *mark) for client, mark in sorted(self.marks.items())),
+            None if self.table is None else self.table.report(),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paramserve.config import PolicySpec
-from paramserve.messages import ALIGN, BlockSpec, Piece
+from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
 SPLIT_BYTES_MIN = 64 << 10
 """A block below this stays whole on one shard: a second message would cost more than it spares."""
@@ -97,6 +97,11 @@ class Block:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         return self.spec.pieces
+
+    @cached_property
+    def table(self) -> TableSpec | None:
+        """Set where the block is a table."""
+        return self.spec.table
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

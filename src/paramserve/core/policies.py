@@ -64,6 +64,20 @@ class Terms(NamedTuple):
     """None: it is one that is known on the servers only."""
 
 
+def check_table_policy(name: str, policy: Policy, table: bool) -> None:
+    """Refuse a table's policy that would need copies of all that a worker has read.
+
+    Raises:
+        ValueError: nothing was applied.
+    """
+    if table and (policy.keeps_reads or isinstance(policy, LocalSteps | ElasticAverage)):
+        raise ValueError(
+            f"{type(policy).__name__} cannot be the policy of table {name!r}: it works with copies "
+            "of whole parameters, and nobody has a copy of a table. Give a table ps.Async(), "
+            "ps.Sync(), ps.BoundedStaleness() or ps.Buffered()"
+        )
+
+
 def is_built_in(policy: Policy) -> bool:
     """Whether a policy is one of ours, which needs no guard; a function in it is not."""
     damping = getattr(policy, "damping", None)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from msgspec import structs
 
 from paramserve.errors import ParamServeError, rebuild
-from paramserve.messages import ALIGN, Done, Refused, ShardRequest
+from paramserve.messages import ALIGN, Done, Refused, ShardRequest, Step
 
 SLOT_ALIGN = ALIGN
 
@@ -83,39 +83,63 @@ class Sent:
 
     message: ShardRequest
     operation: Operation
+    call: int
+    """Of the calls that this one was part of."""
 
 
 class ClientSession:
     """Numbered requests to one shard.
 
-    `window` requests may be unanswered; whoever wants to send more waits for a reply first.
+    `window` calls may be unanswered, which have `requests` numbers together; whoever wants to send
+    more waits for a reply first.
     """
 
-    def __init__(self, shard: int, window: int) -> None:
+    def __init__(self, shard: int, window: int, requests: int | None = None) -> None:
         self.shard = shard
         self.window = window
+        self.requests = requests if requests is not None else window
+        self.calls = 0
+        """How many calls have sent something."""
         self.unanswered: deque[Sent] = deque()
         """Numbered, oldest first: what is sent again on a new connection."""
         self.last = 0
         """The highest number given out."""
 
+    def has_room(self, requests: int = 1) -> bool:
+        """Whether a call of that many requests may be sent before another reply.
+
+        Both are counted from the oldest unanswered one, not by how many are unanswered: a shard
+        keeps outcomes for that many numbers, and a reply behind a lost one may arrive.
+        """
+        if not self.unanswered:
+            return requests <= self.requests
+        oldest = self.unanswered[0]
+        few = self.last - oldest.message.seq + requests < self.requests
+        return few and self.calls - oldest.call + 1 < self.window
+
     @property
     def full(self) -> bool:
-        """Whether the next request must wait for a reply.
+        """Whether the next request must wait for a reply."""
+        return not self.has_room()
 
-        The window is counted from the oldest unanswered number, not by how many are unanswered: a
-        shard keeps outcomes for that many numbers, and a reply behind a lost one may arrive.
+    def submit(
+        self, message: ShardRequest, operation: Operation, *, first: bool = True
+    ) -> ShardRequest:
+        """Number a request and remember it; returns what to send. The session must have room.
+
+        Args:
+            first: of its call; the others come right after it.
         """
-        return (
-            bool(self.unanswered) and self.last - self.unanswered[0].message.seq >= self.window - 1
-        )
-
-    def submit(self, message: ShardRequest, operation: Operation) -> ShardRequest:
-        """Number a request and remember it; returns what to send. The session must not be full."""
-        assert not self.full, "the caller waits for a reply first"
+        if first:
+            assert self.has_room(), "the caller waits for a reply first"
+            self.calls += 1
         self.last += 1
-        numbered = structs.replace(message, seq=self.last)
-        self.unanswered.append(Sent(numbered, operation))
+        if type(message) is Step:
+            oldest = self.unanswered[0].message.seq if self.unanswered else self.last
+            numbered: ShardRequest = structs.replace(message, seq=self.last, oldest=oldest)
+        else:
+            numbered = structs.replace(message, seq=self.last)
+        self.unanswered.append(Sent(numbered, operation, self.calls))
         return numbered
 
     def sent(self, seq: int) -> Sent | None:

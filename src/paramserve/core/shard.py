@@ -24,7 +24,9 @@ from paramserve.core.events import (
     Requested,
 )
 from paramserve.core.group import Group, Watching
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.policies import build as build_policy
+from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import (
     AWAITED,
@@ -46,7 +48,9 @@ from paramserve.messages import (
     Done,
     Fetch,
     GroupReport,
+    Put,
     Rest,
+    Scan,
     SetPolicy,
     Step,
     TakeSnapshot,
@@ -146,12 +150,13 @@ class Shard(ShardChanges):
             case Define():
                 return self._define(request.message, request.memory)
             case Assign() as message:
-                block = self.block(message.block)
-                source = answering.one(block, message.arena, message.offset, request.memory)
-                block.assign(message.field, source, message.active, message.counts)
-                return Answer(Done(message.seq, self.groups[block.spec.group].version))
+                return answering.assign(self, message, request.memory)
             case Fetch() as message:
                 return answering.fetch(self, message, request.memory)
+            case Scan() as message:
+                return answering.scan(self, message, request.memory)
+            case Put() as message:
+                return answering.put(self, message, request.memory)
             case Watch() as message:
                 return self._watch(session, message)
             case TakeSnapshot() as message:
@@ -171,17 +176,26 @@ class Shard(ShardChanges):
             )
         if known is None or known.attempt < message.attempt:
             block = self._new_block(message)
-            np.copyto(block.value, answering.one(block, message.arena, message.offset, memory))
+            if isinstance(block, ShardBlock):
+                np.copyto(block.value, answering.one(block, message.arena, message.offset, memory))
             group = self.groups.get(spec.group)
             if group is None:
                 group = self._new_group(message)
             self.blocks[spec.block] = group.blocks[spec.block] = block
+            group.table = block if isinstance(block, KeyedBlock) else None
         return Answer(Done(message.seq, self.groups[spec.group].version))
 
-    def _new_block(self, message: Define) -> ShardBlock:
+    def _new_block(self, message: Define) -> ShardBlock | KeyedBlock:
         spec = message.spec
-        check_spec(spec, self.shards)
+        if spec.table is None:
+            check_spec(spec, self.shards)
         rule = None if spec.rule is None else build_rule(spec.rule, self.rules)
+        if spec.table is not None:
+            if rule is None:
+                raise ParamServeError(
+                    f"table {spec.group_name!r} has no rule", fix="define it with one"
+                )
+            return KeyedBlock(spec, self.shards, rule, message.attempt)
         try:
             return ShardBlock(spec, self.number, rule, message.attempt)
         except MemoryError:
@@ -195,12 +209,18 @@ class Shard(ShardChanges):
         number, own = message.spec.group, message.spec.consistency
         policy = self.policy if own is None else build_policy(own, self.policies)
         lead = Lead(self.shards) if lead_of(number, self.shards) == self.number else None
+        check_table_policy(message.spec.group_name, policy, message.spec.table is not None)
         group = Group(number, message.spec.group_name, policy, lead, self.live())
         self.groups[number] = group
         return group
 
     def _watch(self, session: ShardSession, message: Watch) -> Answer:
         group = self.group(message.group)
+        if group.table is not None:
+            raise ParamServeError(
+                f"{group.name!r} is a table, of which no snapshots are kept",
+                fix="read it with the methods of the table",
+            )
         if message.every <= 0:
             group.watching.pop(session.client, None)
         else:
@@ -219,6 +239,10 @@ class Shard(ShardChanges):
 
     def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
         group = self.group(step.group)
+        if step.oldest:
+            session.forget(min(step.oldest, step.seq))
+        if group.table is not None:
+            group.table.clock = group.slowest
         try:
             parts = stepping.gradients(self, step, request.memory)
         except (ParamServeError, ValueError, TypeError):

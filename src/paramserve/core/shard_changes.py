@@ -6,6 +6,7 @@ from paramserve.core import asking
 from paramserve.core.changes import Changing
 from paramserve.core.group import Group
 from paramserve.core.policies import build as build_policy
+from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_clocks import ShardClocks
 from paramserve.core.shard_session import Answer
 from paramserve.core.two_stroke import lead_of
@@ -18,7 +19,9 @@ class ShardChanges(ShardClocks):
 
     def _set_policy(self, message: SetPolicy) -> Answer:
         group = self.group(message.group)
-        asking.check(build_policy(message.policy, self.policies), len(group.clocks))
+        policy = build_policy(message.policy, self.policies)
+        asking.check(policy, len(group.clocks))
+        check_table_policy(group.name, policy, group.table is not None)
         if group.lead is not None:
             changing = group.changing
             if changing is not None and not self._is_over(group, changing):

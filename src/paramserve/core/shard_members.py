@@ -14,6 +14,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.decisions import Policy
 from paramserve.core.events import ClientHere, Effects
 from paramserve.core.group import Group
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import flush
 from paramserve.errors import ClientClosed, Overloaded, ParamServeError, UnknownName, WorkerFenced
@@ -59,7 +60,7 @@ class ShardMembers(ABC):
         self.number = number
         self.shards = shards
         self.groups: dict[int, Group] = {}
-        self.blocks: dict[int, ShardBlock] = {}
+        self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
         self.sessions: dict[int, ShardSession] = {}
         self.members = {rank: Member(rank, 0, 0, "expected") for rank in range(workers)}
         self.workers: dict[int, ShardSession] = {}
@@ -94,7 +95,7 @@ class ShardMembers(ABC):
         group.now = self._now
         return group
 
-    def block(self, number: int) -> ShardBlock:
+    def block(self, number: int) -> ShardBlock | KeyedBlock:
         """The block of this number.
 
         Raises:
@@ -120,7 +121,10 @@ class ShardMembers(ABC):
             return
         session = self.sessions.get(event.client)
         if session is None:
-            session = ShardSession(event.client, event.incarnation, event.rank, event.window)
+            requests = event.requests or event.window
+            session = ShardSession(
+                event.client, event.incarnation, event.rank, event.window, requests
+            )
             self.sessions[event.client] = session
         session.gone_at = None
         if event.rank == NO_RANK:
@@ -134,9 +138,11 @@ class ShardMembers(ABC):
             self._belonging_changed()
 
     def _fence(self, event: ClientHere) -> ParamServeError | None:
-        if not 1 <= event.window <= self.limits.outstanding_max:
+        requests = event.requests or event.window
+        if not 1 <= event.window <= requests <= self.limits.outstanding_max:
             return Overloaded(
-                f"client {event.client} wants {event.window} requests outstanding, "
+                f"client {event.client} wants {event.window} calls with {requests} requests "
+                "outstanding, "
                 f"outstanding_max is {self.limits.outstanding_max}",
                 fix="ask for fewer",
             )

@@ -46,15 +46,19 @@ class Verdict(Enum):
 class ShardSession:
     """One client as one shard knows it; it outlives the client's connections.
 
-    `window` is the client's own bound on unanswered requests: outcomes of that many last numbers
-    are kept, since the client can ask again for no others.
+    `window` is the client's own bound on unanswered calls, `requests` on their numbers: outcomes
+    of that many last numbers are kept, since the client can ask again for no others, and fewer
+    where it says so.
     """
 
-    def __init__(self, client: int, incarnation: int, rank: int, window: int) -> None:
+    def __init__(
+        self, client: int, incarnation: int, rank: int, window: int, requests: int | None = None
+    ) -> None:
         self.client = client
         self.incarnation = incarnation
         self.rank = rank
         self.window = window
+        self.requests = requests if requests is not None else window
         self.last = 0
         """The highest number accepted."""
         self.queue: deque[Request] = deque()
@@ -69,11 +73,13 @@ class ShardSession:
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self._outcomes: dict[int, Answer] = {}
+        self._oldest = 1
+        """All outcomes before it are forgotten."""
 
     def admit(self, seq: int) -> Verdict:
         """What to do with this number; a new one counts as accepted from now on."""
         if seq == self.last + 1:
-            if len(self.queue) >= self.window:
+            if len(self.queue) >= self.requests:
                 return Verdict.GAP
             self.last = seq
             return Verdict.NEW
@@ -93,4 +99,10 @@ class ShardSession:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
         seq = getattr(answer.message, "seq")  # noqa: B009  # Waiting has none and never comes here
         self._outcomes[seq] = answer
-        self._outcomes.pop(seq - self.window, None)
+        self.forget(seq - self.requests + 1)
+
+    def forget(self, oldest: int) -> None:
+        """The client will not ask for outcomes of lower numbers again: their payloads are freed."""
+        while self._oldest < oldest:
+            self._outcomes.pop(self._oldest, None)
+            self._oldest += 1

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from msgspec import structs
 
 from paramserve.core import answering, asking
+from paramserve.core.block import ShardBlock
 from paramserve.core.decisions import Pull, Wait
 from paramserve.core.events import Inquired
 from paramserve.core.group import Group
@@ -78,8 +79,9 @@ class ShardWaiting(ShardMembers):
                 session.done = done
                 return None
             if since.policy.keeps_reads:
-                blocks = (self.blocks[place.block] for place in step.pull)
-                group.reads.keep(rank, group.version, blocks)
+                blocks = [self.blocks[place.block] for place in step.pull]
+                dense = [block for block in blocks if isinstance(block, ShardBlock)]
+                group.reads.keep(rank, group.version, dense)
             else:
                 group.reads.forget(rank)
         if done is None:

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from paramserve.core import asking
-from paramserve.core.answering import check_payload, padded, view
+from paramserve.core.answering import check_payload, inline_keys
 from paramserve.core.block import ShardBlock
 from paramserve.core.changes import Since
 from paramserve.core.decisions import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core.group import Group, Staleness
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Memory, ShardSession
-from paramserve.errors import NonFinite, ParamServeError, RuleFailed, ShapeMismatch, UnknownName
+from paramserve.errors import (
+    NonFinite,
+    ParamServeError,
+    RuleFailed,
+    ShapeMismatch,
+    TableFull,
+    UnknownName,
+)
 from paramserve.ids import NO_RANK
 from paramserve.messages import Done, Gradient, Step
 from paramserve.rules.base import Hyper, PushInfo
@@ -28,7 +36,8 @@ if TYPE_CHECKING:
     from paramserve.core.shard_members import ShardMembers
 
 Array = npt.NDArray[Any]
-Part = tuple[ShardBlock, Gradient, Array]
+Part = tuple[ShardBlock | KeyedBlock, Gradient, Any]
+"""A block, what a step says of its gradient, and that: an array, or of a table a `RowGradient`."""
 
 
 def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
@@ -51,8 +60,15 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
         offset = header.offset
         if header.arena == 0:
             offset = cursor
-            cursor += padded(block.nbytes)
-        parts.append((block, header, view(memory, header.arena, offset, block)))
+            cursor += block.gradient_bytes(header)
+        parts.append((block, header, block.gradient(memory, header, offset)))
+    for place in step.pull:
+        block = _block_of(shard, step.group, place.block)
+        if isinstance(block, KeyedBlock):
+            block.check_place(memory, place, cursor)
+            cursor += inline_keys(place)
+        elif place.arena != 0:
+            block.at(memory, place.arena, place.offset)
     if cursor:
         check_payload(memory, cursor)
     if len(parts) > 1 and len({header.block for header in step.push}) < len(parts):
@@ -60,14 +76,10 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
             f"a step brings {len(parts)} gradients for blocks {[g.block for g in step.push]}",
             fix="send one gradient for each block",
         )
-    for place in step.pull:
-        block = _block_of(shard, step.group, place.block)
-        if place.arena != 0:
-            view(memory, place.arena, place.offset, block)
     return parts
 
 
-def _block_of(shard: ShardMembers, group: int, number: int) -> ShardBlock:
+def _block_of(shard: ShardMembers, group: int, number: int) -> ShardBlock | KeyedBlock:
     block = shard.block(number)
     if block.spec.group != group:
         raise UnknownName(
@@ -79,17 +91,7 @@ def _block_of(shard: ShardMembers, group: int, number: int) -> ShardBlock:
 
 def finite(parts: list[Part]) -> bool:
     """Whether all active elements are finite numbers."""
-    kernels = compiled()
-    for block, header, gradient in parts:
-        if header.active is None:
-            if not kernels.finite(gradient):
-                return False
-            continue
-        for piece in header.active:
-            start, stop = block.bounds(piece)
-            if not kernels.finite(gradient[start:stop]):
-                return False
-    return True
+    return all(block.finite(gradient, header.active) for block, header, gradient in parts)
 
 
 def apply_now(
@@ -197,24 +199,25 @@ def apply_parts(
     """
     places = {place.block: place for place in step.pull if place.arena != 0}
     outs = {
-        number: view(memory, place.arena, place.offset, block)
+        number: block.at(memory, place.arena, place.offset)
         for block, _, _ in parts
-        if (place := places.get(number := block.spec.block)) is not None
+        if isinstance(block, ShardBlock)
+        and (place := places.get(number := block.spec.block)) is not None
     }
     asked = {
         block.spec.block: adapted(block, header.hyper, push, how) for block, header, _ in parts
     }
     for block, header, gradient in parts:
-        if block.guarded:
+        if isinstance(block, ShardBlock) and block.guarded:
             block.draft(gradient, header.active, *asked[block.spec.block])
     for block, header, gradient in parts:
         out = outs.get(block.spec.block)
-        if block.guarded:
+        if isinstance(block, ShardBlock) and block.guarded:
             block.keep_draft(out)
         else:
             block.apply(gradient, header.active, *asked[block.spec.block], out)
     group.advance()
-    return asked.keys()
+    return outs.keys()
 
 
 def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> None:
@@ -223,7 +226,7 @@ def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> Non
     compensate = compiled().compensate
     for block, _, gradient in parts:
         before = read.get(block.spec.block)
-        if before is not None and block.size:
+        if before is not None and isinstance(block, ShardBlock) and block.size:
             compensate(gradient, block.value, before, lam)
 
 
@@ -234,7 +237,7 @@ MOMENTUM_MIN = 1e-12
 
 
 def adapted(
-    block: ShardBlock, hyper: Hyper | None, push: PushInfo, how: Apply
+    block: ShardBlock | KeyedBlock, hyper: Hyper | None, push: PushInfo, how: Apply
 ) -> tuple[Hyper | None, PushInfo]:
     """What a policy makes of a push's hyper-parameters, and of its scale where the rule has none
     that would do."""
@@ -260,8 +263,13 @@ def _buffer(group: Group, parts: list[Part], how: Buffer, clock: int) -> None:
     if buffer.count + 1 >= how.size:
         push = PushInfo(-1, clock, group.version, 0, 1.0, 1.0 / (buffer.count + 1))
         buffer.draft(group.blocks, parts, how.weight, push)
+        before = buffer.count
         buffer.add(parts, how.weight)
-        buffer.apply(group.blocks, push)
+        try:
+            buffer.apply(group.blocks, push)
+        except (RuleFailed, TableFull):  # of a table: those that were in the buffer are lost
+            group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + before
+            raise
         group.advance()
     else:
         buffer.add(parts, how.weight)
@@ -276,6 +284,6 @@ def flush(group: Group) -> None:
     push = PushInfo(-1, group.slowest, group.version, 0, 1.0, 1.0 / count)
     try:
         buffer.apply(group.blocks, push)
-    except RuleFailed:
+    except (RuleFailed, TableFull):
         group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + count
     group.advance()

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from paramserve.core import asking
 from paramserve.core.block import ShardBlock
 from paramserve.core.changes import Since
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Propose, Ready, Step
 from paramserve.rules.compiled import compiled
@@ -47,7 +48,7 @@ class Contribution:
 
     step: Step
     client: int
-    gradients: dict[int, tuple[Gradient, Array]]
+    gradients: dict[int, tuple[Gradient, Any]]
     """By block: the header part and this shard's elements."""
     finite: bool
 
@@ -208,8 +209,8 @@ def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:
 
 
 def total(
-    contributions: Sequence[Contribution], block: ShardBlock, *, keep: bool
-) -> tuple[Array, tuple[int, ...] | None]:
+    contributions: Sequence[Contribution], block: ShardBlock | KeyedBlock, *, keep: bool
+) -> tuple[Any, tuple[int, ...] | None]:
     """Weighted sum of one block's gradients in the order given (by rank), not scaled.
 
     A piece that only some workers have a gradient for counts as zero for the others.
@@ -219,10 +220,13 @@ def total(
         keep: leave every gradient as it is. Without, the sum may be left in the first gradient's
             own memory, which belongs to this shard until its worker is answered.
     Returns:
-        The sum, [size of the shard's part], and the pieces that it has (None: all).
+        The sum, [size of the shard's part] or of a table a `RowGradient`, and the pieces that it
+        has (None: all).
     """
     kernels = compiled()
     parts = [(each.weight, *each.gradients[block.spec.block]) for each in contributions]
+    if isinstance(block, KeyedBlock):
+        return block.total(parts), None
     actives = [header.active for _, header, _ in parts]
     if all(active is None for active in actives):
         weight, _, target = parts[0]

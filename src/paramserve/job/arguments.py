@@ -5,8 +5,11 @@ Deadlines and limits are checked in `settings.py`, policies and rules in `core/r
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 
+from paramserve.client.arrow import pyarrow
 from paramserve.core.consistency import ElasticAverage
 from paramserve.core.decisions import Policy
 from paramserve.core.decisions import number as check_number
@@ -58,6 +61,25 @@ def check_engine(engine: Engine | None) -> Engine:
     if isinstance(engine, type) or not hasattr(engine, "open"):
         raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
     return engine
+
+
+def check_folder(path: str | os.PathLike[str] | None) -> str:
+    """The whole path of the folder that tables are written to, which is made; empty for None.
+
+    Raises:
+        TypeError: it is no path. OSError: it cannot be made or written to.
+        ParamServeError: pyarrow is not installed.
+    """
+    if path is None:
+        return ""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save_tables must be the path of a folder, not {path!r}")
+    pyarrow()
+    folder = os.path.abspath(os.fspath(path))
+    os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    return folder
 
 
 def check_options(on_worker_death: object, timeout_s: float | None, seed: int | None) -> None:

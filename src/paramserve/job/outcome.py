@@ -25,12 +25,14 @@ def result_of(
     seed: int,
     values: Mapping[str, State],
     beats: Sequence[ServerBeat],
+    table_files: Mapping[str, str],
 ) -> Result:
     """The result of a run that has ended without an error.
 
     Args:
         values: what was read of each group when all workers were done.
         beats: what each server said then.
+        table_files: what was written of its tables.
     Raises:
         WorkerFailed: what a function returned cannot be unpickled here.
     """
@@ -57,6 +59,7 @@ def result_of(
         dropped=drops_by_rank(beats),
         samples=samples_by_rank(leases),
         repeated_samples=sum(each.repeated for each in leases),
+        table_files=table_files,
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
 from paramserve.client import Client
 from paramserve.core.partition import Block
-from paramserve.errors import UnknownName
+from paramserve.errors import ParamServeError, UnknownName
 
 State = dict[str, npt.NDArray[Any]]
 Aliases = Mapping[str, Mapping[str, str]]
@@ -43,7 +44,7 @@ class Reader:
         self.client = client
 
     def blocks(self) -> dict[str, list[Block]]:
-        """All blocks that are defined now, by group."""
+        """All blocks of tensors that are defined now, by group."""
         found: dict[str, list[Block]] = {}
         for block in self.client.blocks():
             found.setdefault(block.group_name, []).append(block)
@@ -62,6 +63,32 @@ class Reader:
         """The present values of every group; what is not trained lies with what is."""
         names = [n for n in self.blocks() if not n.endswith(UNTRAINED)]
         return {name: self.read(name, aliases) for name in names}
+
+    def tables(self) -> list[str]:
+        """Names of the keyed tables that are defined now."""
+        return [table.name for table in self.client.tables()]
+
+    def save_tables(self, folder: str) -> dict[str, str]:
+        """Write every table, with its rule's state, to a file of its own.
+
+        Returns:
+            The files' paths, by table.
+        Raises:
+            ParamServeError: one could not be written. Those before it were.
+        """
+        files: dict[str, str] = {}
+        for table in self.client.tables():
+            path = os.path.join(folder, f"{_file_name(table.name)}.parquet")
+            try:
+                table.to_parquet(path, state=True)
+            except OSError as error:
+                raise ParamServeError(
+                    f"table {table.name!r} was not written to {path}: {error}; written were: "
+                    f"{', '.join(files) if files else 'none'}",
+                    fix="make room there, or name another folder in save_tables=",
+                ) from error
+            files[table.name] = path
+        return files
 
     def _tensors(self, block: Block) -> State:
         flat, _ = self.client.fetch(block, 0)
@@ -127,6 +154,12 @@ class Watching:
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
         if self._since_s is None:
             if self.group not in groups:
+                if self.group in reader.tables():
+                    self._reader = None  # the end of the run has nothing to take over
+                    raise ValueError(
+                        f"{self.group!r} is a table, of which there are no snapshots: read it with "
+                        f"job.table({self.group!r})"
+                    )
                 return None
             reader.client.watch(self.group, self._every, self._keep)
             self._since_s = now_s
@@ -141,17 +174,34 @@ class Watching:
         return Snapshot(found.version, now_s - self._since_s, state, found.dropped)
 
 
+def _file_name(name: str) -> str:
+    """A name with nothing in it that no file name can hold."""
+    for letter in "%/\0":
+        name = name.replace(letter, f"%{ord(letter):02X}")
+    return name
+
+
 def with_aliases(state: State, names: Mapping[str, str]) -> State:
     """The state with tied tensors under all their names."""
     return state | {other: state[first] for other, first in names.items() if first in state}
 
 
-def as_state_dict(values: Mapping[str, State], name: str) -> dict[str, Any]:
+def as_state_dict(
+    values: Mapping[str, State], name: str, tables: Collection[str]
+) -> dict[str, Any]:
     """One group's values: tensors if torch is imported here, else the arrays themselves.
 
+    Args:
+        tables: names of keyed tables, which are no groups of tensors.
     Raises:
         UnknownName: there is no such group.
     """
+    if name in tables:
+        raise UnknownName(
+            f"{name!r} is a table, and no group of tensors",
+            fix="use job.table(name) while the run goes on, or have tables written at its end by "
+            "ps.run(..., save_tables=folder)",
+        )
     if name not in values:
         known = ", ".join(map(repr, values)) if values else "none"
         raise UnknownName(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from paramserve.errors import ParamServeError
 from paramserve.job.reading import State, as_state_dict
 from paramserve.messages import Record
-from paramserve.observe.status import GroupStatus, Staleness
+from paramserve.observe.status import GroupStatus, Staleness, TableStatus
 
 
 class Restarted(NamedTuple):
@@ -49,6 +49,7 @@ class Result:
         dropped: each rank's gradients that came too late or were too stale, over all groups.
         samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
             the coordinator last knew it.
+        table_files: with `save_tables=`: each keyed table's file, by its name.
         repeated_samples: of these loaders: samples that some shard has had from two workers,
             because one of them ended.
     """
@@ -67,10 +68,20 @@ class Result:
     dropped: Mapping[int, int] = field(default_factory=dict)
     samples: Mapping[int, int] = field(default_factory=dict)
     repeated_samples: int = 0
+    table_files: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
-        return f"Result(seconds={self.seconds:.1f}, tensors={groups}, returns={self.returns!r})"
+        rows = {name: table.rows for name, table in self.tables.items()}
+        told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
+        return f"Result(seconds={self.seconds:.1f}, {told}, returns={self.returns!r})"
+
+    @property
+    def tables(self) -> dict[str, TableStatus]:
+        """How large each keyed table was at the end, and what had come and gone. The rows
+        themselves are in `table_files`, if the run was told to write them."""
+        found = {name: group.table for name, group in self.groups.items()}
+        return {name: table for name, table in found.items() if table is not None}
 
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """The final values of one group, as a model loads them.
@@ -80,6 +91,6 @@ class Result:
         Returns:
             Tensors by name if torch is imported, otherwise arrays. They share this result's memory.
         Raises:
-            UnknownName: the run had no such group.
+            UnknownName: the run had no such group, or it is a table.
         """
-        return as_state_dict(self.values, name)
+        return as_state_dict(self.values, name, self.tables)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from paramserve.client import Table
 from paramserve.core.policies import terms as policy_terms
 from paramserve.engine.base import Engine
 from paramserve.errors import ClientClosed, ParamServeError, rebuild
@@ -36,10 +37,15 @@ class Job:
     """A run that has been started. All methods may be called from any thread.
 
     It does not outlive the process that started it: at the interpreter's exit it is stopped.
+
+    Args:
+        save_tables: folder for the tables at the end; empty: they are not written.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, seed: int) -> None:
+    def __init__(self, plan: Plan, engine: Engine, seed: int, save_tables: str = "") -> None:
         self._seed = seed
+        self._save_tables = save_tables
+        self._table_files: dict[str, str] = {}
         self._watching: list[Watching] = []
         self._values: dict[str, State] = {}
         self._reader_lock = threading.Lock()
@@ -70,7 +76,11 @@ class Job:
         with self._result_lock:
             if self._result is None:
                 self._result = result_of(
-                    self._supervisor, seed=self._seed, values=self._values, beats=self._beats()
+                    self._supervisor,
+                    seed=self._seed,
+                    values=self._values,
+                    beats=self._beats(),
+                    table_files=self._table_files,
                 )
             return self._result
 
@@ -131,15 +141,34 @@ class Job:
         Returns:
             Tensors by name if torch is imported, otherwise arrays.
         Raises:
-            UnknownName: nothing is defined in this group (yet).
+            UnknownName: nothing is defined in this group (yet), or it is a table.
         """
         try:
             reader = self._connected()
             state = reader.read(name, self._aliases())
             values = {name: state} if state else dict.fromkeys(reader.blocks(), state)
+            tables = () if state else reader.tables()
         except ClientClosed:  # it has ended
             return self.wait().state_dict(name)
-        return as_state_dict(values, name)
+        return as_state_dict(values, name, tables)
+
+    def table(self, name: str) -> Table:
+        """A keyed table, to be read and written from here while the run goes on.
+
+        Waits until the servers are up. With the run it ends: what is to be kept of it is written
+        before, by `table.to_parquet`, or by the run itself (`save_tables=`).
+
+        Raises:
+            UnknownName: there is no such table (yet).
+            ClientClosed: the run has ended. Else as `handle`.
+        """
+        try:
+            return self._connected().client.table(name)
+        except ClientClosed as error:
+            raise ClientClosed(
+                f"table {name!r} cannot be read: the run has ended, and its servers with it",
+                fix="have tables written at its end by ps.start(..., save_tables=folder)",
+            ) from error
 
     def snapshots(
         self, every: int = 10, *, name: str = "model", keep: int = 8
@@ -200,6 +229,8 @@ class Job:
         reader = self._connected()
         self._values = reader.read_all(aliases)
         self._last_beats = reader.client.reports()
+        if self._save_tables:
+            self._table_files = reader.save_tables(self._save_tables)
 
     def _forget(self) -> None:
         """Let go of closed clients and their memory."""

@@ -5,6 +5,7 @@ What a run consists of is said in `plan.py`; how it goes on once it is started, 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from paramserve.job.arguments import (
     SEED_BITS,
     check_count,
     check_engine,
+    check_folder,
     check_options,
     check_weights,
 )
@@ -84,6 +86,7 @@ def start(
     policies: Sequence[Any] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
+    save_tables: str | os.PathLike[str] | None = None,
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
@@ -99,6 +102,7 @@ def start(
         _Terms(consistency, rules, policies),
         _Bounds(timeout_s, deadlines, limits),
         engine,
+        save_tables,
     )
 
 
@@ -120,6 +124,7 @@ def run(
     policies: Sequence[Any] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
+    save_tables: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -134,32 +139,33 @@ def run(
             not be registered.
         worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
             None, and for workers that join later. `Sync` divides the weighted sum by the weights.
-        seed: for random, numpy and torch on every rank and for the loader's order; a random one
-            if None, told in the result.
+        seed: of random, numpy, torch and the loader's order; None: a random one, in the result.
         threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
             others go on without it; `ps.Restart(times)`: it is started again.
         timeout_s: the whole run's; None: no limit.
-        rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
-        policies: classes of your own policies, and functions for `damping=`, that the servers may
-            run; see `ps.Policy`.
+        rules: your own rules' classes that the servers may run; see `ps.CustomRule`.
+        policies: your own policies' classes, and functions for `damping=`; see `ps.Policy`.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
+        save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
+            with state, for `table.from_parquet`; None: rows end with the servers.
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
+        OSError, ParamServeError: `save_tables` cannot be written to, or pyarrow is missing.
         WorkerFailed: a training function raised, or its process ended.
         ServerGone, CoordinatorGone: that process ended; the values are lost.
         RunTimeout: `timeout_s` was over.
     """
-    job = _start(
+    return _start(
         _Training(train, args, kwargs, seed, threads_per_worker),
         _Crew(workers, servers, worker_weight, on_worker_death),
         _Terms(consistency, rules, policies),
         _Bounds(timeout_s, deadlines, limits),
         engine,
-    )
-    return job.wait()
+        save_tables,
+    ).wait()
 
 
 def _start(
@@ -168,6 +174,7 @@ def _start(
     terms: _Terms,
     bounds: _Bounds,
     engine: Engine | None,
+    save_tables: str | os.PathLike[str] | None,
 ) -> Job:
     """Check everything in the order in which errors are told, then start."""
     workers = crew.workers
@@ -206,7 +213,7 @@ def _start(
         limits=limits,
         deadlines=deadlines,
     )
-    return Job(plan, chosen, seed)
+    return Job(plan, chosen, seed, check_folder(save_tables))
 
 
 def _worker_payload(

@@ -17,9 +17,10 @@ from paramserve.messages.answers import (
     Refused,
     ServerBeat,
     ShardReply,
+    TableReport,
     Waiting,
 )
-from paramserve.messages.blocks import VALUE, BlockSpec, Piece
+from paramserve.messages.blocks import VALUE, BlockSpec, Piece, TableSpec
 from paramserve.messages.coordinator import (
     AskStatus,
     CoordinatorNotice,
@@ -57,9 +58,13 @@ from paramserve.messages.requests import (
     Fetch,
     Gradient,
     Inquire,
+    Keys,
     Place,
+    Put,
     Rest,
+    Scan,
     SetPolicy,
+    Several,
     ShardRequest,
     Step,
     TakeSnapshot,
@@ -71,6 +76,7 @@ Message = (
     Hello
     | Welcome
     | ShardRequest
+    | Several
     | Inquire
     | AskReport
     | Bye
@@ -93,11 +99,13 @@ __all__ = [
     "VALUE",
     "Piece",
     "BlockSpec",
+    "TableSpec",
     # first message on a connection
     "Hello",
     "Welcome",
     # client to shard
     "Gradient",
+    "Keys",
     "Place",
     "Define",
     "Step",
@@ -105,9 +113,12 @@ __all__ = [
     "SetPolicy",
     "Assign",
     "Fetch",
+    "Scan",
+    "Put",
     "Watch",
     "TakeSnapshot",
     "ShardRequest",
+    "Several",
     "Inquire",
     "AskReport",
     "Bye",
@@ -116,6 +127,7 @@ __all__ = [
     "Done",
     "Refused",
     "Waiting",
+    "TableReport",
     "GroupReport",
     "ServerBeat",
     "ShardReply",

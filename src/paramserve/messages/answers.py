@@ -21,7 +21,8 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
 
     `version` is the group's version on this shard after it, `clock` the smallest clock of the live
     workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
-    policy says. `counts`: update counts of the pieces (`Fetch`). `taken`: the version of the
+    policy says. `counts`: update counts of the pieces (`Fetch`), or
+    as `Scan` says. `taken`: the version of the
     snapshot in the payload, or -1 (`TakeSnapshot`). `dropped`: snapshots that no one took in time.
     `at`: the clock with which the worker goes on, or -1: with its own next one. `retire`: the run
     will do without this worker. `news`: changes of the group's
@@ -60,6 +61,18 @@ class Waiting(Struct, frozen=True, array_like=True, tag="waiting"):
     reason: str
 
 
+class TableReport(Struct, frozen=True, array_like=True):
+    """What a shard has of a table. `unadmitted`: gradients of keys that had no row yet."""
+
+    rows: int
+    memory_bytes: int
+    width: int
+    """Elements of a row's state."""
+    created: int = 0
+    evicted: int = 0
+    unadmitted: int = 0
+
+
 class GroupReport(Struct, frozen=True, array_like=True):
     """What a shard has done for one group."""
 
@@ -88,6 +101,7 @@ class GroupReport(Struct, frozen=True, array_like=True):
     """Copies of what workers have read (`DelayCompensated`)."""
     marks: tuple[tuple[int, int, int], ...] = ()
     """(client, lease, samples): how much of its leased samples is in the values."""
+    table: TableReport | None = None
 
     @property
     def change(self) -> GroupPolicy | None:

@@ -17,6 +17,17 @@ class Piece(Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
+class TableSpec(Struct, frozen=True, array_like=True):
+    """What makes a block a table: rows of `dim` values by key, spread over all shards by a hash of
+    the key. The options are `core.keyed.options.TableOptions`, as they travel."""
+
+    dim: int
+    dtype: str
+    """In which values are kept: float32, bfloat16 or float16."""
+    seed: int
+    options: PolicySpec
+
+
 class BlockSpec(Struct, frozen=True, array_like=True):
     """Tensors defined together: same group, dtype and rule; `cuts` say which shard holds what.
 
@@ -33,3 +44,5 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     cuts: tuple[int, ...]
     consistency: ConsistencySpec | None = None
     """Of the group, which the first block of it decides; None: the cluster's."""
+    table: TableSpec | None = None
+    """The only block of its group; one piece, the table's name and [dim]; no cuts."""

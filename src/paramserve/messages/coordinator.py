@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from paramserve.config import ConsistencySpec, PolicySpec
 from paramserve.messages.answers import ServerBeat
-from paramserve.messages.blocks import BlockSpec, Piece
+from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
 from paramserve.messages.leases import GiveBack, Lease, Leased, LeaseReport
 
 
@@ -67,7 +67,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     """Give these tensors a block, or find the one that has exactly them.
 
     `define` False: wait for somebody else to define it. `whole_tensors`: the rule needs each tensor
-    whole on one shard.
+    whole on one shard. `table`: what is placed is a table; its name is the group's and the only
+    piece's.
     """
 
     call: int
@@ -79,6 +80,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     wait_s: float
     whole_tensors: bool = False
     consistency: ConsistencySpec | None = None
+    table: TableSpec | None = None
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

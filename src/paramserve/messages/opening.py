@@ -10,10 +10,10 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
     `role`, to a shard: "client", "attach" (one more arena for a client), "server" (another shard);
     to the coordinator: "join" (a client), "register" (a server), "driver". They are all distinct:
-    one port may serve both. `window`: requests that the
-    client leaves unanswered at most. `again`: it has been connected before. `arenas` lists
-    (number, bytes) of the arenas whose descriptors came along; `nonce` lies at the start of the
-    last one. `cluster`, to a shard: which cluster the peer belongs to. Addresses and tokens may be
+    one port may serve both. `window`: calls that the client leaves unanswered at most, each of
+    which ends at most one step of a group; `requests`: numbered requests of these calls together
+    (0: as many). `again`: it has been connected before. `arenas` lists (number, bytes) of the
+    arenas whose descriptors came along; `nonce` lies at the start of the last one. `cluster`, to a shard: which cluster the peer belongs to. Addresses and tokens may be
     used again, and numbers of clients and shards are.
     """
 
@@ -26,6 +26,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     arenas: tuple[tuple[int, int], ...] = ()
     nonce: bytes = b""
     cluster: bytes = b""
+    requests: int = 0
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):

@@ -9,21 +9,43 @@ from paramserve.messages.blocks import BlockSpec
 
 
 class Gradient(Struct, frozen=True, array_like=True):
-    """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined."""
+    """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined.
+
+    Of a table, `rows` of it: at the place lie their keys, int64 [rows], each once, and then their
+    gradients, float32 [rows, dim]; both padded to `ALIGN`.
+    """
 
     block: int
     arena: int
     offset: int
     active: tuple[int, ...] | None = None
     hyper: tuple[float, ...] | None = None
+    rows: int = 0
+
+
+class Keys(Struct, frozen=True, array_like=True):
+    """Which rows of a table are read, and to which places of the reader's array.
+
+    At the place lie the keys, int64 [rows], and then the places, int32 [rows], each the number of
+    a row of the array; both padded to `ALIGN`. `total`: rows of that array. With `create`, a key
+    without a row gets one, if the table lets it. Arena 0: the keys are in the payload, after all
+    gradients, and the rows come back in their order.
+    """
+
+    rows: int
+    arena: int
+    offset: int
+    total: int
+    create: bool
 
 
 class Place(Struct, frozen=True, array_like=True):
-    """Where a block's values are to be written."""
+    """Where a block's values are to be written; of a table, the rows of `keys`."""
 
     block: int
     arena: int
     offset: int
+    keys: Keys | None = None
 
 
 class Define(Struct, frozen=True, array_like=True, tag="define"):
@@ -43,7 +65,8 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
-    leased to it, with this step.
+    leased to it, with this step. `oldest`: every request with a lower number has been answered,
+    and will not be asked for again.
     """
 
     seq: int
@@ -58,6 +81,7 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     clip_norm: float = 0.0
     factor: float = 1.0
     mark: tuple[int, int] | None = None
+    oldest: int = 0
 
 
 class Rest(Struct, frozen=True, array_like=True, tag="rest"):
@@ -98,6 +122,35 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     offset: int
 
 
+class Scan(Struct, frozen=True, array_like=True, tag="scan"):
+    """Read a table's rows from `cursor` on, in the order in which they lie, at most `rows`.
+
+    At the place, one after the other and each padded to `ALIGN`: keys, int64 [rows]; values,
+    float32 [rows, dim]; unless `width` is -1 also the rule's state, float32 [rows, width], and
+    update counts, uint32 [rows]. The answer's `counts`: rows found, where to go on or -1.
+    """
+
+    seq: int
+    block: int
+    cursor: int
+    rows: int
+    width: int
+    arena: int
+    offset: int
+
+
+class Put(Struct, frozen=True, array_like=True, tag="put"):
+    """Overwrite rows of a table, or create them. What lies at the place is as for `Scan`; without
+    state, that of rows which are there stays, and new ones begin with that of a new row."""
+
+    seq: int
+    block: int
+    rows: int
+    width: int
+    arena: int
+    offset: int
+
+
 class Watch(Struct, frozen=True, array_like=True, tag="watch"):
     """Keep a snapshot of a group at every `every`-th version, at most `keep`; 0 ends it."""
 
@@ -116,7 +169,15 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     pull: tuple[Place, ...]
 
 
-ShardRequest = Define | Step | Rest | SetPolicy | Assign | Fetch | Watch | TakeSnapshot
+ShardRequest = Define | Step | Rest | SetPolicy | Assign | Fetch | Scan | Put | Watch | TakeSnapshot
+
+
+class Several(Struct, frozen=True, array_like=True, tag="several"):
+    """Numbered requests of one call in one frame: each is answered by itself, and none of them
+    rests on another. `sizes`: bytes of each one's part of the payload."""
+
+    requests: tuple[ShardRequest, ...]
+    sizes: tuple[int, ...]
 
 
 class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):

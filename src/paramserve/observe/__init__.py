@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from paramserve.observe.progress import Progress, watch
-from paramserve.observe.status import GroupStatus, RunStatus, Staleness
+from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
-__all__ = ["watch", "Progress", "RunStatus", "GroupStatus", "Staleness"]
+__all__ = ["watch", "Progress", "RunStatus", "GroupStatus", "Staleness", "TableStatus"]

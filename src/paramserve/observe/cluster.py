@@ -6,14 +6,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from paramserve.messages import Status
-from paramserve.observe.status import by_group, by_rank, drops_by_rank
-
-UNITS = ("B", "KB", "MB", "GB", "TB")
+from paramserve.observe.status import by_group, by_rank, drops_by_rank, in_bytes
 
 
 def as_table(address: str, status: Status) -> RenderableType:
-    """Servers, workers and groups of a cluster at one moment."""
+    """Servers, workers, groups and keyed tables of a cluster at one moment."""
     parts = [_servers(status), _workers(status), _groups(status)]
+    if any(group.table is not None for beat in status.servers for group in beat.groups):
+        parts.append(_tables(status))
     if status.leases:
         parts.append(_leases(status))
     return Group(
@@ -94,6 +94,26 @@ def _groups(status: Status) -> Table:
     return table
 
 
+def _tables(status: Status) -> Table:
+    table = Table(
+        "table",
+        "rows",
+        "memory",
+        "created",
+        "evicted",
+        "unadmitted",
+        title="tables",
+        title_justify="left",
+    )
+    for name, group in sorted(by_group(status.servers).items()):
+        if group.table is not None:
+            of = group.table
+            counts = (of.created, of.evicted, of.unadmitted)
+            told = (f"{of.rows:,}", in_bytes(of.memory_bytes), *(f"{count:,}" for count in counts))
+            table.add_row(name, *told)
+    return table
+
+
 def _leases(status: Status) -> Table:
     title = "samples by lease"
     table = Table("loader", "rank", "given", "done", "repeated", title=title, title_justify="left")
@@ -102,13 +122,3 @@ def _leases(status: Status) -> Table:
             of_all = (loader.loader, str(loader.repeated)) if number == 0 else ("", "")
             table.add_row(of_all[0], str(rank), str(given), str(done), of_all[1])
     return table
-
-
-def in_bytes(count: int) -> str:
-    """Bytes for people, by thousands."""
-    size = float(count)
-    for unit in UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} {UNITS[-1]}"

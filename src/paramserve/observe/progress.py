@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paramserve.observe.status import GroupStatus, RunStatus
+from paramserve.observe.status import GroupStatus, RunStatus, in_bytes
 
 WINDOW_S = 3.0
 """Steps per second are those of the last seconds: servers report once a second."""
@@ -75,6 +75,7 @@ class Progress:
             (group.skipped, "skipped"),
             (group.dropped, "dropped"),
             (group.buffered, "buffered"),
+            *_of_table(group),
         ):
             if count:
                 parts.append(f"{count:,} {what}")
@@ -92,6 +93,15 @@ class Progress:
         since, until = first if status.state in ENDED else seen[0], seen[-1]
         seconds = until[0] - since[0]
         return (until[1] - since[1]) / seconds if seconds > 0 else None
+
+
+def _of_table(group: GroupStatus) -> tuple[tuple[int, str], ...]:
+    """Numbers of its keyed table, if it is one, with what they count."""
+    table = group.table
+    if table is None:
+        return ()
+    rows = (table.rows, f"rows ({in_bytes(table.memory_bytes)})")
+    return (rows, (table.evicted, "evicted"), (table.unadmitted, "unadmitted"))
 
 
 def _worker(rank: int, group: GroupStatus) -> str:

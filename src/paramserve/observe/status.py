@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat
+from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat, TableReport
 
 RETIRED = ("retiring", "retired")
 """States of workers that a run does without by its own wish."""
+UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,25 @@ class Staleness:
     pushes: int
     mean: float
     max: int
+
+
+@dataclass(frozen=True)
+class TableStatus:
+    """A keyed table on all servers together.
+
+    Attributes:
+        rows: that are there.
+        memory_bytes: of rows, rule state and index.
+        created: rows since the start.
+        evicted: rows that went again, by TTL, LRU or for want of room.
+        unadmitted: gradients that were dropped because their key had no row yet (`ps.MinCount`).
+    """
+
+    rows: int
+    memory_bytes: int
+    created: int
+    evicted: int
+    unadmitted: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,7 @@ class GroupStatus:
             that dropped most of them.
         buffered: gradients that wait until their buffer is full.
         kept_bytes: copies of what workers have read, on all shards together.
+        table: what the group's table holds; None: it is a group of tensors.
     """
 
     version: int
@@ -51,6 +72,7 @@ class GroupStatus:
     dropped_by_rank: Mapping[int, int] = field(default_factory=dict)
     buffered: int = 0
     kept_bytes: int = 0
+    table: TableStatus | None = None
 
     @property
     def dropped(self) -> int:
@@ -137,6 +159,16 @@ def samples_by_rank(leases: Iterable[LeaseReport]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
+def in_bytes(count: int) -> str:
+    """Bytes for people, by thousands."""
+    size = float(count)
+    for unit in UNITS[:-1]:
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} {UNITS[-1]}"
+
+
 def _join(shards: list[GroupReport]) -> GroupStatus:
     behind = min(shards, key=lambda report: report.version)
     clocks = dict(behind.clocks)
@@ -158,6 +190,19 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
         dropped_by_rank=_dropped(shards),
         buffered=max(report.buffered for report in shards),
         kept_bytes=sum(report.kept_bytes for report in shards),
+        table=_table([report.table for report in shards if report.table is not None]),
+    )
+
+
+def _table(shards: list[TableReport]) -> TableStatus | None:
+    if not shards:
+        return None
+    return TableStatus(
+        rows=sum(report.rows for report in shards),
+        memory_bytes=sum(report.memory_bytes for report in shards),
+        created=sum(report.created for report in shards),
+        evicted=sum(report.evicted for report in shards),
+        unadmitted=sum(report.unadmitted for report in shards),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paramserve.messages import VALUE
 from paramserve.pytorch.layout import split
+from paramserve.pytorch.rows import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -83,7 +84,7 @@ class Untrained:
         self._chosen: list[tuple[Source, Tensor, bool]] = [
             (_source(model, name), tensor, False)
             for name, tensor in model.named_parameters()
-            if id(tensor) not in trained
+            if id(tensor) not in trained and not isinstance(tensor, Rows)
         ]
         if buffers:
             self._chosen += [

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paramserve.pytorch.rows import Rows
+
 Array = npt.NDArray[Any]
 
 TRAINED = (torch.float32, torch.float64)
@@ -56,7 +58,9 @@ def split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _members(model: torch.nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not isinstance(param, Rows):
+            yield name, param
     yield from model.named_buffers(remove_duplicate=False)
 
 

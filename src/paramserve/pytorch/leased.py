@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from paramserve.pytorch.batches import (
     order,
     size_of,
 )
+from paramserve.pytorch.prefetching import KeysOf, ahead
 
 ORDERS_KEPT = 2
 """Epochs whose order is kept: leases of two may be under way at once."""
@@ -78,27 +80,43 @@ class LeasedLoader:
     How many there are, and which, is known when all is done: a worker gets what it has the time
     for. Iterating again goes on with the epochs that follow, or with what a loop that was broken
     off has left.
+
+    Args:
+        client: the worker's.
+        prefetch: which rows of tables a batch needs; see `prefetching.ahead`.
     """
 
-    def __init__(self, work: LeasedWork, batches: DataLoader[Any]) -> None:
+    def __init__(
+        self, work: LeasedWork, batches: DataLoader[Any], client: Any, prefetch: KeysOf | None
+    ) -> None:
         self._work = work
         self._batches = batches
+        self._client = client
+        self._prefetch = prefetch
 
     def __iter__(self) -> Iterator[Any]:
         work = self._work
         work.begin()
         try:
             while True:
-                for batch in self._batches:
-                    work.delivered()
-                    yield batch
-                    if work.retiring:
-                        work.settle()
-                        return
+                with closing(self._drawn()) as drawn:
+                    for batch in drawn:
+                        work.delivered()
+                        yield batch
+                        if work.retiring:
+                            work.settle()
+                            return
                 if not work.more():
                     return
         finally:
             work.close()
+
+    def _drawn(self) -> Generator[Any, None, None]:
+        """The batches that are there at this moment; rows are asked for ahead."""
+        if self._prefetch is None:
+            yield from self._batches
+        else:
+            yield from ahead(self._batches, self._client, self._prefetch, lambda batch: batch)
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -203,7 +221,11 @@ def _bounds(adaptive_batch: Any, batch_size: int) -> tuple[int, int]:
 
 
 def load_leased(
-    worker: Worker, dataset: Dataset[Any], dataloader_options: dict[str, Any], **sharing: Any
+    worker: Worker,
+    dataset: Dataset[Any],
+    dataloader_options: dict[str, Any],
+    prefetch: KeysOf | None,
+    **sharing: Any,
 ) -> LeasedLoader:
     """`worker.loader` with `shards="dynamic"`; arguments and errors as `load` and `lease`."""
     check_options(dataloader_options)
@@ -211,4 +233,5 @@ def load_leased(
         raise ValueError('shards="dynamic" needs its batches in order: leave in_order at True')
     work = lease(worker, dataset, told=True, **sharing)
     batches = _Drawing(work, arrays=by_rows(dataset, dataloader_options))
-    return LeasedLoader(work, loading(dataset, batches, dataloader_options))
+    torch_loader = loading(dataset, batches, dataloader_options)
+    return LeasedLoader(work, torch_loader, worker.client, prefetch)

@@ -5,7 +5,9 @@ Static parts have equally many batches, and are made here; dynamic ones by `leas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +23,7 @@ from paramserve.pytorch.batches import (
     order,
     size_of,
 )
+from paramserve.pytorch.prefetching import KeysOf, ahead
 
 T = TypeVar("T")
 STATIC, DYNAMIC = "static", "dynamic"
@@ -123,6 +126,9 @@ class Loader:
     were done before, and load none of them: what comes is what would have come without the restart.
     A clock that the others decided without this worker takes its batches along, so that all ranks
     end at the same one. When the run wants the worker to end, the iteration does.
+
+    Args:
+        prefetch: which rows of tables a batch needs; see `prefetching.ahead`.
     """
 
     def __init__(
@@ -134,8 +140,10 @@ class Loader:
         length: int,
         batches_per_step: int | None,
         resume: bool,
+        prefetch: KeysOf | None = None,
     ) -> None:
         self._worker = worker
+        self._prefetch = prefetch
         self._batches_per_step = batches_per_step
         self._loading = loading
         self._batches = batches
@@ -157,13 +165,10 @@ class Loader:
             self._epoch += -(-done // len(self._batches))
             return
         self._epoch += epochs
-        left = self._length - done
         missed, late = worker.missed, 0
-        while left:
-            self._sampler.set_epoch(self._epoch)
-            self._epoch += 1
-            self._batches.first, first = first, 0
-            for batch in self._loading:
+        with closing(self._loaded(first, self._length - done)) as loaded:
+            for epoch, batch in loaded:
+                self._epoch = epoch + 1
                 if worker.missed != missed:
                     late += (worker.missed - missed) * self._per_step
                     missed = worker.missed
@@ -173,9 +178,25 @@ class Loader:
                     late -= 1
                 else:
                     yield batch
+
+    def _loaded(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
+        """As many batches as are left, each with its epoch; rows are asked for ahead."""
+        batches = self._in_order(first, left)
+        if self._prefetch is None:
+            return batches
+        return ahead(batches, self._worker.client, self._prefetch, itemgetter(1))
+
+    def _in_order(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
+        epoch = self._epoch
+        while left:
+            self._sampler.set_epoch(epoch)
+            self._batches.first, first = first, 0
+            for batch in self._loading:
+                yield epoch, batch
                 left -= 1
                 if not left:
                     return
+            epoch += 1
 
     def _done_before(self) -> int:
         """How many batches of the next iteration were stepped with before a restart."""
@@ -254,6 +275,7 @@ def load(
     shards: str | None = None,
     adaptive_batch: tuple[int, int] | None = None,
     name: str | None = None,
+    prefetch: KeysOf | None = None,
     **dataloader_options: Any,
 ) -> Loader | leased.LeasedLoader:
     """`worker.loader`: this rank's batches, as many on every rank, or as each has the time for.
@@ -285,6 +307,12 @@ def load(
         name: of a leased loader, the same on all ranks; None: by the order in which they are made.
         resume: with static shards, False for a loader that is not stepped with, as for evaluation,
             if it is iterated before the training loader has come to its place.
+        prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of them.
+            While one batch is computed the next one is loaded, and its rows are on their way. They
+            are read before the present batch is pushed, so they are one step older: not even
+            this worker's last push is in them. One pair serves one pull: a module that is called
+            twice needs two. A module's padding gets no row if the module is named, not its table.
+            Under `torch.no_grad()`, and for modules in `eval()`, no row is created.
         dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
             `batch_sampler` and `drop_last`.
     Raises:
@@ -297,10 +325,10 @@ def load(
     passes = _Passes(batch_size, epochs, steps, shuffle, batches_per_step)
     if _dynamic(shards, adaptive_batch):
         sharing = {**passes._asdict(), "adaptive_batch": adaptive_batch, "name": name}
-        return leased.load_leased(worker, dataset, dataloader_options, **sharing)
+        return leased.load_leased(worker, dataset, dataloader_options, prefetch, **sharing)
     if name is not None:
         raise ValueError('name is that of a leased loader: it needs shards="dynamic"')
-    return _load_static(worker, dataset, passes, resume, dataloader_options)
+    return _load_static(worker, dataset, passes, resume, prefetch, dataloader_options)
 
 
 class _Passes(NamedTuple):
@@ -318,6 +346,7 @@ def _load_static(
     dataset: Dataset[Any],
     passes: _Passes,
     resume: bool,
+    prefetch: KeysOf | None,
     dataloader_options: dict[str, Any],
 ) -> Loader:
     """Batches of a part of its own, as many on every rank."""
@@ -335,4 +364,4 @@ def _load_static(
 
     length = steps if steps is not None else epochs * len(batches)
     torch_loader = loading(dataset, batches, dataloader_options)
-    return Loader(worker, torch_loader, batches, own, length, batches_per_step, resume)
+    return Loader(worker, torch_loader, batches, own, length, batches_per_step, resume, prefetch)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from paramserve.client import BlockPush
 from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.hyper import ParamGroup
 from paramserve.pytorch.layout import Layout
-from paramserve.pytorch.served import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.rules.sgd import SGD
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Local(Adopted[B]):
                 "two exchanges already, and each goes on from the values that the exchange before "
                 "brought. Leave overlap out, or raise every"
             )
+        self._policy = policy
         self.every = policy.every
         self.since = 0
         """Own steps since the last exchange."""
@@ -56,6 +57,11 @@ class Local(Adopted[B]):
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """As `Adopted.start`; from then on leased loaders know of the own steps."""
+        if self.tables.find(groups):
+            raise ValueError(
+                f"{type(self._policy).__name__} does not step tables, and the model has modules on "
+                'some: use dense="local", or another policy for the dense layers'
+            )
         super().start(groups, state)
         self._worker.own_steps.append(self)
 
@@ -94,7 +100,7 @@ class Local(Adopted[B]):
         if found_inf is None or not bool(found_inf):
             params = [param for group in groups for param in group["params"]]
             if grad_scale is not None:
-                _unscale(params, reciprocal(grad_scale))
+                unscale(params, reciprocal(grad_scale))
             loss = own_step(self._clipping(params, closure))
         self._weigh()
         self.since += 1
@@ -147,7 +153,8 @@ class Local(Adopted[B]):
         self.since, self._samples = 0, 0.0
 
 
-def _unscale(params: Sequence[Tensor], factor: float) -> None:
+def unscale(params: Sequence[Tensor], factor: float) -> None:
+    """Multiply the gradients of these parameters by a factor."""
     with torch.no_grad():
         for param in params:
             if param.grad is not None:
@@ -230,7 +237,11 @@ class ElasticBlock(AdoptedBlock):
 
 
 class Elastic(Local[ElasticBlock]):
-    """Own steps of `ps.ElasticAverage`: own values and the servers' center attract each other."""
+    """Own steps of `ps.ElasticAverage`: own values and the servers' center attract each other.
+
+    Source: see there. The exchange comes after the own step, so that the next gradient is taken at
+    the moved values; in the paper's algorithm 1 it comes between a gradient and its step.
+    """
 
     def __init__(
         self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: ElasticAverage

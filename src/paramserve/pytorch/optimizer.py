@@ -13,12 +13,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.pytorch.adopted import Adopted, Settings, Worker
+from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
 from paramserve.pytorch.local import Elastic, LocalStepping, local
-from paramserve.pytorch.served import Adopted, Served, Settings, Worker
+from paramserve.pytorch.served import Served
 
 if TYPE_CHECKING:
     from paramserve.core.decisions import Policy
@@ -43,6 +46,16 @@ class AdoptedOptimizer(Optimizer):
         except BaseException:
             del self.param_groups[index]
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: without the rows of tables that this optimizer was not given."""
+        with self._adopted.tables.hidden():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; see `state_dict`."""
+        with self._adopted.tables.hidden():
+            super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -110,7 +123,7 @@ class ServedOptimizer(AdoptedOptimizer):
 class LocalOptimizer(AdoptedOptimizer):
     """The worker makes the steps, and exchanges after some of them. Its state is torch's own."""
 
-    _adopted: LocalStepping | Elastic
+    _adopted: LocalStepping | Elastic | Hybrid
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step; after each `every` of them the exchange with the servers.
@@ -163,11 +176,13 @@ def adopt(
     clip_norm: float | None = None,
     buffers: str = "rank0",
     consistency: Policy | None = None,
+    dense: str = "servers",
 ) -> Optimizer:
     """Let `optimizer` step on the servers; rank 0's model defines the values on all ranks.
 
     All ranks call this at the same point. When it returns, the model has rank 0's values. State
     that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
+    Modules on tables that the model has step with it; see `paramserve.pytorch.tables`.
 
     With two policies the optimizer makes the steps itself, on this worker; it may then be of any
     class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker has to
@@ -198,36 +213,53 @@ def adopt(
         buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every few
             steps and at the end; "local": they are not sent.
         consistency: the policy of this optimizer's group, the same on all ranks; None: the run's.
+        dense: "servers", or "local": the optimizer steps here; see `paramserve.pytorch.hybrid`.
     Returns:
         The same object.
     Raises:
         TypeError, ValueError: an argument is not supported. Nothing was defined.
         DefineTimeout: rank 0 did not define the model in time.
         DefineMismatch: the group was defined with another policy, or another rule.
-    Source: own steps: see `ps.LocalSteps` and `ps.ElasticAverage`. The exchange of the latter
-        comes after the own step, so that the next gradient is taken at the moved values; in the
-        paper's algorithm 1 it comes between a gradient and its step.
     """
-    _check(model, optimizer)
+    model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
-    _become(optimizer, _started(worker, model, optimizer, settings))
+    _become(optimizer, _started(worker, model, optimizer, settings, dense))
     return optimizer
 
 
-def _check(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Raise `TypeError` or `ValueError` for what cannot be adopted."""
+def _checked(model: torch.nn.Module, optimizer: Optimizer, dense: str) -> torch.nn.Module:
+    """The model without a wrapper of torch's.
+
+    Raises:
+        TypeError, ValueError: it cannot be adopted.
+    """
     if isinstance(optimizer, AdoptedOptimizer):
         raise TypeError("this optimizer came from worker.optimizer already: keep using it")
     check_optimizer(optimizer)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _patched_by_scheduler(optimizer)
+    if dense not in ("servers", "local"):
+        raise ValueError(f'dense must be "servers" or "local", not {dense!r}')
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    if dense == "servers":
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which averages the gradients, and "
+            'the servers would do so again: give the model itself, or dense="local"'
+        )
+    inner: torch.nn.Module = model.module
+    return inner
 
 
 def _started(
-    worker: Worker, model: torch.nn.Module, optimizer: Optimizer, settings: Settings
-) -> Served | LocalStepping | Elastic:
+    worker: Worker, model: torch.nn.Module, optimizer: Optimizer, settings: Settings, dense: str
+) -> Served | LocalStepping | Elastic | Hybrid:
     """What steps from now on: it has defined the model, and taken over the optimizer's state."""
+    if dense == "local":
+        hybrid = Hybrid(worker, model, settings)
+        hybrid.start(optimizer.param_groups, optimizer.state)
+        return hybrid
     policy = settings.consistency
     if policy is None:
         policy = worker.client.terms(settings.name).policy
@@ -241,7 +273,7 @@ def _started(
     return served
 
 
-def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic) -> None:
+def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic | Hybrid) -> None:
     """Swap the class of `optimizer` for one that steps with `adopted`."""
     watched = _patched_by_scheduler(optimizer)
     base = ServedOptimizer if isinstance(adopted, Served) else LocalOptimizer

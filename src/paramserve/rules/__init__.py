@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from paramserve.rules.adagrad import Adagrad, RowAdagrad
 from paramserve.rules.adam import Adam
 from paramserve.rules.add import Add
-from paramserve.rules.base import Array, Hyper, PushInfo, Rule, Run
+from paramserve.rules.base import Array, Hyper, PushInfo, RowRule, Rule, Run
+from paramserve.rules.ftrl import FTRL
 from paramserve.rules.sgd import SGD
 
-__all__ = ["Add", "SGD", "Adam", "Rule", "Run", "PushInfo", "Hyper", "Array"]
+__all__ = [
+    "Add",
+    "SGD",
+    "Adam",
+    "Adagrad",
+    "RowAdagrad",
+    "FTRL",
+    "Rule",
+    "RowRule",
+    "Run",
+    "PushInfo",
+    "Hyper",
+    "Array",
+]

@@ -11,7 +11,8 @@ import numpy as np
 
 from paramserve.rules.allowed import FLAG, FRACTION, NOT_NEGATIVE, Allowed, check_hyper
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.compiled import compiled
+from paramserve.rules.compiled import compiled, compiled_rows
+from paramserve.rules.layout import RowLayout, RowView
 
 
 @dataclass(frozen=True)
@@ -102,3 +103,20 @@ class Adam:
                 value, gradient, mean, square, target, start, stop,
                 scale, decay, shrink, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, step,
             )  # fmt: skip
+
+    def counted(self, hyper: Hyper) -> bool:
+        """Each row is corrected for its own start: what is called lazy Adam."""
+        return True
+
+    def prepare_rows(self, layout: RowLayout) -> None:
+        compiled_rows().load(compiled_rows().adam)
+
+    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        lr, beta1, beta2, eps, weight_decay, decoupled, maximize = hyper
+        rows = compiled_rows()
+        scale = -push.scale if maximize else push.scale
+        decay, shrink = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+        rows.adam(
+            rows.rows_of(view, gradients), view.layout.state_at[0],
+            scale, decay, shrink, beta1, beta2, eps, lr,
+        )  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 
 from paramserve.rules.allowed import check_hyper
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.compiled import compiled
+from paramserve.rules.compiled import compiled, compiled_rows
+from paramserve.rules.layout import RowLayout, RowView
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,13 @@ class Add:
         target = out if out is not None else value[:0]
         for start, stop, *_ in runs:
             add(value, gradient, target, start, stop, push.scale)
+
+    def counted(self, hyper: Hyper) -> bool:
+        return False
+
+    def prepare_rows(self, layout: RowLayout) -> None:
+        compiled_rows().load(compiled_rows().add)
+
+    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        rows = compiled_rows()
+        rows.add(rows.rows_of(view, gradients), push.scale)

@@ -8,8 +8,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.rules.layout import RowLayout, RowView
+
 Array = npt.NDArray[Any]
 Hyper = tuple[float, ...]
+
+
+NO_ROWS = (
+    "{} looks at whole rows, which only tables have: use it in client.table(...), and another rule "
+    "for dense parameters"
+)
 
 
 class Run(NamedTuple):
@@ -44,8 +52,12 @@ class Rule(Protocol):
     compiles), `init_state` when a block is defined, `apply` for each update, serially. A rule
     must not keep references to the arrays, resize them, read a clock or draw random numbers.
 
-    Two further attributes may be there. `whole_tensors = True`: each run is one whole tensor, with
-    its shape. `separate_tensors = True`: no run holds elements of two tensors.
+    Further attributes may be there. `whole_tensors = True`: each run is one whole tensor, with
+    its shape. `separate_tensors = True`: no run holds elements of two tensors. `whole_rows = True`:
+    for tables only, see `RowRule` and `rules.custom`.
+
+    On rows of a table, a rule is given the rows' elements one row after the other, those with the
+    same count as one run; its states are as wide as a row, and start as `init_state` says.
     """
 
     name: ClassVar[str]
@@ -89,4 +101,30 @@ class Rule(Protocol):
         With `out` [size], the updated values of the runs are written there as well in the same
         pass (what lies outside the runs is not the rule's business). `gradient` is not changed.
         """
+        ...
+
+
+@runtime_checkable
+class RowRule(Rule, Protocol):
+    """A rule that updates rows in a table's memory: the built-in ones, with kernels.
+
+    All others are given copies of rows, see `rules.rows`. `row_states` and `initial_row` are called
+    where a rule has them; they need not be there.
+
+        def row_states(self, dim: int) -> tuple[int, ...]
+            Widths of its states in float32 for a row of `dim` values; else each is `dim`.
+        def initial_row(self, dim: int) -> Array
+            The states of a fresh row, one after the other; else what `init_state` gives.
+    """
+
+    def counted(self, hyper: Hyper) -> bool:
+        """Whether these hyper-parameters need the count of each row's updates."""
+        ...
+
+    def prepare_rows(self, layout: RowLayout) -> None:
+        """Compile or load every kernel that `apply_rows` can need, after `prepare` for float32."""
+        ...
+
+    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        """Update rows in place from their gradients [n, dim], and their counts if they are kept."""
         ...

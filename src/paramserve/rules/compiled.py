@@ -12,3 +12,11 @@ def compiled() -> ModuleType:
     from paramserve.rules import kernels
 
     return kernels
+
+
+@cache
+def compiled_rows() -> ModuleType:
+    """The module `paramserve.rules.row_kernels`."""
+    from paramserve.rules import row_kernels
+
+    return row_kernels

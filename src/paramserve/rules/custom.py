@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paramserve.rules.allowed import FINITE, FLAG, Allowed, check_hyper
-from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
 
 INSTANCES_KEPT = 256
 """Copies of a rule with the hyper-parameters of a push: a schedule brings one for each step."""
@@ -56,11 +56,14 @@ class CustomRule(ABC):
         whole_tensors: `update` sees each tensor whole and in its own shape, and no tensor is cut
             over two servers. Without, it sees runs [n] of elements, of one or several tensors or
             of a part of one: right for all that works on each element alone.
+        whole_rows: for tables only. `update` sees rows [n, dim], and each state [n, width] with
+            the widths of `row_states`. Without, a table's rows are runs of elements as well.
     """
 
     name: ClassVar[str] = "CustomRule"
     state_names: ClassVar[tuple[str, ...]] = ()
     whole_tensors: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
     hyper_names: ClassVar[tuple[str, ...]] = HyperNames()  # type: ignore[assignment]  # computed
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -110,16 +113,18 @@ class CustomRule(ABC):
 
     def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         """One array for each state name."""
-        arrays = []
-        for name in self.state_names:
-            array = np.array(self.init(name, size, dtype), dtype)
-            if array.shape != (size,):
-                raise ValueError(
-                    f"init({name!r}, {size}) of {self.name} gave shape {list(array.shape)}, "
-                    f"it has to be [{size}]"
-                )
-            arrays.append(array)
-        return tuple(arrays)
+        if self.whole_rows:
+            raise ValueError(NO_ROWS.format(self.name))
+        return tuple(self._first(name, size, dtype) for name in self.state_names)
+
+    def _first(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        array = np.array(self.init(name, size, dtype), dtype)
+        if array.shape != (size,):
+            raise ValueError(
+                f"init({name!r}, {size}) of {self.name} gave shape {list(array.shape)}, "
+                f"it has to be [{size}]"
+            )
+        return array
 
     def prepare(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - a hook, rightly empty
         """Nothing is compiled."""
@@ -147,29 +152,67 @@ class CustomRule(ABC):
                 f"{len(state)} arrays are there"
             )
         rule = with_hyper(self, hyper)
-        given = push._replace(scale=1.0)
+        if self.whole_rows:
+            raise ValueError(NO_ROWS.format(self.name))
         for run in runs:
             at = slice(run.start, run.stop)
             size = run.stop - run.start
             shape = run.shape if self.whole_tensors and run.shape is not None else (size,)
             assert prod(shape) == size, "the shard cuts between tensors"
-            mine = value[at].reshape(shape)
-            theirs = gradient[at].reshape(shape)
-            if push.scale != 1.0:
-                theirs = np.asarray(theirs * value.dtype.type(push.scale))  # of () a scalar
-            theirs.flags.writeable = False
-            kept = {n: a[at].reshape(shape) for n, a in zip(self.state_names, state, strict=True)}
-            update: Any = rule.update  # what users write need not be typed
-            returned = update(mine, theirs, State(kept), given)
-            if returned is not None:
-                raise TypeError(
-                    f"update() of {self.name} returned {type(returned).__name__}: it has to change "
-                    "value in place (value -= ..., value[...] = ...) and return None"
-                )
-            for name, array in (("value", mine), *kept.items()):
-                check_unchanged(self.name, name, array, shape, value.dtype)
+            kept = tuple(each[at].reshape(shape) for each in state)
+            rule._update(value[at].reshape(shape), gradient[at].reshape(shape), kept, push)
             if out is not None:
                 out[at] = value[at]
+
+    def row_states(self, dim: int) -> tuple[int, ...]:
+        """Widths of the states of a row of `dim` values. To be overridden, with `whole_rows`, where
+        they are not as wide as the row."""
+        return (dim,) * len(self.state_names)
+
+    def initial_row(self, dim: int) -> Array:
+        """The states of a fresh row, one after the other."""
+        kind = np.dtype(np.float32)
+        states = [
+            self._first(name, width, kind)
+            for name, width in zip(self.state_names, self.row_states(dim), strict=True)
+        ]
+        return np.concatenate([np.zeros(0, kind), *states])
+
+    def apply_whole_rows(
+        self,
+        values: Array,
+        gradients: Array,
+        states: tuple[Array, ...],
+        hyper: Hyper,
+        push: PushInfo,
+    ) -> None:
+        """Call `update` with rows, where `whole_rows` is set: values [n, dim], states [n, width].
+
+        Raises:
+            ValueError, TypeError: as `apply`.
+        """
+        with_hyper(self, hyper)._update(values, gradients[:], states, push)
+
+    def _update(
+        self, value: Array, gradient: Array, state: tuple[Array, ...], push: PushInfo
+    ) -> None:
+        """Call `update` once, and look at what it left. `gradient` is a view."""
+        if push.scale != 1.0:
+            gradient = np.asarray(gradient * value.dtype.type(push.scale))  # of () a scalar
+        gradient.flags.writeable = False
+        kept = dict(zip(self.state_names, state, strict=True))
+        shapes = {name: array.shape for name, array in kept.items()}
+        update: Any = self.update  # what users write need not be typed
+        shape = value.shape
+        returned = update(value, gradient, State(kept), push._replace(scale=1.0))
+        if returned is not None:
+            raise TypeError(
+                f"update() of {self.name} returned {type(returned).__name__}: it has to change "
+                "value in place (value -= ..., value[...] = ...) and return None"
+            )
+        check_unchanged(self.name, "value", value, shape, gradient.dtype)
+        for name, array in kept.items():
+            check_unchanged(self.name, name, array, shapes[name], gradient.dtype)
 
 
 def check_unchanged(

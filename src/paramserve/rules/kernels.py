@@ -252,6 +252,78 @@ def adam(
         publish(out[at:end], v)
 
 
+@kernel
+def adagrad(
+    value: Array,
+    gradient: Array,
+    total: Array,
+    out: Array,
+    start: int,
+    stop: int,
+    scale: float,
+    decay: float,
+    eps: float,
+    step: float,
+) -> None:
+    """g = scale * gradient + decay * value; total += g * g;
+    value -= step * g / (sqrt(total) + eps)
+    """
+    kind = value.dtype.type
+    c, wd, e, rate = kind(scale), kind(decay), kind(eps), kind(step)
+    for at in range(start, stop, TILE):
+        end = min(at + TILE, stop)
+        v = value[at:end]
+        g = gradient[at:end]
+        t = total[at:end]
+        for i in range(v.size):
+            d = c * g[i] + wd * v[i]
+            ti = t[i] + d * d
+            t[i] = ti
+            v[i] -= rate * (d / (np.sqrt(ti) + e))
+        publish(out[at:end], v)
+
+
+@kernel
+def ftrl(
+    value: Array,
+    gradient: Array,
+    linear: Array,
+    square: Array,
+    out: Array,
+    start: int,
+    stop: int,
+    scale: float,
+    alpha: float,
+    beta: float,
+    l1: float,
+    l2: float,
+) -> None:
+    """g = scale * gradient; s = square + g * g;
+    linear += g - (sqrt(s) - sqrt(square)) / alpha * value; square = s;
+    value = (linear cut to [-l1, l1] - linear) / ((beta + sqrt(s)) / alpha + l2)
+    """
+    kind = value.dtype.type
+    c, rate, b = kind(scale), kind(alpha), kind(beta)
+    most, ridge, zero = kind(l1), kind(l2), kind(0.0)
+    for at in range(start, stop, TILE):
+        end = min(at + TILE, stop)
+        v = value[at:end]
+        g = gradient[at:end]
+        z = linear[at:end]
+        s = square[at:end]
+        for i in range(v.size):
+            d = c * g[i]
+            si = s[i] + d * d
+            root = np.sqrt(si)
+            zi = z[i] + (d - (root - np.sqrt(s[i])) / rate * v[i])
+            z[i] = zi
+            s[i] = si
+            over = min(max(zi, -most), most) - zi
+            # With beta and l2 of 0, an element whose gradients were all 0 would be 0 / 0.
+            v[i] = over / ((b + root) / rate + ridge) if over != zero else zero
+        publish(out[at:end], v)
+
+
 def prepare(dtype: np.dtype[Any]) -> None:
     """Compile or load the kernels that belong to no rule.
 

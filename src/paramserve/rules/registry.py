@@ -12,16 +12,18 @@ from typing import Any
 
 from paramserve.config import PolicySpec
 from paramserve.errors import UnknownRule
+from paramserve.rules.adagrad import Adagrad, RowAdagrad
 from paramserve.rules.adam import Adam
 from paramserve.rules.add import Add
-from paramserve.rules.base import Rule
+from paramserve.rules.base import NO_ROWS, Rule
 from paramserve.rules.custom import CustomRule
+from paramserve.rules.ftrl import FTRL
 from paramserve.rules.sgd import SGD
 
 Option = float | str | bool
 
 BUILT_IN: Mapping[str, type[Rule]] = MappingProxyType(
-    {kind.name: kind for kind in (Add, SGD, Adam)}
+    {kind.name: kind for kind in (Add, SGD, Adam, Adagrad, RowAdagrad, FTRL)}
 )
 NONE: Mapping[str, type[Any]] = MappingProxyType({})
 TORCH = "torch"
@@ -98,16 +100,20 @@ def is_built_in(rule: Rule) -> bool:
     return type(rule) in BUILT_IN.values()
 
 
-def described_by(rule: Rule) -> PolicySpec:
+def described_by(rule: Rule, rows: bool = False) -> PolicySpec:
     """As `spec`, after a look at what a client wants to define with.
 
     Servers may know rules that are not registered here, so an unknown one passes.
 
+    Args:
+        rows: whether it is for a table.
     Raises:
         TypeError: no rule, or another class under the name of a built-in one.
-        ValueError: its options.
+        ValueError: its options; or it is only for tables, and this is none.
     """
     described = spec(rule)
+    if not rows and getattr(rule, "whole_rows", False):
+        raise ValueError(NO_ROWS.format(described.name))
     kind = BUILT_IN.get(described.name)
     if kind is not None:
         if not isinstance(rule, kind):

@@ -10,7 +10,8 @@ import numpy as np
 
 from paramserve.rules.allowed import FINITE, FLAG, NOT_NEGATIVE, Allowed, check_hyper
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.compiled import compiled
+from paramserve.rules.compiled import compiled, compiled_rows
+from paramserve.rules.layout import RowLayout, RowView
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,25 @@ class SGD:
                 value, gradient, state[0], target, start, stop,
                 scale, decay, keep, take, direct, through, lr,
             )  # fmt: skip
+
+    def counted(self, hyper: Hyper) -> bool:
+        """With dampening, whose first update is unlike all others."""
+        return hyper[1] != 0.0 and hyper[2] != 0.0
+
+    def prepare_rows(self, layout: RowLayout) -> None:
+        rows = compiled_rows()
+        rows.load(rows.sgd)
+        if layout.widths:
+            rows.load(rows.sgd_momentum)
+
+    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        lr, momentum, dampening, decay, nesterov, maximize = hyper
+        rows = compiled_rows()
+        given = rows.rows_of(view, gradients)
+        scale = -push.scale if maximize else push.scale
+        if momentum == 0.0:
+            rows.sgd(given, scale, decay, lr)
+            return
+        direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
+        (at,) = view.layout.state_at
+        rows.sgd_momentum(given, at, scale, decay, momentum, dampening, direct, through, lr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paramserve.core import policies
+from paramserve.core.block import ShardBlock
 from paramserve.core.consistency import Sync
 from paramserve.core.group import Group
 from paramserve.core.membership import RETIRING
@@ -201,7 +202,7 @@ class Recorder:
             history.shared.counted = sum(report.repeated for report in reports)
         for server in cluster.servers:
             for number, block in sorted(server.shard.blocks.items()):
-                if block.size:
+                if isinstance(block, ShardBlock) and block.size:
                     row = cluster.workload.read(block.value, block.low)
                     history.final[Part(number, server.number)] = row
         for client in cluster.clients:

@@ -12,7 +12,7 @@ import copy
 import math
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paramserve.rules import Array, PushInfo, Rule, Run
+from paramserve.rules import Array, Rule, Run
 from paramserve.rules.registry import build, spec
+from paramserve.testing.row_suite import PUSH, RowSuite, equal_bits, raises_value_error
 
-PUSH = PushInfo(worker=0, clock=3, version=7, staleness=1, weight=1.0, scale=1.0)
 SIZE = 5000
 """More than one tile of a kernel, and no multiple of a vector's width."""
 RUNS = (Run(0, 3, 0), Run(5, 6, 4), Run(77, 2600, 1), Run(2600, 4001, 0), Run(4900, 4990, 9))
@@ -47,10 +47,9 @@ class Block(NamedTuple):
         )
 
 
-class RuleSuite:
-    """Tests that every rule passes. Set `rule` in a subclass."""
+class RuleSuite(RowSuite):
+    """Tests that every rule passes, those on rows too. Set `rule` in a subclass."""
 
-    rule: Rule
     dtypes: Sequence[Any] = (np.float32, np.float64)
     elementwise: bool = True
     """Whether an element's update depends on that element alone, so that a tensor can be cut."""
@@ -235,24 +234,9 @@ def outside(runs: Sequence[Run]) -> Array:
     return mask
 
 
-def equal_bits(actual: Array, expected: Array) -> None:
-    """Require the same dtype and the same bits."""
-    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
-    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
-
-
 def same(actual: Block, expected: Block) -> None:
     """Require the same bits in all arrays of two blocks."""
     equal_bits(actual.value, expected.value)
     equal_bits(actual.gradient, expected.gradient)
     for mine, theirs in zip(actual.state, expected.state, strict=True):
         equal_bits(mine, theirs)
-
-
-def raises_value_error(call: Callable[[], object]) -> None:
-    """Require that a call raises `ValueError`."""
-    try:
-        call()
-    except ValueError:
-        return
-    raise AssertionError("no ValueError was raised")

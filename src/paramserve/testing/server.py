@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paramserve.core.block import ShardBlock
 from paramserve.core.coordination import (
     Called,
     ConnectionLost,
@@ -140,7 +141,9 @@ class SimulatedServer:
     def _hello(self, stream: Stream, hello: Hello, client: ClientProcess) -> None:
         if self._streams.get(hello.client) is stream:
             return  # The frame came twice.
-        event = ClientHere(hello.client, hello.incarnation, hello.rank, hello.window)
+        event = ClientHere(
+            hello.client, hello.incarnation, hello.rank, hello.window, requests=hello.requests
+        )
         effects = self.shard.step(event, self.cluster.clock.now)
         if effects.refused is not None:
             stream.send(FAR, Frame(encode(refusal(0, effects.refused))))
@@ -197,7 +200,7 @@ class SimulatedServer:
         new: dict[tuple[int, int], None] = {}
         workload = self.cluster.workload
         for number, block in sorted(group.blocks.items()):
-            if not block.size:
+            if not isinstance(block, ShardBlock) or not block.size:
                 continue
             masks = workload.glance(block.value, block.low)
             old = self._pushes.get(number, (0,) * len(masks))

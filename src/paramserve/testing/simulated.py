@@ -12,6 +12,7 @@ from typing import Any
 
 from paramserve.config import CoordinatorConfig, Deadlines, Limits
 from paramserve.core import policies
+from paramserve.core.block import ShardBlock
 from paramserve.core.coordination import Coordination
 from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
@@ -185,6 +186,7 @@ class SimulatedCluster:
             block.value.tobytes()
             for server in self.servers
             for _, block in sorted(server.shard.blocks.items())
+            if isinstance(block, ShardBlock)
         )
         return self.network.trace(values)
 

@@ -69,7 +69,7 @@ class Memory:
         for slot in slots:
             self.taken.remove(slot)
 
-    def make_room(self, timeout_s: float) -> None:
+    def make_room(self, timeout_s: float, requests: int = 1) -> None:
         if self.full is not None:
             raise self.full
 

@@ -91,7 +91,7 @@ def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Benc
         bench.submit()
     for seq in range(1, 5):
         bench.answer(seq, 0)
-    with pytest.raises(PushTimeout, match=r"shard 1 left 4 requests.*Applied: no"):
+    with pytest.raises(PushTimeout, match=r"shard 1 left 4 calls.*Applied: no"):
         bench.exchange.make_room(0.01)
     assert bench.links.said(0) == bench.links.said(1) == [1, 2, 3, 4]
     bench.answer(1, 1)

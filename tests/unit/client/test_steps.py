@@ -9,7 +9,8 @@ import pytest
 from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.pushes import BlockPush, check_push
-from paramserve.client.steps import StepOptions, Steps
+from paramserve.client.step_parts import StepOptions
+from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
 from paramserve.core.consistency import Sync
 from paramserve.core.partition import Block

@@ -121,7 +121,7 @@ def test_reader_that_is_gone_for_long_is_forgotten() -> None:
     assert set(one.shards[0].sessions) == {WORKER, OTHER}, "a live worker may still come back"
 
 
-@pytest.mark.parametrize("window", [0, 17])
+@pytest.mark.parametrize("window", [0, Limits().outstanding_max + 1])
 def test_window_out_of_bounds_is_not_admitted(window: int) -> None:
     effects = rig().happen(ClientHere(5, 0, -1, window))
     assert effects.refused is not None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.needs import needs
 
 import paramserve as ps
 from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
+from paramserve.errors import UnknownName
 from paramserve.job.entries import Entry, Key
 from paramserve.job.plan import Plan
 from paramserve.job.running import Job
-from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status
+from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status, TableReport
 from paramserve.worker import Resumed, WorkerConfig
 
 
@@ -73,6 +77,28 @@ def test_start_wrong_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=text):
         ps.start(train, **{"engine": NeverOpens(), **options})
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [(7, TypeError), ("file", FileExistsError), ("file/x", NotADirectoryError)]
+)
+def test_start_save_tables_that_is_no_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any, error: type[Exception]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    needs("pyarrow")
+    with pytest.raises(error, match="save_tables" if path == 7 else "file"):
+        ps.start(train, engine=NeverOpens(), save_tables=path)
+
+
+def test_start_save_tables_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ps.ParamServeError, match=r"pip install 'paramserve\[arrow\]'"):
+        ps.start(train, engine=NeverOpens(), save_tables=tmp_path / "tables")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_takes_what_start_takes() -> None:
@@ -217,6 +243,24 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
     assert result.groups["m"].staleness_by_rank == result.staleness
     assert result.staleness[0].mean == 0.5
     assert (result.samples, result.repeated_samples) == ({0: 512, 1: 96}, 3)
+
+
+def test_result_tells_how_large_tables_were() -> None:
+    plan = Plan(servers=2, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job._last_beats = [
+        ServerBeat(n, (GroupReport("users", 4, (), 0, (), table=TableReport(10 + n, 99, 1, 12)),))
+        for n in range(2)
+    ]
+    job._values = {"model": {}}
+    job.stop()
+    result = job.wait()
+    assert {name: (each.rows, each.created) for name, each in result.tables.items()} == {
+        "users": (21, 24)
+    }
+    assert "rows={'users': 21}" in repr(result)
+    with pytest.raises(UnknownName, match="'users' is a table"):
+        result.state_dict("users")
 
 
 def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:

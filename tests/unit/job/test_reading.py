@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from paramserve.client import GroupSnapshot
 from paramserve.core.partition import Block
-from paramserve.errors import UnknownName
+from paramserve.errors import ParamServeError, UnknownName
 from paramserve.job.reading import Reader, Watching, as_state_dict, with_aliases
 from paramserve.messages import BlockSpec, Piece
 
@@ -23,6 +24,20 @@ def block(number: int, group: str, **shapes: tuple[int, ...]) -> Block:
     return Block(BlockSpec(number, number, group, "float32", None, pieces, (0, size)))
 
 
+class WritesItsName:
+    """A table whose file holds its name."""
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name = name
+        self.fails = fails
+
+    def to_parquet(self, path: str, *, state: bool) -> int:
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        assert state
+        return Path(path).write_text(self.name)
+
+
 class HoldsValues:
     """A client of servers that hold the given blocks, filled with their number."""
 
@@ -30,9 +45,13 @@ class HoldsValues:
         self.held = list(blocks)
         self.versions = list(versions)
         self.watched: list[tuple[str, int, int]] = []
+        self.held_tables: list[WritesItsName] = []
 
     def blocks(self) -> list[Block]:
         return list(self.held)
+
+    def tables(self) -> list[WritesItsName]:
+        return list(self.held_tables)
 
     def fetch(self, wanted: Block, field: int) -> tuple[Any, tuple[int, ...]]:
         assert field == 0
@@ -142,10 +161,39 @@ def test_watching_that_was_never_read_keeps_nothing() -> None:
     assert watching.take_kept() is None
 
 
+def test_watching_a_table_is_refused_and_does_not_spoil_the_end() -> None:
+    client = HoldsValues(block(1, "model", w=(2,)))
+    client.held_tables = [WritesItsName("users")]
+    watching = Watching("users", every=10, keep=4)
+    with pytest.raises(ValueError, match=r"'users' is a table.* read it with job.table\('users'\)"):
+        watching.take(lambda: client, {}, 0.0)
+    watching.drain({}, 1.0)
+    assert client.watched == []
+
+
+def test_save_tables_gives_each_a_file_of_its_own(tmp_path: Path) -> None:
+    client = HoldsValues()
+    names = ["users", "a/b", "a%2Fb", "..", "naïve one"]
+    client.held_tables = [WritesItsName(name) for name in names]
+    files = reader(client).save_tables(str(tmp_path))
+    assert list(files) == names
+    assert [Path(path).read_text() for path in files.values()] == names
+    assert {Path(path).parent for path in files.values()} == {tmp_path}
+    assert files["users"] == str(tmp_path / "users.parquet")
+
+
+def test_save_tables_that_fails_says_which_and_what_was_written(tmp_path: Path) -> None:
+    client = HoldsValues()
+    client.held_tables = [WritesItsName("users"), WritesItsName("words", fails=True)]
+    expected = r"table 'words' was not written to .*words.parquet: .*No space.* written were: users"
+    with pytest.raises(ParamServeError, match=expected):
+        reader(client).save_tables(str(tmp_path))
+
+
 @pytest.mark.usefixtures("torch_not_imported")
 def test_state_dict_without_torch_is_arrays() -> None:
     array = np.ones(2)
-    assert as_state_dict({"model": {"w": array}}, "model")["w"] is array
+    assert as_state_dict({"model": {"w": array}}, "model", ())["w"] is array
 
 
 def test_state_dict_with_torch_is_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +201,19 @@ def test_state_dict_with_torch_is_tensors(monkeypatch: pytest.MonkeyPatch) -> No
     fake.from_numpy = lambda array: SimpleNamespace(array=array)
     monkeypatch.setitem(sys.modules, "torch", fake)
     array = np.ones(2)
-    assert as_state_dict({"model": {"w": array}}, "model")["w"].array is array
+    assert as_state_dict({"model": {"w": array}}, "model", ())["w"].array is array
 
 
 def test_state_dict_of_an_unknown_group_names_the_known_ones() -> None:
     with pytest.raises(UnknownName, match=r"no group 'model'; its groups: 'default', 'lm'"):
-        as_state_dict({"default": {}, "lm": {}}, "model")
+        as_state_dict({"default": {}, "lm": {}}, "model", ())
     with pytest.raises(UnknownName, match="none"):
-        as_state_dict({}, "model")
+        as_state_dict({}, "model", ())
+
+
+def test_state_dict_of_a_table_says_how_to_read_it() -> None:
+    with pytest.raises(UnknownName, match=r"'users' is a table.*job\.table\(name\).*save_tables="):
+        as_state_dict({"model": {}}, "users", ["users"])
 
 
 def test_with_aliases_keeps_the_order_of_names() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from paramserve.observe import Progress, watch
-from paramserve.observe.status import GroupStatus, RunStatus, Staleness
+from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
 
 def at(seconds: float, steps: int, state: str = "running", **metrics: float) -> RunStatus:
@@ -69,6 +69,14 @@ def test_line_tells_policy_dropped_and_buffered() -> None:
     assert "m (Async): 9 steps" in line
     for part in ("1,001 dropped", "4 buffered", "Sync from clock 7"):
         assert part in line
+
+
+def test_line_tells_rows_and_memory_of_a_table() -> None:
+    table = TableStatus(1_234_567, 310_000_000, 1_300_000, 65_433, 0)
+    group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", table=table)
+    line = Progress().line(RunStatus("running", 1.0, {}, {"users": group}, {}))
+    assert "users (Async): 9 steps" in line
+    assert line.endswith("staleness 0.5 (max 2)  1,234,567 rows (310.0 MB)  65,433 evicted")
 
 
 def test_by_worker_tells_staleness_and_drops_of_each() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from paramserve.config import ConsistencySpec
-from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat
+from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat, TableReport
 from paramserve.observe.status import (
     RunStatus,
     Staleness,
+    TableStatus,
     by_group,
     by_rank,
     drops_by_rank,
@@ -78,6 +79,19 @@ def test_group_tells_its_policy_and_what_waits_or_was_dropped() -> None:
     # Each shard drops by itself: a gradient counts as dropped where most were.
     assert group.dropped_by_rank == {0: 1, 1: 3}
     assert group.dropped == 4
+
+
+def test_table_is_that_of_all_shards_together() -> None:
+    parts = [TableReport(10, 1000, 8, 15, 5, 2), TableReport(20, 3000, 8, 20, 4, 1)]
+    stale = ((0, 4, 6, 3),)
+    beats = [
+        ServerBeat(n, (GroupReport("users", 4, ((0, 4),), 0, stale, table=part), report(9)))
+        for n, part in enumerate(parts)
+    ]
+    groups = by_group(beats)
+    assert groups["users"].table == TableStatus(30, 4000, 35, 9, 3)
+    assert groups["users"].staleness_by_rank == {0: Staleness(4, 1.5, 3)}
+    assert groups["model"].table is None
 
 
 def test_drops_are_added_over_the_groups() -> None:

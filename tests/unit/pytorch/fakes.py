@@ -154,6 +154,7 @@ class FakeCluster:
             client=FakeClient(self, rank),
             incarnation=1,
             aliases={},
+            stepped=[],
             step_samples=None,
             finishers=[],
             refreshers=[],

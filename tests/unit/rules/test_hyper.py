@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve.rules import SGD, Adam, Add, PushInfo, Run
+from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, PushInfo, RowAdagrad, Run
+from paramserve.rules.registry import described_by
 
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
 
@@ -46,6 +47,41 @@ def test_sgd_out_of_range_is_refused_by_name(options: dict[str, Any], named: str
 def test_adam_out_of_range_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named} of Adam"):
         Adam(**options)
+
+
+@pytest.mark.parametrize("kind", [Adagrad, RowAdagrad])
+@pytest.mark.parametrize("named", ["lr", "weight_decay", "initial_accumulator_value", "eps"])
+def test_adagrad_out_of_range_is_refused_by_name(named: str, kind: Any) -> None:
+    for wrong in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"^{named} of {kind.name}"):
+            kind(**{named: wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"alpha": 0.0}, "alpha"),
+        ({"alpha": math.inf}, "alpha"),
+        ({"beta": -1}, "beta"),
+        ({"l1": math.nan}, "l1"),
+        ({"l2": -1e-9}, "l2"),
+    ],
+)
+def test_ftrl_out_of_range_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} of FTRL"):
+        FTRL(**options)
+
+
+def test_row_adagrad_for_a_dense_parameter_is_refused() -> None:
+    rule, value = RowAdagrad(), np.ones(4)
+    with pytest.raises(ValueError, match=r"RowAdagrad looks at whole rows.*client\.table"):
+        described_by(rule)
+    with pytest.raises(ValueError, match="only tables"):
+        rule.init_state(4, value.dtype)
+    with pytest.raises(ValueError, match="only tables"):
+        rule.apply(value, np.ones(4), (np.ones(4),), rule.hyper(), [Run(0, 4, 0)], PUSH)
+    assert (value == 1.0).all()
+    assert described_by(rule, rows=True).name == "RowAdagrad"
 
 
 def test_adam_wrong_number_of_betas_is_refused() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve.rules import SGD, Adam, Add, Array, PushInfo, Rule, Run, kernels
+from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, Array, PushInfo, Rule, Run, kernels
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 7, 256, 1023, 1024, 1025, 5000]
 BAD = [math.nan, -math.nan, math.inf, -math.inf]
-RULES: list[Rule] = [Add(), SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam()]
+RULES: list[Rule] = [Add(), SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam(), Adagrad(), FTRL()]
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
 
 

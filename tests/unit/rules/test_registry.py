@@ -60,7 +60,9 @@ def test_build_registered_rule_with_tuple_of_any_length() -> None:
 
 
 def test_build_unknown_name_says_which_are_known() -> None:
-    with pytest.raises(UnknownRule, match=r"'Mine'.*Adam, Add, SGD.*one of these"):
+    with pytest.raises(
+        UnknownRule, match=r"'Mine'.*Adagrad, Adam, Add, FTRL, RowAdagrad, SGD and.*one of these"
+    ):
         build(PolicySpec("Mine"))
 
 
@@ -107,4 +109,7 @@ def test_built_in_rules_stand_under_their_names() -> None:
         "Add": "Add",
         "SGD": "SGD",
         "Adam": "Adam",
+        "Adagrad": "Adagrad",
+        "RowAdagrad": "RowAdagrad",
+        "FTRL": "FTRL",
     }

@@ -1,4 +1,4 @@
-"""SGD and Adam go where torch's go: 100 updates of several tensors, some of them left out."""
+"""SGD, Adam and Adagrad go where torch's go: 100 updates of several tensors, some left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserve.rules import SGD, Adam, PushInfo, Rule, Run
+from paramserve.rules import SGD, Adagrad, Adam, PushInfo, Rule, Run
 
 UPDATES = 100
 SIZES = (7, 33, 1)
@@ -26,7 +26,7 @@ Reference = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    for rule in (SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam()):
+    for rule in (SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam(), Adagrad()):
         for dtype in TOLERANCE:
             rule.prepare(np.dtype(dtype))
 
@@ -106,6 +106,18 @@ ADAM_OPTIONS = [
         ((0.9, 0.999), (0.4, 0.8)), (1e-8, 1e-3), (0.0, 0.05), (False, True)
     )
 ]
+ADAGRAD_OPTIONS = [
+    {
+        "lr_decay": lr_decay,
+        "weight_decay": weight_decay,
+        "initial_accumulator_value": initial,
+        "eps": eps,
+        "maximize": maximize,
+    }
+    for lr_decay, weight_decay, initial, eps, maximize in itertools.product(
+        (0.0, 0.1), (0.0, 0.05), (0.0, 0.3), (1e-10, 1e-2), (False, True)
+    )
+]
 
 
 def words(options: dict[str, Any]) -> str:
@@ -130,6 +142,16 @@ def test_adam_equals_torch(options: dict[str, Any], decoupled: bool, dtype: type
     assert_same_way(
         Adam(lr=0.01, decoupled=decoupled, **options),
         lambda parameters: kind(parameters, lr=0.01, foreach=False, **options),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("options", ADAGRAD_OPTIONS, ids=words)
+def test_adagrad_equals_torch(options: dict[str, Any], dtype: type[Any]) -> None:
+    assert_same_way(
+        Adagrad(lr=0.05, **options),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, foreach=False, **options),
         dtype,
     )
 

@@ -1,0 +1,136 @@
+"""Ours: tables through `client.table`, one worker and servers on this host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import paramserve as ps
+from benchmarks.tables_load import (
+    Array,
+    Ballast,
+    Batches,
+    Keys,
+    SizesLoad,
+    TableLoad,
+    check,
+    drive,
+    drive_pushes,
+    keys_of,
+)
+from benchmarks.workloads import medians
+
+
+class Target:
+    """A table, where a push is done when its ticket says so."""
+
+    def __init__(self, table: ps.Table) -> None:
+        self._table = table
+
+    def pull(self, keys: Keys) -> Array:
+        return self._table.pull(keys)
+
+    def push(self, keys: Keys, gradients: Array) -> object:
+        return self.send(keys, gradients)()
+
+    def send(self, keys: Keys, gradients: Array) -> Callable[[], object]:
+        return self._table.push(keys, gradients).result
+
+
+def table(load: TableLoad, scratch: Path) -> dict[str, float]:
+    """Adagrad; rows are created by pulling their keys."""
+    return _run(_adagrad, load)
+
+
+def row_wise(load: TableLoad, scratch: Path) -> dict[str, float]:
+    """Pushes to row-wise Adagrad."""
+    return _run(_row_wise, load)
+
+
+def growth(load: TableLoad, scratch: Path) -> dict[str, float]:
+    """The longest pull or push of new keys while the table grows."""
+    return _run(_growth, load)
+
+
+def sizes(load: SizesLoad, scratch: Path) -> dict[str, float]:
+    """Median seconds of a pull of `batch` keys, by the rows that the table has then."""
+    return _run(_sizes, load)
+
+
+def _run(work: Callable[..., dict[str, float]], load: TableLoad) -> dict[str, float]:
+    figures: dict[str, float] = ps.run(work, args=(load,), servers=load.servers).returns[0]
+    return figures
+
+
+def _table(worker: ps.Worker, load: TableLoad, rule: ps.Rule) -> ps.Table:
+    return worker.client.table("rows", dim=load.dim, rule=rule, init=ps.Uniform(-0.5, 0.5))
+
+
+def _fill(table: ps.Table, load: TableLoad, begin: int = 0) -> None:
+    for first, last in load.parts():
+        if last > begin:
+            table.pull(keys_of(np.arange(max(first, begin), last)))
+    batches = Batches(load)
+    for _ in range(load.settling_pulls):
+        table.pull(batches.uniform())
+
+
+def _adagrad(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
+    table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps))
+    _fill(table, load)
+    figures = drive(load, Target(table))
+    if len(table) != load.rows:
+        raise AssertionError(f"the table has {len(table)} rows, not {load.rows}")
+    return figures | {"memory": table.memory_bytes() / load.table_bytes}
+
+
+def _row_wise(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
+    table = _table(worker, load, ps.RowAdagrad(lr=load.lr, eps=load.eps))
+    _fill(table, load)
+    check(load, Target(table), Batches(load), row_wise=True)
+    return drive_pushes(load, Target(table))
+
+
+def _growth(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
+    """Pulls and pushes in turn, each of keys that no row has; compiled and warmed up before."""
+    table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps))
+    gradients = np.ones((load.batch, load.dim), np.float32)
+    ballast = Ballast(load.table_bytes * 3 // 2)
+    warm = -2 * load.batch
+    longest = 0.0
+    for number, begin in enumerate(range(warm, load.rows, load.batch)):
+        keys = keys_of(np.arange(begin, min(begin + load.batch, load.rows)))
+        ballast.give(load.table_bytes // load.rows * load.batch * 3 // 2)
+        began = time.perf_counter()
+        if number % 2:
+            table.push(keys, gradients[: keys.size]).result()
+        else:
+            table.pull(keys)
+        if begin >= 0:
+            longest = max(longest, time.perf_counter() - began)
+    return {"longest": longest}
+
+
+def _sizes(worker: ps.Worker, load: SizesLoad) -> dict[str, float]:
+    table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps))
+    figures: dict[str, float] = {}
+    keys = np.zeros(0, np.int64)
+    filled = 0
+    for rows in load.sizes:
+        now = replace(load, rows=rows)
+        _fill(table, now, filled)
+        filled = rows
+        batches = Batches(now)
+
+        def draw(batches: Batches = batches) -> None:
+            nonlocal keys
+            keys = batches.uniform()
+
+        name = f"pull_{rows}"
+        calls = {name: lambda: table.pull(keys)}
+        figures |= medians(calls, load.calls, before={name: draw}, block=min(10, load.calls))
+    return figures

@@ -1,0 +1,266 @@
+"""Learn how users rate films, with their embeddings in keyed tables on the servers.
+
+Two models. `--model mf` is matrix factorisation: a row for each user and each film, and nothing
+else. `--model dlrm` is a recommender as they are built today: rows for five fields in one table, a
+tower of linear layers for the dense traits, their dot products, and a tower over these. Rows and
+dense layers travel in one message to each server. Nobody makes a vocabulary: keys are hashes.
+
+    python examples/movielens.py --model mf --serial
+    python examples/movielens.py --model dlrm --batch-size 4096 --workers 2 --serial
+
+`--serial` also trains the same model in one process with one thread, with `nn.Embedding`.
+MovieLens 100K is for research; it is fetched when this runs (see `table_data.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import paramserve as ps
+import table_data
+from arguments import count
+from engines import ENGINES, engine_of
+from meeting import meet
+
+HELD_OUT = 0.1
+"""Of the ratings, drawn at random."""
+MEAN = 3.5
+"""Stars, where the models begin."""
+
+Rows = Callable[[str, int, float], nn.Module]
+"""Makes what looks up rows, of a name, their width and the deviation of their initial values."""
+
+
+class Factorisation(nn.Module):
+    """Stars as a mean, what the user and the film add to it, and the product of their tastes.
+
+    Source: Koren, Bell, Volinsky, IEEE Computer 42 (8), 2009.
+    """
+
+    DIM, STD, PENALTY, RATE, EPOCHS = 16, 0.1, 0.08, 0.1, 8
+
+    def __init__(self, rows: Rows, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.tensor(MEAN))
+        self.users = rows("users", self.DIM + 1, self.STD)
+        self.films = rows("films", self.DIM + 1, self.STD)
+
+    def forward(self, keys: torch.Tensor, traits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        user, film = self.users(keys[:, 0]), self.films(keys[:, 1])
+        tastes = (user[:, 1:] * film[:, 1:]).sum(1)
+        return self.mean + user[:, 0] + film[:, 0] + tastes, torch.stack([user, film], 1)
+
+
+class DLRM(nn.Module):
+    """Dot products of every field's row with every other's, and towers before and behind them.
+
+    The widths are those of the authors' runs on Criteo's data.
+
+    Source: Naumov et al., Deep Learning Recommendation Model, arXiv 1906.00091, 2019.
+    """
+
+    DIM, STD, PENALTY, RATE, EPOCHS = 64, 0.01, 0.2, 0.02, 3
+
+    def __init__(self, rows: Rows, options: argparse.Namespace) -> None:
+        super().__init__()
+        units = options.units
+        self.fields = rows("fields", self.DIM, self.STD)
+        self.bottom = tower([table_data.RATING_TRAITS, units, units // 2, self.DIM])
+        vectors = 1 + len(table_data.RATING_FIELDS)
+        first, second = torch.triu_indices(vectors, vectors, 1)
+        self.register_buffer("first", first, persistent=False)
+        self.register_buffer("second", second, persistent=False)
+        self.top = tower([self.DIM + len(first), units, units // 2])
+        self.last = nn.Linear(units // 2, 1)
+        nn.init.constant_(self.last.bias, MEAN)
+
+    def forward(self, keys: torch.Tensor, traits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dense, found = self.bottom(traits), self.fields(keys)
+        vectors = torch.cat([dense[:, None], found], 1)
+        products = (vectors @ vectors.transpose(1, 2))[:, self.first, self.second]
+        return self.last(self.top(torch.cat([dense, products], 1)))[:, 0], found
+
+
+def tower(widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these widths, each with a ReLU behind it."""
+    parts = ((nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths))
+    return nn.Sequential(*chain.from_iterable(parts))
+
+
+MODELS = {"mf": Factorisation, "dlrm": DLRM}
+
+
+class Data(NamedTuple):
+    """Training and held-out ratings: keys [n, 5], traits [n, 23], stars [n] of each."""
+
+    train: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+
+
+class Outcome(NamedTuple):
+    """Of one worker: its time, by the machine's clock, and the error with the values at its end."""
+
+    began: float
+    ended: float
+    rmse: float
+
+
+def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> Outcome:
+    """What each worker does. The data comes with it, so that it may run on another machine."""
+    kind = MODELS[options.model]
+
+    def rows(name: str, dim: int, std: float) -> nn.Module:
+        rule, init = ps.Adagrad(lr=kind.RATE), ps.Normal(std=std)
+        return ps.pytorch.Embedding(worker.client.table(name, dim=dim, rule=rule, init=init))
+
+    model = kind(rows, options)
+    optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=options.lr))
+    dataset = TensorDataset(*map(torch.from_numpy, data.train))
+    batches = worker.loader(dataset, batch_size=options.batch_size, epochs=epochs(options))
+    meet(worker)
+    began = time.monotonic()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = penalised(model, *batch)
+        loss.backward()
+        optimizer.step()  # push gradients of rows and layers, pull the layers' values
+        worker.log(loss=loss)
+    ended = time.monotonic()
+    return Outcome(began, ended, error(model, data.held_out))
+
+
+def serial(data: Data, options: argparse.Namespace) -> Outcome:
+    """The same in this process, with torch's own modules and rules."""
+    torch.manual_seed(options.seed)
+    kind = MODELS[options.model]
+    parts = data.train[0], data.held_out[0]
+    numbers, size = table_data.numbered(np.concatenate(parts))
+    train_keys, held_out_keys = np.split(numbers, [len(parts[0])])
+
+    def rows(name: str, dim: int, std: float) -> nn.Module:
+        return nn.Embedding(size, dim, _weight=torch.randn(size, dim) * std)
+
+    model = kind(rows, options)
+    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    dense = [each for each in model.parameters() if all(each is not one for one in tables)]
+    optimizers = torch.optim.Adagrad(tables, lr=kind.RATE), torch.optim.Adam(dense, lr=options.lr)
+    tensors = [*map(torch.from_numpy, (train_keys, *data.train[1:]))]
+    began = time.monotonic()
+    for _ in range(epochs(options)):
+        for index in torch.randperm(len(train_keys)).split(options.batch_size):
+            model.zero_grad()
+            penalised(model, *(each[index] for each in tensors)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    ended = time.monotonic()
+    return Outcome(began, ended, error(model, (held_out_keys, *data.held_out[1:])))
+
+
+def penalised(
+    model: nn.Module, keys: torch.Tensor, traits: torch.Tensor, stars: torch.Tensor
+) -> torch.Tensor:
+    """The mean squared error, plus a penalty for large values in the rows of each sample."""
+    found, rows = model(keys, traits)
+    return F.mse_loss(found, stars) + model.PENALTY * rows.square().sum((1, 2)).mean()
+
+
+def error(model: nn.Module, held_out: Iterable[np.ndarray]) -> float:
+    """Root of the mean squared error. A user or film never seen reads as its initial row."""
+    keys, traits, stars = map(torch.from_numpy, held_out)
+    model.eval()
+    with torch.inference_mode():
+        found = model(keys, traits)[0].clamp(1, 5)
+    return F.mse_loss(found, stars).sqrt().item()
+
+
+def epochs(options: argparse.Namespace) -> int:
+    return options.epochs if options.epochs is not None else MODELS[options.model].EPOCHS
+
+
+def load(options: argparse.Namespace) -> Data:
+    """The ratings, a tenth of them held out."""
+    ratings = table_data.read_movielens(table_data.fetch_movielens(options.data))
+    order = np.random.default_rng(options.seed).permutation(len(ratings.stars))
+    held_out, kept = np.split(order, [round(HELD_OUT * len(order))])
+    return Data(*(tuple(each[part] for each in ratings) for part in (kept, held_out)))
+
+
+def compare(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """The runs of the table: RMSE and samples a second of each, by name."""
+    data = load(options)
+    found = {}
+    if options.serial:
+        alone = serial(data, options)
+        samples = epochs(options) * len(data.train[0])
+        found["one process, nn.Embedding"] = (alone.rmse, samples / (alone.ended - alone.began))
+    result = ps.run(
+        train,
+        args=(data, options),
+        workers=options.workers,
+        servers=options.servers,
+        engine=engine_of(options.engine),
+        consistency=ps.Async(),
+        seed=options.seed,
+    )
+    outcomes = [Outcome(*each) for each in result.returns.values()]
+    last = max(outcomes, key=lambda each: each.ended)  # its values have all others' updates
+    steps = len(data.train[0]) // options.batch_size // options.workers * options.workers
+    samples = epochs(options) * steps * options.batch_size
+    seconds = last.ended - min(each.began for each in outcomes)
+    found[f"{options.workers} workers, tables"] = (last.rmse, samples / seconds)
+    return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="mf")
+    add("--workers", type=count, default=2)
+    add("--servers", type=count, default=1)
+    add("--engine", choices=ENGINES, default="local")
+    add("--epochs", type=count, help="over the ratings; default: 8 for mf, 3 for dlrm")
+    add("--batch-size", type=count, default=1024, help="of each worker (default 1024)")
+    add("--units", type=count, default=512, help="of DLRM's widest layers (default 512)")
+    add("--lr", type=float, default=1e-3, help="of the dense layers (default 0.001)")
+    add("--data", help="folder with the files; default: find or fetch them")
+    add("--seed", type=int, default=0)
+    add("--serial", action="store_true", help="add a run in one process without a server")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and print how well the held-out ratings are predicted, and how fast it went."""
+    options = parse(argv)
+    torch.set_num_threads(1)
+    console = Console()
+    try:
+        found = compare(options)
+    except ps.ParamServeError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
+    except KeyboardInterrupt:  # the job has said how far it got
+        return 130
+    table = Table(title=f"MovieLens 100K, {options.model}", title_justify="left")
+    for column in ("run", "held-out RMSE", "samples a second"):
+        table.add_column(column, justify="right" if column != "run" else "left")
+    for name, (rmse, speed) in found.items():
+        table.add_row(name, f"{rmse:.4f}", f"{speed:,.0f}")
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,299 @@
+"""The client by table: gradients of rows are pushed by the batch, and steps of several tables go in
+one message to each shard. Whole tables are read and written here as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client.exchange import done
+from paramserve.client.reading import ReadingClient
+from paramserve.client.rows import RowPush, class_bytes, lay_push
+from paramserve.client.step_parts import StepOptions, StepParts
+from paramserve.client.table import Table, TablePush
+from paramserve.client.ticket import Ticket
+from paramserve.core.keyed import routing
+from paramserve.core.keyed.parts import Records, records_at, records_bytes
+from paramserve.core.partition import Block
+from paramserve.errors import NonFinite, ParamServeError
+from paramserve.messages import Put, Scan, ShardRequest, TableReport
+from paramserve.rules.base import Hyper
+
+Array = npt.NDArray[Any]
+
+
+class KeyedClient(ReadingClient):
+    """The part of a client that works with tables; see `client.Client`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._staged_rows: dict[str, list[TablePush]] = {}
+        """By table, under a policy that collects: gradients of the step under way."""
+        self._weights: dict[str, float] = {}
+        """By group: what was said of the step that gradients are put together for."""
+
+    # --- pushes ----------------------------------------------------------------------------------
+
+    def push_rows(
+        self,
+        block: Block,
+        keys: Array,
+        gradients: Array,
+        hyper: Hyper | None,
+        weight: float | None,
+    ) -> Ticket:
+        """Gradients float32 [n, dim] of keys int64 [n]; see `Table.push`."""
+        push = TablePush(Table(self, block), keys, gradients, hyper)
+        return self.push_tables([push], tick=False, weight=weight)
+
+    def push_tables(
+        self,
+        pushes: Sequence[TablePush],
+        *,
+        tick: bool = True,
+        weight: float | None = None,
+        skip: bool = False,
+    ) -> Ticket:
+        """Push to several tables in one message to each shard; nothing, or all of it, is sent.
+
+        Without a tick, gradients of tables whose policy collects (Sync) are kept until theirs.
+
+        Args:
+            pushes: at most one for each table; with no keys in it only the clock goes on.
+            tick: end this client's step on each of the tables.
+            weight: number of samples behind the gradients, above 0; 1 if None. Under a policy that
+                collects it is that of the whole step.
+            skip: there are no usable gradients in this step.
+        Returns:
+            Ticket of the last table; its result is there when those of all are, and raises what
+            any of them was refused with.
+        Raises:
+            As `Table.push`.
+        """
+        self._check()
+        with self._lock:
+            collects = [not tick and self._collects_rows(push.table.block) for push in pushes]
+            if not any(collects):
+                parts = self.table_parts(pushes, tick=tick, weight=weight, skip=skip)
+                return joined(self._steps.send_together(parts))
+            _check_names(pushes)
+            self._steps.raise_unread()
+            kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
+            others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
+            tickets: list[Ticket] = []
+            if others:
+                parts = self.table_parts(others, tick=False, weight=weight, skip=skip)
+                tickets = self._steps.send_together(parts)
+            tickets += [self._keep_rows(push, weight, skip) for push in kept]
+            return joined(tickets)
+
+    def _collects_rows(self, block: Block) -> bool:
+        staged = block.group_name in self._staged_rows
+        return staged or self._steps.terms_of(block).collects
+
+    def _to_keep(self, push: TablePush, weight: float | None) -> TablePush:
+        """Checked copies of gradients that wait for their table's tick; raises as `Table.push`."""
+        block, name = push.table.block, push.table.name
+        check_weight(weight)
+        self._check_said(name, weight)
+        keys, values = _checked(push)
+        self._one_hyper(name, [*self._staged_rows.get(name, ()), push])
+        if not np.isfinite(values).all() and self._refuses(block):
+            row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+            raise self._bad_row(block, int(keys[row]))
+        return TablePush(push.table, keys.copy(), values.copy(), push.hyper)
+
+    def _keep_rows(self, push: TablePush, weight: float | None, skip: bool) -> Ticket:
+        """Keep gradients until their table's tick."""
+        name = push.table.name
+        if not skip:
+            self._staged_rows.setdefault(name, []).append(push)
+        if weight is not None:
+            self._weights[name] = weight
+        return self._steps.stage(push.table.block)
+
+    def _check_said(self, group: str, weight: float | None) -> None:
+        said = self._weights.get(group)
+        if weight is not None and said is not None and weight != said:
+            raise ValueError(
+                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
+                "a step has one weight; give it with one push, or with tick"
+            )
+
+    def _one_hyper(self, table: str, pushes: Sequence[TablePush]) -> Hyper | None:
+        """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
+        said = {push.hyper for push in pushes if push.keys is not None or push.hyper is not None}
+        if len(said) > 1:
+            raise ValueError(
+                f"the step of table {table!r} under way has pushes with the hyper-parameters "
+                f"{', '.join(map(str, said))}: a step has the same ones throughout"
+            )
+        return next(iter(said), None)
+
+    def table_parts(
+        self, pushes: Sequence[TablePush], *, tick: bool, weight: float | None, skip: bool
+    ) -> list[StepParts]:
+        """Capture a step's gradients of tables; the caller holds the lock, and sends them.
+
+        Raises:
+            As `Table.push`: nothing is captured.
+        """
+        check_weight(weight)
+        _check_names(pushes)
+        for push in pushes:
+            self._check_said(push.table.name, weight)
+        ready = []
+        for push in pushes:
+            staged = self._staged_rows.get(push.table.name, []) if tick else []
+            hyper = self._one_hyper(push.table.name, [*staged, push])
+            ready.append((push.table.block, hyper, *_checked(push)))
+        self._steps.begin(requests=len(pushes) + 1)
+        parts: list[StepParts] = []
+        try:
+            for block, hyper, keys, values in ready:
+                staged = self._staged_rows.pop(block.group_name, []) if tick else []
+                said = self._weights.pop(block.group_name, 1.0) if tick else 1.0
+                if staged:
+                    keys = np.concatenate([*(each.keys for each in staged), keys])
+                    values = np.concatenate([*(each.gradients for each in staged), values])
+                row_pushes: tuple[RowPush, ...] = ()
+                if keys.size and not skip:
+                    row_pushes = (self._captured(block, keys, values, hyper),)
+                    self._wrote(block, keys)
+                self._base_of_push(block)
+                bad = any(each.bad >= 0 for each in row_pushes)
+                options = StepOptions(tick, said if weight is None else weight, skip or bad)
+                what = "step" if tick else "push"
+                parts.append(StepParts(what, block, options=options, row_pushes=row_pushes))
+        except BaseException as error:
+            self._exchange.give_back([slot for each in parts for slot in each.slots])
+            if tick and isinstance(error, ParamServeError):
+                for push in pushes[: len(parts) + 1]:
+                    self._steps.fail_staged(push.table.name, error)
+            raise
+        return parts
+
+    def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
+        push = lay_push(self._exchange, block, keys, values, hyper)
+        if push.bad >= 0 and self._refuses(block):
+            self._exchange.give_back([push.slot])
+            raise self._bad_row(block, int(keys[push.bad]))
+        return push
+
+    def _bad_row(self, block: Block, key: int) -> NonFinite:
+        who = f"rank {self.rank}" if self.rank >= 0 else "a client without a rank"
+        return NonFinite(
+            f"the gradient of key {key} of table {block.group_name!r} on {who} holds NaN or Inf, "
+            "or its sum with others of that key does",
+            fix="lower the learning rate, clip, or use on_nonfinite='skip' in the table's policy",
+        )
+
+    # --- whole tables ----------------------------------------------------------------------------
+
+    def table_reports(self, block: Block) -> list[TableReport]:
+        """What each shard has of a table, in shard order."""
+        found = {
+            beat.shard: report.table
+            for beat in self.reports()
+            for report in beat.groups
+            if report.name == block.group_name and report.table is not None
+        }
+        missing = [s.number for s in self._exchange.shards if s.number not in found]
+        if missing:
+            raise ParamServeError(
+                f"shards {missing} said nothing of table {block.group_name!r}",
+                fix="look at these servers",
+            )
+        return [found[shard.number] for shard in self._exchange.shards]
+
+    def scan_rows(
+        self, block: Block, rows: int, width: int, timeout_s: float | None
+    ) -> Iterator[Records]:
+        """Whole rows, shard by shard; see `Table.scan`."""
+        for shard in range(len(self._exchange.shards)):
+            cursor = 0
+            while cursor >= 0:
+                records, cursor = self._scan_part(block, shard, cursor, rows, width, timeout_s)
+                if records.keys.size:
+                    yield records
+
+    def _scan_part(
+        self,
+        block: Block,
+        shard: int,
+        cursor: int,
+        rows: int,
+        width: int,
+        timeout_s: float | None,
+    ) -> tuple[Records, int]:
+        self._check()
+        assert block.table is not None
+        kept, dim = (width if width >= 0 else None), block.table.dim
+        with self._lock:
+            slot = self._exchange.take(class_bytes(records_bytes(rows, dim, kept)))
+            requests: list[ShardRequest] = [
+                Scan(0, block.id, cursor, rows if each == shard else 0, width, slot.arena, at)
+                for each, at in enumerate([slot.offset] * len(self._exchange.shards))
+            ]
+            operation = self._steps.finish("fetch", requests, self._limit(timeout_s), [slot])
+            found, after = done(operation)[shard].counts
+            # The slot may be given out again when the lock is let go of.
+            lying = records_at(slot.bytes, 0, rows, dim, kept)
+            return lying.first(found), after
+
+    def put_rows(self, block: Block, records: Records, timeout_s: float | None) -> None:
+        """Overwrite or create whole rows; see `Table.put`."""
+        self._check()
+        assert block.table is not None
+        dim = block.table.dim
+        width = -1 if records.state is None else records.state.shape[1]
+        kept = width if width >= 0 else None
+        shards = len(self._exchange.shards)
+        owner = routing.shards_of(records.keys, shards)
+        with self._lock:
+            counts = [int((owner == shard).sum()) for shard in range(shards)]
+            sizes = [records_bytes(count, dim, kept) for count in counts]
+            slot = self._exchange.take(class_bytes(sum(sizes)))
+            self._wrote(block, records.keys)
+            requests: list[ShardRequest] = []
+            offset = 0
+            for shard, count in enumerate(counts):
+                into = records_at(slot.bytes, offset, count, dim, kept)
+                chosen = np.flatnonzero(owner == shard)
+                for target, source in zip(into, records, strict=True):
+                    if target is not None and source is not None:
+                        target[...] = source[chosen]
+                requests.append(Put(0, block.id, count, width, slot.arena, slot.offset + offset))
+                offset += sizes[shard]
+            self._steps.finish("assign", requests, self._limit(timeout_s), [slot])
+
+
+def check_weight(weight: float | None) -> None:
+    """Refuse a number of samples that is none; None stands for 1."""
+    if weight is not None and not 0.0 < weight < math.inf:
+        raise ValueError(f"weight must be > 0 and finite, not {weight}")
+
+
+def _check_names(pushes: Sequence[TablePush]) -> None:
+    names = [push.table.name for push in pushes]
+    if len(set(names)) != len(names):
+        raise ValueError(f"a step names the tables {names}: name each of them once")
+
+
+def _checked(push: TablePush) -> tuple[Array, Array]:
+    """Its keys, int64 [n], and gradients, float32 [n, dim]."""
+    if push.keys is None or push.gradients is None:
+        return np.empty(0, np.int64), np.empty((0, push.table.dim), np.float32)
+    return push.table.checked(push.keys, push.gradients)
+
+
+def joined(tickets: Sequence[Ticket]) -> Ticket:
+    """The last ticket, which waits for the others as well, and raises what they raise."""
+    *others, last = tickets
+    last.others = tuple(others)
+    return last

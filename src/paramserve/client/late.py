@@ -1,0 +1,38 @@
+"""The error of a wait that has failed: what was waited for, and who is missing."""
+
+from __future__ import annotations
+
+from paramserve.client.exchange import Exchange
+from paramserve.errors import (
+    DefineTimeout,
+    ParamServeError,
+    PullTimeout,
+    PushTimeout,
+    Timeout,
+)
+from paramserve.ids import NO_RANK
+
+INQUIRE_S = 1.0
+"""How long a wait that has failed may take to find out who is missing."""
+READS = ("pull", "fetch", "snapshot")
+TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
+"""What is raised when an answer is late; for all else `PushTimeout`."""
+
+
+def late(
+    exchange: Exchange, rank: int, what: str, group: int | None, waited_s: float
+) -> ParamServeError:
+    """The error of a wait that has failed; asks the shards who is missing."""
+    reasons = []
+    if group is not None:
+        for waiting in exchange.inquire(group, INQUIRE_S):
+            who = ", ".join(f"worker {rank} (at clock {c})" for rank, c in waiting.missing)
+            reasons.append(f"{waiting.reason}: {who}" if who else waiting.reason)
+    why = "; ".join(dict.fromkeys(reasons)) or "the servers did not answer"
+    who = f"rank {rank}" if rank != NO_RANK else "the client"
+    return TIMEOUTS.get(what, PushTimeout)(
+        f"{what} timed out: {who} waited {waited_s:.1f} s; {why}",
+        applied="no" if what in READS else "unknown",
+        fix="look at the workers or servers named, or raise timeout_s; calling result() of a "
+        "ticket again waits on and repeats nothing",
+    )

@@ -1,0 +1,131 @@
+"""Requests and answers whose bytes travel in frames, because a server does not map this memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.core.keyed.parts import gradient_bytes, keys_at, records_bytes
+from paramserve.core.partition import Block
+from paramserve.core.session import Sent
+from paramserve.messages import (
+    Assign,
+    Define,
+    Fetch,
+    Gradient,
+    Keys,
+    Place,
+    Put,
+    Scan,
+    ShardRequest,
+    Step,
+    TakeSnapshot,
+)
+from paramserve.transport.arena import Arena
+from paramserve.transport.link import Link
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Payloads:
+    """Which bytes of this client's memory a request speaks of.
+
+    Args:
+        blocks: by id; what the parts of a request are measured by.
+        arenas: by number.
+    """
+
+    def __init__(self, blocks: Mapping[int, Block], arenas: Mapping[int, Arena]) -> None:
+        self._blocks = blocks
+        self._arenas = arenas
+
+    def inline(self, shard: int, message: ShardRequest) -> tuple[ShardRequest, list[Bytes]]:
+        """The same request with its bytes in the frame instead of an arena."""
+        if isinstance(message, Step):
+            push = tuple(structs.replace(header, arena=0) for header in message.push)
+            pull = tuple(_inline_place(place) for place in message.pull)
+            parts = [self._pushed(shard, header) for header in message.push]
+            parts += [
+                self._arenas[keys.arena].memory[keys.offset : keys.offset + 8 * keys.rows]
+                for place in message.pull
+                if (keys := place.keys) is not None
+            ]
+            return structs.replace(message, push=push, pull=pull), parts
+        if isinstance(message, TakeSnapshot):
+            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
+            return structs.replace(message, pull=pull), []
+        if isinstance(message, Define) and message.spec.table is not None:
+            return message, []
+        if isinstance(message, Define):
+            number = message.spec.block
+            parts = [self._part(shard, number, message.arena, message.offset)]
+            return structs.replace(message, arena=0), parts
+        if isinstance(message, Assign):
+            parts = [self._part(shard, message.block, message.arena, message.offset)]
+            return structs.replace(message, arena=0), parts
+        if isinstance(message, Put):
+            return structs.replace(message, arena=0), [self._records(message)]
+        if isinstance(message, Fetch | Scan):
+            return structs.replace(message, arena=0), []
+        return message, []
+
+    def _pushed(self, shard: int, header: Gradient) -> Bytes:
+        table = self._blocks[header.block].table
+        if table is None:
+            return self._part(shard, header.block, header.arena, header.offset)
+        end = header.offset + gradient_bytes(header.rows, table.dim)
+        return self._arenas[header.arena].memory[header.offset : end]
+
+    def _records(self, message: Scan | Put) -> Bytes:
+        block = self._blocks[message.block]
+        assert block.table is not None
+        width = message.width if message.width >= 0 else None
+        end = message.offset + records_bytes(message.rows, block.table.dim, width)
+        return self._arenas[message.arena].memory[message.offset : end]
+
+    def _part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
+        block = self._blocks[number]
+        low, high = block.range(shard)
+        return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
+
+    def read(self, shard: int, link: Link, sent: Sent) -> None:
+        """Read the payload of an answer to where its request wants it."""
+        message = sent.message
+        if isinstance(message, Step | TakeSnapshot):
+            landings = [self._landing(shard, place) for place in message.pull]
+            link.read_payload(landings)
+            for place, rows in zip(message.pull, landings, strict=True):
+                if place.keys is not None:
+                    self._spread(place, place.keys, rows)
+        elif isinstance(message, Scan):
+            link.read_payload([self._records(message)])
+        else:
+            assert isinstance(message, Fetch)
+            number, arena, offset = message.block, message.arena, message.offset
+            link.read_payload([self._part(shard, number, arena, offset)])
+
+    def _landing(self, shard: int, place: Place) -> Bytes:
+        """Where the values of a place are read to."""
+        if place.keys is None:
+            return self._part(shard, place.block, place.arena, place.offset)
+        table = self._blocks[place.block].table
+        assert table is not None
+        return np.empty(4 * table.dim * place.keys.rows, np.uint8)
+
+    def _spread(self, place: Place, keys: Keys, rows: Bytes) -> None:
+        """Rows that came in the order of their keys, to their places."""
+        table = self._blocks[place.block].table
+        assert table is not None
+        _, places = keys_at(self._arenas[keys.arena].memory, keys.offset, keys.rows)
+        memory = self._arenas[place.arena].memory
+        values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)
+        values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
+
+
+def _inline_place(place: Place) -> Place:
+    keys = place.keys
+    within = None if keys is None else structs.replace(keys, arena=0, offset=0)
+    return structs.replace(place, arena=0, keys=within)

@@ -1,0 +1,339 @@
+"""The client's reads of tables: pulled now, asked for ahead, or found among the copies kept here.
+
+Each is begun and finished; between the two a prefetch waits for its pull.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client.changing import ChangingClient
+from paramserve.client.exchange import done
+from paramserve.client.row_cache import CacheReport, Found, RowCache
+from paramserve.client.rows import RowPull, lay_pull, owned
+from paramserve.client.step_parts import StepParts
+from paramserve.client.table import TableRead, as_keys
+from paramserve.client.ticket import Ticket
+from paramserve.core.keyed import routing
+from paramserve.core.partition import Block
+
+Array = npt.NDArray[Any]
+
+PREFETCHED_MAX = 64
+"""Prefetches of one table that wait to be read; the oldest goes first. A batch may have one for
+each of its features, and the next batch as many."""
+TOGETHER_MAX = 64
+"""Reads that go in one message to each shard."""
+
+
+class RowRead:
+    """A read of rows of one table that is under way.
+
+    Attributes:
+        wanted: the keys that the shards were asked for, int64 [m].
+        numbers: which of the wanted keys each key is that was not found here; None: `wanted` are
+            just these.
+        found: what of the keys was found here.
+        clock: of this client when it began.
+        pushed: keys that this client has pushed to since then, if copies are to be kept.
+    """
+
+    def __init__(self, block: Block, keys: Array, create: bool, clock: int) -> None:
+        self.block = block
+        self.keys = keys
+        self.create = create
+        self.clock = clock
+        self.wanted = keys
+        self.numbers: Array | None = None
+        self.found: Found | None = None
+        self.pushed: list[Array] = []
+        self.ticket: Ticket | None = None
+        self.pull: RowPull | None = None
+
+
+class ReadVersions:
+    """The lowest versions that the rows of one table were read at for the next push.
+
+    Reads without `create` do not count if there are others: nobody learns from an evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._lowest: list[int] = []
+        self._learned = False
+        """Whether a read with `create` came since the last push."""
+
+    def read(self, versions: Sequence[int], learns: bool) -> None:
+        """Rows have been handed out that were read at these versions, one for each shard."""
+        if self._learned and not learns:
+            return
+        if self._learned:
+            versions = [min(each) for each in zip(self._lowest, versions, strict=True)]
+        self._lowest, self._learned = list(versions), learns
+
+    def pushed(self) -> list[int]:
+        """For a push; what is read from now on is for the next one. Empty: nothing was read yet."""
+        self._learned = False
+        return list(self._lowest)
+
+
+class ReadingClient(ChangingClient):
+    """The part of a client that reads tables; see `client.Client`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prefetched: dict[int, deque[RowRead]] = {}
+        self._caches: dict[int, RowCache] = {}
+        self._under_way: dict[int, WeakSet[RowRead]] = {}
+        """By block, where copies are kept and go when they are pushed to."""
+        self._read_versions: dict[int, ReadVersions] = {}
+        """By group."""
+
+    # --- one read --------------------------------------------------------------------------------
+
+    def pull_rows(
+        self, block: Block, keys: Array, *, create: bool, timeout_s: float | None
+    ) -> Array:
+        """Rows of keys, int64 [n], as float32 [n, dim]; see `Table.pull`."""
+        self._check()
+        assert block.table is not None
+        if not keys.size:
+            return np.empty((0, block.table.dim), np.float32)
+        with self._lock:
+            ahead = self._ahead(block, keys, create)
+            if ahead is None:
+                (read,), places = self._begin([self._look(block, keys, create)], timeout_s), None
+            else:
+                read, places = ahead
+        rows = self._finish(read, timeout_s)
+        return rows if places is None else rows[places]
+
+    def _look(self, block: Block, keys: Array, create: bool) -> RowRead:
+        """A read that is not sent yet, of what is not found here."""
+        read = RowRead(block, keys, create, self._steps.clocks.get(block.group_name, 0))
+        cache = self._cache(block)
+        if cache is not None:
+            read.found = cache.find(keys, read.clock)
+            read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
+            if not cache.keep_pushed:
+                self._under_way.setdefault(block.id, WeakSet()).add(read)
+        elif not self._exchange.shared:  # Over a network each row travels once.
+            read.wanted, read.numbers = routing.distinct(keys)
+        return read
+
+    def _cache(self, block: Block) -> RowCache | None:
+        """The copies of a table's rows, if they may be used: not while its clocks are in step."""
+        cache = self._caches.get(block.id)
+        return None if cache is None or self._steps.terms_of(block).collects else cache
+
+    def _begin(self, reads: list[RowRead], timeout_s: float | None) -> list[RowRead]:
+        """Send reads in one message to each shard."""
+        asked = [read for read in reads if read.wanted.size]
+        if not asked:
+            return reads
+        self._steps.begin(timeout_s, "pull", len(asked))
+        parts: list[StepParts] = []
+        try:
+            for read in asked:
+                read.pull = lay_pull(self._exchange, read.block, read.wanted, create=read.create)
+                parts.append(StepParts("pull", read.block, row_pulls=(read.pull,)))
+        except BaseException:
+            self._exchange.give_back([slot for each in parts for slot in each.read_slots])
+            raise
+        for read, ticket in zip(asked, self._steps.send_together(parts), strict=True):
+            read.ticket = ticket
+        return reads
+
+    def _finish(self, read: RowRead, timeout_s: float | None) -> Array:
+        """Wait for a read: its rows, float32 [n, dim]."""
+        versions: list[int] | None = None
+        asked = np.empty((0, 0), np.float32)
+        if read.ticket is not None and read.pull is not None:
+            try:
+                read.ticket.result(timeout_s)
+            except BaseException:
+                with self._lock:
+                    self._steps.forget(read.ticket)
+                raise
+            asked = owned(self._exchange, read.pull)
+            assert read.ticket.operation is not None
+            versions = [reply.version for reply in done(read.ticket.operation)]
+        with self._lock:
+            if read.found is not None and versions is not None:
+                self._keep(read, asked, versions)
+            self._note_versions(read, versions)
+        if read.found is None:
+            return asked if read.numbers is None else asked[read.numbers]
+        if read.numbers is not None and read.numbers.size:
+            read.found.rows[read.found.missing] = asked[read.numbers]
+        return read.found.rows
+
+    def _note_versions(self, read: RowRead, versions: list[int] | None) -> None:
+        kept = read.found.versions if read.found is not None else None
+        both = [each for each in (versions, kept) if each is not None]
+        noted = self._read_versions.setdefault(read.block.group, ReadVersions())
+        noted.read([min(each) for each in zip(*both, strict=True)], read.create)
+
+    def _base_of_push(self, block: Block) -> None:
+        """Let the next push to a table's group say what its rows were read at: a read that was
+        answered and is for a later push does not count."""
+        noted = self._read_versions.get(block.group)
+        if noted is not None and (lowest := noted.pushed()):
+            self._steps.versions[block.group] = lowest
+
+    # --- ahead -----------------------------------------------------------------------------------
+
+    def prefetch_rows(self, block: Block, keys: Array, *, create: bool) -> None:
+        """Ask for rows ahead; see `Table.prefetch`."""
+        self._prefetch([(block, keys, create)])
+
+    def prefetch_tables(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
+        """Ask for rows of several tables ahead, in one message to each shard.
+
+        Args:
+            reads: tables, keys and maybe `create`, as `Table.prefetch` takes them; the same table
+                may come more than once.
+        Returns:
+            The reads, for `drop_prefetched`.
+        Raises:
+            As `Table.prefetch`. Nothing was asked for.
+        """
+        wanted: list[tuple[Block, Array, bool]] = []
+        for table, keys, create in (TableRead(*each) for each in reads):
+            if table.client is not self:
+                raise ValueError(f"table {table.name!r} was got from another client")
+            wanted.append((table.block, as_keys(keys, table.name)[0], create))
+        return self._prefetch(wanted)
+
+    def _prefetch(self, wanted: Sequence[tuple[Block, Array, bool]]) -> list[RowRead]:
+        self._check()
+        asked: list[RowRead] = []
+        with self._lock:
+            for some in _parts([each for each in wanted if each[1].size]):
+                looked = [self._look(block, keys.copy(), create) for block, keys, create in some]
+                for read in self._begin(looked, None):
+                    asked.append(read)
+                    kept = self._prefetched.setdefault(read.block.id, deque())
+                    kept.append(read)
+                    if len(kept) > PREFETCHED_MAX:
+                        self._forget_read(kept.popleft())
+        return asked
+
+    def drop_prefetched(self, reads: Iterable[RowRead]) -> None:
+        """Forget those of these prefetches that no pull has read; their memory goes back."""
+        with self._lock:
+            for read in reads:
+                kept = self._prefetched.get(read.block.id, ())
+                if read in kept:
+                    self._prefetched[read.block.id].remove(read)
+                    self._forget_read(read)
+
+    def _forget_read(self, read: RowRead) -> None:
+        if read.ticket is not None:
+            self._steps.forget(read.ticket)
+
+    def _ahead(
+        self, block: Block, keys: Array, create: bool
+    ) -> tuple[RowRead, Array | None] | None:
+        """A read that was begun ahead and has all of these keys, with the number of each among its
+        own; None: they are just these. The caller is its owner now."""
+        kept = self._prefetched.get(block.id)
+        if not kept:
+            return None
+        like = [read for read in kept if read.create == create]
+        for read in like:
+            if np.array_equal(read.keys, keys):
+                kept.remove(read)
+                return read, None
+        for read in like:
+            places = places_among(read.keys, keys)
+            if places is not None:
+                kept.remove(read)
+                return read, places
+        return None
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None:
+        """Keep copies of a table's rows from now on, or none; see `Table.cache_rows`."""
+        self._check()
+        assert block.table is not None
+        with self._lock:
+            if self._steps.terms_of(block).collects:
+                raise ValueError(
+                    f"table {block.group_name!r} has a policy whose workers all read the values of "
+                    "the same clock: copies that are older would break that. Give the table "
+                    "ps.Async() or ps.BoundedStaleness() to cache its rows"
+                )
+            self._caches.pop(block.id, None)
+            self._under_way.pop(block.id, None)
+            if rows:
+                dim = block.table.dim
+                self._caches[block.id] = RowCache(rows, clocks, dim, keep_pushed=keep_pushed)
+
+    def cache_report(self, block: Block) -> CacheReport:
+        """Of the copies of a table's rows; see `Table.cache_report`."""
+        with self._lock:
+            cache = self._caches.get(block.id)
+            return CacheReport(0, 0, 0, 0) if cache is None else cache.report
+
+    def _keep(self, read: RowRead, rows: Array, versions: list[int]) -> None:
+        """Keep copies of what a read has brought, but for rows that were pushed to meanwhile."""
+        self._under_way.get(read.block.id, WeakSet()).discard(read)
+        cache = self._cache(read.block)
+        if cache is None:
+            return
+        keys = read.wanted
+        if read.pushed:
+            chosen = np.flatnonzero(~_among(np.concatenate(read.pushed), keys))
+            keys, rows = keys[chosen], rows[chosen]
+        cache.keep(keys, rows, read.clock, versions)
+
+    def _wrote(self, block: Block, keys: Array) -> None:
+        """This client changes rows: it will not read copies from before that, unless told so."""
+        cache = self._caches.get(block.id)
+        if cache is None or cache.keep_pushed or not keys.size:
+            return
+        cache.drop(keys)
+        if under_way := self._under_way.get(block.id):
+            own = keys.copy()
+            for read in under_way:
+                read.pushed.append(own)
+
+
+def places_among(held: Array, keys: Array) -> Array | None:
+    """Where each of some keys, int64 [n], first stands among others, int64 [m]; None if one does
+    not."""
+    if not bool((held == keys[0]).any()):  # the common way not to be among them, and quick
+        return None
+    distinct, numbers = routing.distinct(np.concatenate([held, keys]))
+    among, wanted = numbers[: held.size], numbers[held.size :]
+    known = int(among.max()) + 1
+    if distinct.size > known:
+        return None
+    if known == held.size:
+        return wanted
+    first = np.empty(known, np.int64)
+    first[among[::-1]] = np.arange(held.size - 1, -1, -1)
+    places: Array = first[wanted]
+    return places
+
+
+def _among(held: Array, keys: Array) -> Array:
+    """Which of some keys are among others."""
+    _, numbers = routing.distinct(np.concatenate([held, keys]))
+    known = int(numbers[: held.size].max()) + 1
+    found: Array = numbers[held.size :] < known
+    return found
+
+
+def _parts(
+    wanted: Sequence[tuple[Block, Array, bool]],
+) -> Iterator[Sequence[tuple[Block, Array, bool]]]:
+    for start in range(0, len(wanted), TOGETHER_MAX):
+        yield wanted[start : start + TOGETHER_MAX]

@@ -1,0 +1,396 @@
+"""A keyed table as its users hold it: rows by `int64` key, pulled and pushed by the batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client import arrow, arrow_in
+from paramserve.client.row_cache import CacheReport
+from paramserve.client.ticket import Ticket
+from paramserve.core.keyed.parts import Records
+from paramserve.core.partition import Block
+from paramserve.errors import DtypeMismatch, NonFinite, ShapeMismatch
+from paramserve.messages import TableReport
+from paramserve.rules.base import Hyper
+
+Array = npt.NDArray[Any]
+
+SCAN_ROWS = 65_536
+"""Rows that one request reads or writes, unless the caller says otherwise."""
+
+
+class TablePush(NamedTuple):
+    """Gradients of one table's rows, as a step of several tables takes them."""
+
+    table: Table
+    keys: npt.ArrayLike | None = None
+    """Integers [...]; None: none, so that only the clock goes on."""
+    gradients: npt.ArrayLike | None = None
+    """Floating point [..., dim]."""
+    hyper: Hyper | None = None
+
+
+class TableRead(NamedTuple):
+    """Rows of one table, as a prefetch of several tables takes them."""
+
+    table: Table
+    keys: npt.ArrayLike
+    """Integers [...]."""
+    create: bool = True
+    """As the pull to come will say."""
+
+
+class KeyedCalls(Protocol):
+    """What a table needs of its client; see `client.keyed.KeyedClient`."""
+
+    def pull_rows(
+        self, block: Block, keys: Array, *, create: bool, timeout_s: float | None
+    ) -> Array: ...
+    def prefetch_rows(self, block: Block, keys: Array, *, create: bool) -> None: ...
+    def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None: ...
+    def cache_report(self, block: Block) -> CacheReport: ...
+    def push_rows(
+        self, block: Block, keys: Array, gradients: Array, hyper: Hyper | None, weight: float | None
+    ) -> Ticket: ...
+    def table_reports(self, block: Block) -> list[TableReport]: ...
+    def scan_rows(
+        self, block: Block, rows: int, width: int, timeout_s: float | None
+    ) -> Iterator[Records]: ...
+    def put_rows(self, block: Block, records: Records, timeout_s: float | None) -> None: ...
+
+
+class Table:
+    """Rows of `dim` float32 values by key, on the servers of a client; `client.table` makes it.
+
+    Keys are integers of 64 bits, any of them. A row is there from its first use on; until then it
+    reads as its initial value. Each shard holds the keys that hash to it.
+
+    Attributes:
+        name: also of its group, for `client.tick`, `client.set_consistency` and reports.
+        dim: values of a row.
+        client: that it was got from.
+    """
+
+    def __init__(self, client: Any, block: Block) -> None:
+        assert block.table is not None
+        self.client = client
+        self.block = block
+        self.name = block.group_name
+        self.dim = block.table.dim
+        self._calls: KeyedCalls = client
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}, dim={self.dim})"
+
+    @property
+    def group(self) -> str:
+        """The group that steps with it: its own."""
+        return self.name
+
+    def pull(
+        self, keys: npt.ArrayLike, *, create: bool = True, timeout_s: float | None = None
+    ) -> Array:
+        """Read rows.
+
+        Args:
+            keys: integers of any shape; they may repeat.
+            create: whether keys without a row get one, if the table admits them; False: they read
+                as their initial value and leave no trace, as for an evaluation.
+        Returns:
+            float32 [*keys.shape, dim], yours to keep.
+        Raises:
+            TypeError, ValueError: the keys are no integers of 64 bits. Nothing was read.
+            PullTimeout: not there in `timeout_s`; the text says who is missing.
+        """
+        flat, shape = as_keys(keys, self.name)
+        found = self._calls.pull_rows(self.block, flat, create=create, timeout_s=timeout_s)
+        return found if len(shape) == 1 else found.reshape(*shape, self.dim)
+
+    def push(
+        self,
+        keys: npt.ArrayLike,
+        gradients: npt.ArrayLike,
+        *,
+        hyper: Hyper | None = None,
+        weight: float | None = None,
+    ) -> Ticket:
+        """Send gradients of rows; the rule runs once for each key. Returns when they are captured.
+
+        Keys that have no row get one, if the table admits them. Under a policy that collects
+        (Sync) the gradients are put together until `client.tick(table.name)`.
+
+        Args:
+            keys: integers of any shape; gradients of equal keys are summed.
+            gradients: floating point [*keys.shape, dim].
+            hyper: the rule's hyper-parameters for this push; None: as defined.
+            weight: number of samples behind it, above 0; 1 if None.
+        Returns:
+            Ticket of the outcome.
+        Raises:
+            TypeError, ValueError: the keys, or the weight. ShapeMismatch, DtypeMismatch: the
+                gradients. NonFinite: one of them, with its key. In all cases nothing was applied.
+            TableFull: from the ticket: a server has no room for the new keys, and applied nothing.
+        """
+        flat, values = self.checked(keys, gradients)
+        return self._calls.push_rows(self.block, flat, values, hyper, weight)
+
+    def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
+        """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
+        flat, shape = as_keys(keys, self.name)
+        values = np.asarray(gradients)
+        if values.shape != (*shape, self.dim):
+            raise ShapeMismatch(
+                f"{len(flat)} keys of table {self.name!r}, {list(shape)}, came with rows of shape "
+                f"{list(values.shape)}, expected {[*shape, self.dim]}",
+                fix="give one row of the table's dim for each key",
+            )
+        if values.dtype.kind != "f":
+            raise DtypeMismatch(
+                f"rows for table {self.name!r} are {values.dtype}, not floating point",
+                fix="convert them with .astype('float32')",
+            )
+        with np.errstate(over="ignore"):  # what overflows is found where it is summed
+            values = np.ascontiguousarray(values, np.float32)
+        return flat, _writable(values).reshape(-1, self.dim)
+
+    def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
+        """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
+
+        They are read as they are now. What is pushed in between is not in them.
+
+        Args:
+            create: what that pull will say; a pull that says something else does not take them.
+        Raises:
+            As `pull`; what the servers refuse is raised by the pull.
+        """
+        flat, _ = as_keys(keys, self.name)
+        self._calls.prefetch_rows(self.block, flat, create=create)
+
+    def cache_rows(
+        self, rows: int = 100_000, *, clocks: int = 4, keep_pushed: bool = False
+    ) -> Table:
+        """Keep copies of rows that are pulled here, and read them instead for some clocks.
+
+        It is this client's own choice: others may choose differently. A clock is a step that this
+        client ends on the table, by an optimizer, `push_tables` or `client.tick`; for a client that
+        ends none, copies never grow old. A copy that was read at clock c is used up to clock
+        c + `clocks`, so under `ps.BoundedStaleness(bound)` a row may be bound + `clocks` clocks
+        behind. The staleness that is reported for pushes counts from the oldest copy used. A read
+        that finds a row here does not count as a use of it for `evict`, and creates none.
+
+        Args:
+            rows: copies at most, of 4 x dim + 17 bytes and up to 54 for their index; those that are
+                not used again go first. 0: none any more. What was kept before is dropped.
+            clocks: at least 0.
+            keep_pushed: False: a row that this client pushes to, or puts, is read anew, so that it
+                reads what it wrote. True: its copy stays until it is too old; without that, a
+                worker whose every step pushes all the rows that it has pulled finds none here.
+        Returns:
+            This table.
+        Raises:
+            ValueError: a number is out of its range, or the table's policy is one whose workers
+                read the same clock's values (`ps.Sync`). Nothing was changed.
+        """
+        for name, value in (("rows", rows), ("clocks", clocks)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    f"{name} of the cache of table {self.name!r} has to be an int of at least 0, "
+                    f"not {value!r}"
+                )
+        self._calls.cache_rows(self.block, rows, clocks, keep_pushed=keep_pushed)
+        return self
+
+    def cache_report(self) -> CacheReport:
+        """How many copies are kept here, and how many keys were read there (hits) or not (misses)
+        since `cache_rows`; all 0 without a cache."""
+        return self._calls.cache_report(self.block)
+
+    def __len__(self) -> int:
+        """Rows that are there, on all servers."""
+        return sum(report.rows for report in self._calls.table_reports(self.block))
+
+    def __bool__(self) -> bool:
+        """A table is a table also when it is empty."""
+        return True
+
+    def memory_bytes(self) -> int:
+        """Of rows, rule state and index on all servers."""
+        return sum(report.memory_bytes for report in self._calls.table_reports(self.block))
+
+    def reports(self) -> list[TableReport]:
+        """What each shard has of it and has done, in shard order."""
+        return self._calls.table_reports(self.block)
+
+    def keys(self, *, timeout_s: float | None = None) -> Array:
+        """The keys that have a row, int64 [n], shard by shard."""
+        found = [each.keys for each in self.scan(timeout_s=timeout_s)]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def scan(
+        self, rows: int = SCAN_ROWS, *, state: bool = False, timeout_s: float | None = None
+    ) -> Iterator[Records]:
+        """Read the whole table, shard by shard, some rows at a time; memory here stays flat.
+
+        Rows that others create or evict meanwhile may be in it or not; each other row is, once.
+
+        Args:
+            rows: at most in one part, at least 1.
+            state: read the rule's state and the update counts as well.
+        Yields:
+            Records(keys int64 [n], values float32 [n, dim], state float32 [n, width] | None,
+            counts uint32 [n] | None), yours to keep.
+        """
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, not {rows}")
+        width = self.reports()[0].width if state else -1
+        return self._calls.scan_rows(self.block, rows, width, timeout_s)
+
+    def put(
+        self,
+        keys: npt.ArrayLike,
+        values: npt.ArrayLike,
+        state: npt.ArrayLike | None = None,
+        counts: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Overwrite rows, or create them; returns when they are in place on all servers.
+
+        Args:
+            keys: integers of any shape. Of equal ones the last counts.
+            values: floating point [*keys.shape, dim].
+            state: the rule's state, float32 [keys, width], with `counts`; None: that of rows which
+                are there stays, and new ones begin with that of a new row.
+            counts: updates of each row, [keys].
+        Raises:
+            As `push`. NonFinite: a value; nothing was applied. TableFull: some servers may have
+                taken their part.
+        """
+        flat, rows = self.checked(keys, values)
+        bad = np.flatnonzero(~np.isfinite(rows).all(1))
+        if bad.size:
+            raise NonFinite(
+                f"the values for key {int(flat[bad[0]])} of table {self.name!r} hold NaN or Inf",
+                fix="look at where they come from",
+            )
+        if (state is None) != (counts is None):
+            raise ValueError("state and counts of rows come together, or not at all")
+        records = Records(flat, rows)
+        if state is not None and counts is not None:
+            width = self.reports()[0].width
+            kept = np.ascontiguousarray(state, np.float32)
+            if kept.shape != (flat.size, width) or np.shape(counts) != (flat.size,):
+                raise ShapeMismatch(
+                    f"state {list(kept.shape)} and counts {list(np.shape(counts))} came for "
+                    f"{flat.size} rows of table {self.name!r}, expected [{flat.size}, {width}] and "
+                    f"[{flat.size}]",
+                    fix="give what scan(state=True) of a table with the same rule gave",
+                )
+            records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
+        self._calls.put_rows(self.block, records, timeout_s)
+
+    # --- Arrow and Parquet -----------------------------------------------------------------------
+
+    def to_arrow(self, *, state: bool = False, timeout_s: float | None = None) -> Any:
+        """The whole table as a `pyarrow.Table`, which is as large.
+
+        Columns: `key` int64, `value` fixed_size_list<float32>[dim]; with the state also `state`
+        fixed_size_list<float32>[width] (if the rule has any) and `count` uint32, updates of the
+        row. The schema's metadata say the table's name, dim, dtype, seed and rule, as JSON under
+        "paramserve". As for `scan`, rows that are changed meanwhile may be there as they were
+        before or after.
+
+        Args:
+            state: the rule's state and the update counts as well, to go on training from.
+            timeout_s: of each part.
+        Raises:
+            ParamServeError: pyarrow is not installed (`pip install 'paramserve[arrow]'`).
+        """
+        return arrow.to_arrow(self, state=state, timeout_s=timeout_s)
+
+    def to_parquet(
+        self, path: str | os.PathLike[str], *, state: bool = False, timeout_s: float | None = None
+    ) -> int:
+        """Write the whole table to a file, some rows at a time; memory here stays flat.
+
+        The columns are those of `to_arrow`. The file is complete when it takes its name: until
+        then what was at the path stays, and after an error still is there.
+
+        Returns:
+            Rows written.
+        Raises:
+            OSError: the file cannot be written. ParamServeError: as `to_arrow`.
+        """
+        return arrow.to_parquet(self, path, state=state, timeout_s=timeout_s)
+
+    def from_arrow(
+        self, source: Any, *, state: bool | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Overwrite or create rows from Arrow data, in order; repeating is safe.
+
+        Args:
+            source: a pyarrow.Table, a RecordBatchReader, an iterable of RecordBatch, or what hands
+                out an Arrow stream, as frames of pandas and polars. Columns as `to_arrow` has them,
+                in any order: keys of any integers, values of any floats, also in lists of no fixed
+                size; other columns are let be.
+            state: take over the rule's state and update counts: None: if the columns are there;
+                False: no, so that rows which are there keep theirs; True: they have to be.
+            timeout_s: of each part.
+        Returns:
+            Rows put.
+        Raises:
+            TypeError: the source is something else. ValueError: a column is missing, or the state
+                is that of another rule. Nothing was applied.
+            ShapeMismatch, DtypeMismatch, NonFinite: other dims, types or keys than the table's, or
+                nulls, NaN or Inf. Nothing was applied where the schema tells it, or the source is a
+                pyarrow.Table; else the text says how many rows were put before.
+            TableFull: and how many were put before.
+        """
+        return arrow_in.from_arrow(self, source, self._putting(timeout_s), state=state)
+
+    def from_parquet(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        state: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Overwrite or create rows from a file, some rows at a time; memory here stays flat.
+
+        Everything else as `from_arrow`: the number of servers, and the dtype of rows, may be other
+        ones than when it was written.
+
+        Raises:
+            OSError: the file cannot be read. The rest as `from_arrow`, from a stream.
+        """
+        return arrow_in.from_parquet(self, path, self._putting(timeout_s), state=state)
+
+    def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
+        return lambda records: self._calls.put_rows(self.block, records, timeout_s)
+
+
+def as_keys(keys: npt.ArrayLike, table: str) -> tuple[Array, tuple[int, ...]]:
+    """Keys as int64 [n], and their shape.
+
+    Raises:
+        TypeError: they are no integers. ValueError: one does not fit into 64 bits with a sign.
+    """
+    array = np.asarray(keys)
+    if array.dtype.kind not in "iu" and not (array.size == 0 and array.dtype == np.float64):
+        raise TypeError(f"keys of table {table!r} have to be integers, not {array.dtype}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
+        raise ValueError(
+            f"key {int(array.max())} of table {table!r} is above 2**63 - 1, the largest one"
+        )
+    flat = np.ascontiguousarray(array, np.int64).reshape(-1)
+    return _writable(flat), array.shape
+
+
+def _writable(array: Array) -> Array:
+    """The array, or a copy where it is read-only: kernels are compiled for arrays to write to."""
+    return array if array.flags.writeable else array.copy()

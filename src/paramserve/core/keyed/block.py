@@ -1,0 +1,280 @@
+"""A table on one shard: the rows of the keys that hash to it, changed by the table's rule.
+
+To its group it is a block like those of tensors. Its gradients are `RowGradient`s: keys, each once,
+with their gradients; a read names keys, and the places where their rows go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.guard import guarded
+from paramserve.core.keyed import parts, routing
+from paramserve.core.keyed.hashing import stream_of
+from paramserve.core.keyed.options import TableOptions
+from paramserve.core.keyed.parts import Records, RowGradient
+from paramserve.core.keyed.store import Purpose, RowStore
+from paramserve.core.ruled import Ruled
+from paramserve.core.shard_session import Memory
+from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch, TableFull
+from paramserve.messages import BlockSpec, Gradient, Place, Put, Scan, TableReport
+from paramserve.rules.base import Hyper, PushInfo, Rule
+from paramserve.rules.compiled import compiled
+from paramserve.rules.rows import apply_rows, check_rows, initial_state, row_layout
+
+Array = npt.NDArray[Any]
+
+
+class KeyedBlock(Ruled):
+    """The part of a table that one shard holds.
+
+    Attributes:
+        clock: of its group, the slowest worker's; what rows are said to be used at. The shard
+            keeps it.
+
+    Raises:
+        ValueError, TypeError: the rule cannot work on rows.
+    """
+
+    guarded = False
+    """A rule that is not ours computes rows on copies anyway."""
+
+    def __init__(self, spec: BlockSpec, shards: int, rule: Rule, attempt: int) -> None:
+        assert spec.table is not None
+        super().__init__(spec, rule, attempt)
+        self.table = spec.table
+        self.clock = 0
+        self.unadmitted = 0
+        """Gradients of keys that had no row yet."""
+        self.hyper = rule.hyper()
+        with guarded(self._about("cannot start"), rule, (ValueError, TypeError)):
+            self.layout = row_layout(rule, self.table.dim, self.table.dtype)
+            state = initial_state(rule, self.layout)
+        stream = stream_of(self.table.seed, spec.group_name)
+        options = TableOptions.from_spec(self.table.options).of_shard(shards)
+        self.store = RowStore(self.layout, state, options, stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that it holds."""
+        return self.store.memory_bytes
+
+    @property
+    def dim(self) -> int:
+        """Values of a row."""
+        return self.table.dim
+
+    def report(self) -> TableReport:
+        """What it has and has done."""
+        store = self.store
+        return TableReport(
+            len(store),
+            store.memory_bytes,
+            self.layout.state_words,
+            store.created,
+            store.evicted,
+            self.unadmitted,
+        )
+
+    def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
+        """As `Ruled.check`; rows may also lack the count of updates that hyper-parameters need."""
+        if hyper is not None and hyper != self._checked and self.rule is not None:
+            about = self._about("failed to check its hyper-parameters")
+            with guarded(about, self.rule, (ValueError, ParamServeError)):
+                self.rule.check(hyper)
+                check_rows(self.rule, self.layout, hyper)
+        super().check(active, hyper)
+
+    def _check_active(self, active: Sequence[int]) -> None:
+        raise ShapeMismatch(
+            f"the pieces {list(active)} were named for table {self._names()}, which has rows",
+            fix="name the rows by their keys",
+        )
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def gradient_bytes(self, header: Gradient) -> int:
+        """Of a gradient as it lies in a payload."""
+        return parts.gradient_bytes(header.rows, self.dim)
+
+    def gradient(self, memory: Memory, header: Gradient, offset: int) -> RowGradient:
+        """A gradient that lies in a request's memory.
+
+        Raises:
+            ShapeMismatch: it does not lie there. Nothing was applied.
+        """
+        nbytes = self.gradient_bytes(header) if header.rows >= 0 else -1
+        what = f"gradients of {header.rows} rows of table {self._names()}"
+        whole = parts.within(memory.get(header.arena), offset, nbytes, what)
+        return parts.gradient_at(whole, offset, header.rows, self.dim)
+
+    def finite(self, gradient: RowGradient, active: Sequence[int] | None) -> bool:
+        """Whether all elements are finite numbers."""
+        return bool(compiled().finite(gradient.values.reshape(-1)))
+
+    def squared_norm(self, gradient: RowGradient) -> float:
+        """Sum of the squares of all elements."""
+        return float(compiled().squared_norm(gradient.values.reshape(-1)))
+
+    def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
+        """Weighted sum of several gradients, key by key, in the order given."""
+        if len(weighted) == 1 and weighted[0][0] == 1.0:
+            return weighted[0][2]
+        keys = np.concatenate([gradient.keys for _, _, gradient in weighted])
+        values = np.concatenate(
+            [
+                gradient.values if weight == 1.0 else gradient.values * np.float32(weight)
+                for weight, _, gradient in weighted
+            ]
+        )
+        return routing.summed(keys, values)
+
+    def apply(
+        self,
+        gradient: RowGradient,
+        active: Sequence[int] | None,
+        hyper: Hyper | None,
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        """Apply the rule to the rows of these keys; keys that have none get one, where the table
+        admits them.
+
+        Raises:
+            TableFull: there is no room for the new ones. RuleFailed: the rule is not one of ours,
+                and failed. In both cases nothing was applied.
+        """
+        assert self.rule is not None, "a table has one"
+        assert out is None, "rows are read by `read`"
+        keys, values = gradient
+        if not keys.size:
+            return
+        taken = self.store.take(keys, self.clock, Purpose.PUSH)
+        rows = taken.rows
+        if taken.dropped:
+            self.unadmitted += taken.dropped
+            there = np.flatnonzero(rows >= 0)
+            rows, keys, values = rows[there], keys[there], values[there]
+            if not keys.size:
+                return
+        with guarded(self._about("failed"), self.rule):
+            view = self.store.view(rows, keys)
+            apply_rows(self.rule, view, values, hyper if hyper is not None else self.hyper, push)
+
+    # --- reads -----------------------------------------------------------------------------------
+
+    def check_place(self, memory: Memory, place: Place, offset: int) -> None:
+        """Refuse a read whose keys or places do not lie in its memory; nothing is written.
+
+        Args:
+            offset: where its keys lie in the payload, if they do.
+        Raises:
+            ShapeMismatch: nothing was read.
+        """
+        keys, places = self._keys(memory, place, offset)
+        if places is None:
+            return
+        assert place.keys is not None
+        total = place.keys.total
+        what = f"{total} rows of table {self._names()}"
+        parts.within(memory.get(place.arena), place.offset, 4 * self.dim * max(total, 0), what)
+        if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
+            raise ShapeMismatch(
+                f"rows of table {self._names()} were to go to places {int(places.min())} to "
+                f"{int(places.max())} of {total}",
+                fix="name places within the array",
+            )
+
+    def _keys(self, memory: Memory, place: Place, offset: int) -> tuple[Array, Array | None]:
+        """The keys of a read, and where their rows go (None: in order into the answer)."""
+        asked = place.keys
+        if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
+            raise ShapeMismatch(
+                f"a read of table {self._names()} names no keys", fix="name the keys of the rows"
+            )
+        what = f"keys of {asked.rows} rows of table {self._names()}"
+        if asked.arena == 0:
+            whole = parts.within(memory.get(0), offset, parts.padded(8 * asked.rows), what)
+            return parts.lying(whole, np.int64, asked.rows, offset), None
+        nbytes = parts.keys_bytes(asked.rows)
+        whole = parts.within(memory.get(asked.arena), asked.offset, nbytes, what)
+        return parts.keys_at(whole, asked.offset, asked.rows)
+
+    def read(self, memory: Memory, place: Place, offset: int, inline: Array | None) -> None:
+        """Write the rows of the keys asked for to their places, or in order to `inline`.
+
+        A full table gives new keys their initial values, and no rows.
+        """
+        keys, places = self._keys(memory, place, offset)
+        assert place.keys is not None
+        out = inline
+        if out is None:
+            count = place.keys.total * self.dim
+            out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
+        out = out.reshape(-1, self.dim)
+        if not keys.size:
+            return
+        purpose = Purpose.PULL if place.keys.create else Purpose.READ
+        try:
+            taken = self.store.take(keys, self.clock, purpose)
+        except TableFull:
+            taken = self.store.take(keys, self.clock, Purpose.READ)
+        self.store.read(taken.rows, keys, out, places)
+
+    # --- whole rows ------------------------------------------------------------------------------
+
+    def _width(self, message: Scan | Put) -> int | None:
+        if message.width in (-1, self.layout.state_words) and message.rows >= 0:
+            return None if message.width < 0 else message.width
+        raise ShapeMismatch(
+            f"rows with {message.width} elements of state were named for table {self._names()}, "
+            f"whose rule {self.spec.rule} keeps {self.layout.state_words}",
+            fix="use the same rule, or leave the state out",
+        )
+
+    def records_bytes(self, message: Scan | Put) -> int:
+        """Of as many whole rows as a request names."""
+        return parts.records_bytes(message.rows, self.dim, self._width(message))
+
+    def records(self, memory: Array | None, message: Scan | Put, offset: int) -> Records:
+        """The whole rows that lie in a request's memory.
+
+        Raises:
+            ShapeMismatch: they do not lie there. Nothing was applied.
+        """
+        nbytes, width = self.records_bytes(message), self._width(message)
+        what = f"{message.rows} whole rows of table {self._names()}"
+        whole = parts.within(memory, offset, nbytes, what)
+        return parts.records_at(whole, offset, message.rows, self.dim, width)
+
+    def scan(self, message: Scan, into: Records) -> tuple[int, int]:
+        """Leave rows from the cursor on in `into`; how many, and where to go on or -1."""
+        keys, rows, after = self.store.scan(max(message.cursor, 0), message.rows)
+        found = keys.size
+        into.keys[:found] = keys
+        self.store.read(rows, keys, into.values[:found], None)
+        if into.state is not None and into.counts is not None:
+            state, counts = self.store.read_state(rows)
+            into.state[:found] = state
+            into.counts[:found] = 0 if counts is None else counts
+        return found, after
+
+    def put(self, given: Records) -> None:
+        """Overwrite rows, or create them.
+
+        Raises:
+            TableFull: there is no room for the new ones. NonFinite: nothing was applied.
+        """
+        if not given.keys.size:
+            return
+        if not np.isfinite(given.values).all():
+            raise NonFinite(
+                f"rows that were put into table {self._names()} hold NaN or Inf",
+                fix="look at where they come from",
+            )
+        taken = self.store.take(given.keys, self.clock, Purpose.PUT)
+        self.store.write(taken.rows, given.values, given.state, given.counts)

@@ -1,0 +1,43 @@
+"""Which shard a key belongs to, and the streams that random numbers are drawn from.
+
+One hash of a key serves both the shard and the place in the shard's index: the shard is told by
+its low half, the place by its high half (`kernels`). Else the keys of one shard would crowd in one
+part of its index.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64: Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014."""
+
+Keys = npt.NDArray[np.int64]
+
+
+def hashes(keys: Keys) -> npt.NDArray[np.uint64]:
+    """The hash of each key: splitmix64, which gives every key another one."""
+    z = keys.view(np.uint64) + np.uint64(GOLDEN)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(MIX1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(MIX2)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def shard_of(keys: Keys, shards: int) -> npt.NDArray[np.int64]:
+    """The shard, in [0, shards), that holds each key."""
+    low = hashes(keys) & np.uint64(0xFFFFFFFF)
+    low *= np.uint64(shards)
+    low >>= np.uint64(32)
+    return low.view(np.int64)
+
+
+def stream_of(seed: int, name: str) -> int:
+    """What the initial values and the rounding of a table are drawn from: 64 bits."""
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,75 @@
+"""What blocks of tensors and tables share: a rule, its hyper-parameters, and how failures read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.guard import guarded
+from paramserve.errors import ParamServeError
+from paramserve.messages import BlockSpec
+from paramserve.rules.base import Hyper, Rule
+
+Array = npt.NDArray[Any]
+
+
+class Ruled(ABC):
+    """Base of what a group holds on one shard."""
+
+    def __init__(self, spec: BlockSpec, rule: Rule | None, attempt: int) -> None:
+        self.spec = spec
+        self.rule = rule
+        self.attempt = attempt
+        self.dtype = np.dtype(spec.dtype)
+        self.hyper: Hyper = ()
+        self.failure: tuple[int, ParamServeError] | None = None
+        """The last synchronous clock whose update failed, although it was decided."""
+        self._checked: Hyper | None = None
+        """Hyper-parameters that were found good last: most pushes bring the same."""
+
+    def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
+        """Refuse a push that cannot be applied, before anything is written.
+
+        Raises:
+            ParamServeError, ShapeMismatch, ValueError: see the text. Nothing was applied.
+        """
+        if self.rule is None:
+            raise ParamServeError(
+                f"{self._names()} has no rule: it cannot be pushed to",
+                fix="define it with a rule, or use assign",
+            )
+        if active is not None:
+            self._check_active(active)
+        if hyper is None or hyper == self._checked:
+            return
+        about = self._about("failed to check its hyper-parameters")
+        with guarded(about, self.rule, (ValueError, ParamServeError)):
+            self.rule.check(hyper)
+            needed = self.rule.states(hyper)
+            kept = self.rule.states(self.hyper)
+        if len(needed) > len(kept):
+            given = dict(zip(self.rule.hyper_names, hyper, strict=True))
+            raise ParamServeError(
+                f"{type(self.rule).__name__} with {given} "
+                f"needs the state {', '.join(needed)}, but {self._names()} was defined without it",
+                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
+            )
+        self._checked = hyper
+
+    @abstractmethod
+    def _check_active(self, active: Sequence[int]) -> None: ...
+
+    def _about(self, what: str) -> str:
+        """How a failure of the rule is told."""
+        assert self.rule is not None
+        group = self.spec.group_name
+        return f"rule {self.rule.name!r} {what} on {self._names()} of group {group!r}"
+
+    def _names(self) -> str:
+        names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])
+        more = len(self.spec.pieces) - 3
+        return names + (f" and {more} more" if more > 0 else "")

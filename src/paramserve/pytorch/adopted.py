@@ -1,0 +1,265 @@
+"""What all adopted optimizers have in common: their settings, their blocks, their start and end.
+
+`served.py` lets the servers make the steps, `local.py` and `hybrid.py` the worker.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from paramserve.core.decisions import Policy
+from paramserve.pytorch.block import AdoptedBlock
+from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
+from paramserve.pytorch.hyper import ParamGroup, check_options
+from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of
+from paramserve.pytorch.rows import Rows
+from paramserve.pytorch.tables import Tables
+
+if TYPE_CHECKING:
+    from paramserve.client import Client, Ticket
+    from paramserve.client.leases import OwnSteps
+    from paramserve.core.partition import Block
+    from paramserve.rules.base import Rule
+
+B = TypeVar("B", bound=AdoptedBlock)
+
+
+class Worker(Protocol):
+    """What an optimizer needs of its worker."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def client(self) -> Client: ...
+    @property
+    def aliases(self) -> dict[str, dict[str, str]]:
+        """For each adopted optimizer's name: further names of tied tensors, with the first."""
+        ...
+
+    @property
+    def stepped(self) -> list[str]:
+        """The groups that adopted optimizers end steps on."""
+        ...
+
+    @property
+    def step_samples(self) -> float | None:
+        """Samples that its loader has given since the client's last step; None: it counts none."""
+        ...
+
+    @property
+    def refreshers(self) -> list[Callable[[], None]]:
+        """Called after this worker took no part in its groups for a while."""
+        ...
+
+    @property
+    def own_steps(self) -> list[OwnSteps]:
+        """The optimizers that step by themselves."""
+        ...
+
+    @property
+    def finishers(self) -> list[Callable[[], None]]:
+        """Called in order when the training function has returned."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one optimizer steps; the arguments of `worker.optimizer`, checked."""
+
+    name: str
+    overlap: bool
+    weight: float | Callable[[], float] | None
+    clip_norm: float | None
+    buffers: str
+    consistency: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
+        if self.buffers not in ("rank0", "local"):
+            raise ValueError(f'buffers must be "rank0" or "local", not {self.buffers!r}')
+        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+            raise ValueError(
+                f"clip_norm must be a finite number above 0 or None, not {self.clip_norm!r}"
+            )
+        if self.consistency is not None and not isinstance(self.consistency, Policy):
+            raise TypeError(
+                "consistency must be a policy, as in ps.Sync(), or None for the run's, not "
+                f"{self.consistency!r}"
+            )
+        if self.weight is not None and not callable(self.weight):
+            self.weight_now(None)
+
+    def weight_now(self, samples: float | None) -> float:
+        """The weight of the gradients of this step.
+
+        Args:
+            samples: behind them, as the worker's loader knows; None: it does not.
+        Raises:
+            ValueError: it is not a finite number above 0. Nothing was sent.
+        """
+        if self.weight is None:
+            value = float(samples) if samples is not None else 1.0
+        else:
+            value = float(self.weight() if callable(self.weight) else self.weight)
+        if not 0.0 < value < math.inf:
+            raise ValueError(
+                f"weight must be a finite number above 0 (samples behind a gradient), not {value}"
+            )
+        return value
+
+
+class Plan(NamedTuple, Generic[B]):
+    """A block that is checked and not yet defined."""
+
+    layout: Layout
+    rule: Rule
+    """What it is defined with."""
+    part: Callable[[Block], B]
+
+
+def reciprocal(grad_scale: Tensor) -> float:
+    """What undoes a gradient's scale: in float64, then rounded, as `GradScaler.unscale_` does."""
+    return float(grad_scale.double().reciprocal().float())
+
+
+class Adopted(ABC, Generic[B]):
+    """One adopted optimizer's blocks: defined together, and stepped in one group.
+
+    Args:
+        worker: its `rank` decides who defines; it gets the aliases and the final call.
+        apart: see `Tables`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: torch.nn.Module,
+        settings: Settings,
+        *,
+        apart: bool = False,
+    ) -> None:
+        if settings.name in worker.aliases:
+            raise ValueError(
+                f"this worker has an optimizer called {settings.name!r} already: give the second "
+                "one another name="
+            )
+        self._worker = worker
+        self._client = worker.client
+        self._model = model
+        self._settings = settings
+        self._names = names_of(model)
+        self.tables = Tables(worker.client, model, worker.rank, apart=apart)
+        self._parts: list[B] = []
+        self._blocks: tuple[Block, ...] = ()
+        self._steps = 0
+
+    def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
+        """Check everything, then define on rank 0 or wait for it, and take the values."""
+        settings, worker = self._settings, self._worker
+        plans = [each for index, group in enumerate(groups) for each in self._plan(index, group)]
+        found = self.tables.find(groups)
+        trained = {id(param) for group in groups for param in group["params"]}
+        self._untrained = self._untrained_of(trained)
+        self._begin(plans, state)
+        self._untrained.start(define=worker.rank == 0)
+        self.tables.adopt(found, groups)
+        worker.aliases[settings.name] = alias_map(self._model)
+        worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
+        worker.finishers.append(self.finish)
+
+    def _untrained_of(self, trained: set[int]) -> Untrained:
+        """What of the model is not trained on the servers."""
+        return Untrained(
+            self._client,
+            self._model,
+            f"{self._settings.name}.buffers",
+            trained=trained,
+            buffers=self._settings.buffers == "rank0",
+        )
+
+    def finish(self) -> None:
+        """On rank 0 assign buffers and untrained parameters."""
+        if self._worker.rank == 0:
+            self._untrained.assign(everything=True)
+
+    def add_group(self, index: int, group: ParamGroup) -> None:
+        """Define the blocks of one more parameter group, as `start` does."""
+        found = self.tables.find([group])
+        self._define(self._plan(index, group))
+        self.tables.adopt(found, [group])
+        self._worker.stepped.extend(each.table.group for each in found)
+
+    @abstractmethod
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[B]]:
+        """The blocks that a parameter group becomes; raises for what is not supported."""
+
+    def _layouts(self, index: int, group: ParamGroup) -> list[Layout]:
+        check_options(group)
+        dense = [param for param in group["params"] if not isinstance(param, Rows)]
+        return lay_out(self._names, index, dense)
+
+    def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
+        """Define what `start` has planned."""
+        self._define(plans)
+
+    def _define(self, plans: Sequence[Plan[B]]) -> None:
+        if not plans:
+            return
+        client, name = self._client, self._settings.name
+        consistency = self._settings.consistency
+        parts = []
+        for layout, rule, part in plans:
+            if self._worker.rank == 0:
+                block = client.define(
+                    layout.values(), rule=rule, group=name, consistency=consistency
+                )
+            else:
+                block = client.await_block(
+                    layout.shapes(),
+                    dtype=layout.array_dtype,
+                    rule=rule,
+                    group=name,
+                    consistency=consistency,
+                )
+            parts.append(part(block))
+        self._parts += parts
+        self._blocks += tuple(part.block for part in parts)
+        client.enter(name)  # before the values are read: they stay present from then on
+        self._pull(parts)
+
+    def _pull(self, parts: Sequence[B]) -> None:
+        """Take the servers' present values."""
+        blocks = [part.block for part in parts]
+        ticket = self._client.step(self._settings.name, (), pull=blocks, tick=False)
+        with torch.no_grad():
+            self._install(ticket, parts)
+
+    def _install(self, ticket: Ticket, parts: Sequence[B]) -> None:
+        values = ticket.result().values
+        try:
+            for part in parts:
+                part.scatter(values[part.block.id])
+        finally:
+            ticket.release()
+
+    def _weight(self) -> float:
+        """Of this step; asked before the client's step, which ends what the loader has counted."""
+        return self._settings.weight_now(self._worker.step_samples)
+
+    def _count_step(self) -> None:
+        """A step was made: on rank 0 assign the buffers, if it is time."""
+        self._steps += 1
+        if self._worker.rank == 0 and self._steps % BUFFERS_EVERY == 0:
+            self._untrained.assign(everything=False)

@@ -1,0 +1,156 @@
+"""`dense="local"`: the worker's own optimizer steps the dense layers, and only tables are sent.
+
+With several workers something must make their dense gradients equal before the step:
+
+    worker.process_group()
+    model = DistributedDataParallel(model)
+    optimizer = worker.optimizer(model, optimizer, dense="local")
+
+All ranks then make the same number of steps, as `worker.loader` with static shares gives them.
+Buffers are each worker's own; rank 0's values at the end are the result.
+
+On several workers the rows are no part of `model.parameters()` any more: a norm for clipping with
+each worker's own rows in it would drive the dense layers apart. For the same reason a row whose
+gradient is NaN or Inf does not make `GradScaler` skip a step here that the others make: it is left
+out. A step does not wait for the answer to its push: the next one raises what it was refused with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
+from paramserve.pytorch.block import AdoptedBlock
+from paramserve.pytorch.buffers import Untrained
+from paramserve.pytorch.hyper import ParamGroup
+from paramserve.pytorch.local import unscale
+from paramserve.pytorch.rows import Rows
+from paramserve.pytorch.tables import clip, tensors
+
+if TYPE_CHECKING:
+    from paramserve.client import Ticket
+    from paramserve.client.table import TablePush
+
+
+class Hybrid(Adopted[AdoptedBlock]):
+    """Own steps of the dense layers, and pushes of the tables' rows.
+
+    Raises:
+        ValueError: a setting that is for layers on the servers, or several workers without a
+            process group: their dense layers would drift apart.
+    """
+
+    def __init__(self, worker: Worker, model: torch.nn.Module, settings: Settings) -> None:
+        several = worker.workers > 1
+        if settings.overlap or settings.consistency is not None:
+            raise ValueError(
+                'dense="local" sends no dense layers: overlap and consistency are for those on the '
+                "servers. A table has its own consistency: client.table(..., consistency=)"
+            )
+        if several and not dist.is_initialized():
+            raise ValueError(
+                f'dense="local" with {worker.workers} workers needs their gradients averaged: call '
+                "worker.process_group(), then wrap the model in DistributedDataParallel, then "
+                "worker.optimizer(...)"
+            )
+        super().__init__(worker, model, settings, apart=several)
+        self._sent: Ticket | None = None
+
+    def _plan(self, index: int, group: ParamGroup) -> list[Plan[AdoptedBlock]]:
+        return []
+
+    def _untrained_of(self, trained: set[int]) -> Untrained:
+        """Every value of the model, kept for the result: the last ones of rank 0."""
+        return Untrained(
+            self._client,
+            self._model,
+            self._settings.name,
+            trained=(),
+            buffers=self._settings.buffers == "rank0",
+        )
+
+    def run(
+        self,
+        own_step: Callable[[Callable[[], Any] | None], Any],
+        closure: Callable[[], Any] | None,
+        groups: Sequence[ParamGroup],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> Any:
+        """Make one own step of the dense layers, and push the rows; what the own step returned.
+
+        Of a closure that is called several times, the last gradients of rows count.
+
+        Args:
+            own_step: of the torch optimizer's class; takes a closure or None.
+            grad_scale: what the gradients are multiplied by still; None: nothing.
+            found_inf: not None: a `GradScaler` is used; not zero: this step is left out.
+        Raises:
+            NonFinite: rows' gradients hold NaN or Inf. Nothing was stepped or sent.
+        """
+        factor = reciprocal(grad_scale) if grad_scale is not None else None
+        taken: list[TablePush] = []
+
+        def take() -> None:
+            if found_inf is None:
+                self.tables.refuse_bad()
+            else:
+                self.tables.forgive_bad()
+            taken[:] = self._clipped(groups, self.tables.take(factor))
+
+        def evaluated() -> Any:
+            assert closure is not None
+            loss = closure()
+            take()
+            return loss
+
+        if found_inf is not None and bool(found_inf):
+            taken, loss = self.tables.drop(), None
+        elif closure is not None:
+            loss = own_step(evaluated)
+        else:
+            if factor is not None:
+                unscale(_dense(groups), factor)
+            take()
+            loss = own_step(None)
+        self._push(taken)
+        return loss
+
+    def _clipped(self, groups: Sequence[ParamGroup], rows: list[TablePush]) -> list[TablePush]:
+        """Clip: all that this worker has by one norm; or, where the dense layers are the same on
+        several workers, these by theirs and the rows by their own."""
+        norm = self._settings.clip_norm
+        if norm is None:
+            return rows
+        dense = [param.grad for param in _dense(groups) if param.grad is not None]
+        if self._worker.workers > 1:
+            clip(dense, norm)
+            clip(tensors(rows), norm)
+        else:
+            clip([*dense, *tensors(rows)], norm)
+        return rows
+
+    def _push(self, taken: list[TablePush]) -> None:
+        """Send the rows, and look at the push before, so that its error is not told much later."""
+        weight = self._weight()
+        before, self._sent = self._sent, None
+        if before is not None:
+            before.result()
+        if taken:
+            self._sent = self._client.push_tables(taken, tick=True, weight=weight)
+
+    def finish(self) -> None:
+        """Wait for the last push; then as `Adopted.finish`."""
+        ticket, self._sent = self._sent, None
+        if ticket is not None:
+            ticket.result()
+        super().finish()
+
+
+def _dense(groups: Sequence[ParamGroup]) -> list[Tensor]:
+    return [p for group in groups for p in group["params"] if not isinstance(p, Rows)]

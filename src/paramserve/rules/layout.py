@@ -1,0 +1,84 @@
+"""How a row of a keyed table lies in memory. Numpy alone; what is done with it is elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of a row's values, by the number that the kernels know them by."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How one row lies in 32-bit words: its values, then each state, then its update count.
+
+    Values of 16 bits are packed two to a word: element j is the uint16 at byte 2 * j of the row.
+
+    Raises:
+        ValueError: a width below 1, or a dtype that is none of `DTYPES`.
+    """
+
+    dim: int
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    widths: tuple[int, ...] = ()
+    """float32 elements of each of the rule's states: `dim`, or 1 for one number per row."""
+    counted: bool = False
+    """Whether each row keeps the count of its updates (uint32)."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"rows hold {', '.join(DTYPES)}, not {self.dtype}")
+        if min((self.dim, *self.widths)) < 1:
+            raise ValueError(f"a row needs widths of at least 1, not {self.dim} and {self.widths}")
+
+    @property
+    def half(self) -> int:
+        """0: float32, 1: bfloat16, 2: float16."""
+        return DTYPES.index(self.dtype)
+
+    @property
+    def value_words(self) -> int:
+        """Words of the values."""
+        return (self.dim + 1) // 2 if self.half else self.dim
+
+    @property
+    def state_at(self) -> tuple[int, ...]:
+        """Where each state begins, in words."""
+        ends = np.cumsum((self.value_words, *self.widths)).tolist()
+        return tuple(int(end) for end in ends[:-1])
+
+    @property
+    def state_words(self) -> int:
+        """Words of all states together; they lie side by side."""
+        return sum(self.widths)
+
+    @property
+    def count_at(self) -> int:
+        """Where the update count lies, in words; -1: there is none."""
+        return self.value_words + self.state_words if self.counted else -1
+
+    @property
+    def words(self) -> int:
+        """Of the whole row."""
+        return self.value_words + self.state_words + int(self.counted)
+
+
+class RowView(NamedTuple):
+    """Some rows of a table's memory for a rule. All arrays are C-contiguous."""
+
+    floats: npt.NDArray[np.float32]
+    """[capacity, words]"""
+    words: npt.NDArray[np.uint32]
+    """[capacity, words], the same memory."""
+    layout: RowLayout
+    slots: npt.NDArray[np.int64]
+    """[n] row numbers, distinct, none below 0."""
+    keys: npt.NDArray[np.int64]
+    """[n]"""
+    stream: int
+    """Hash of (seed, table), below 2**64: what the rounding of 16-bit values is drawn from."""

@@ -1,0 +1,232 @@
+"""Rules on rows of a keyed table: what a row has to hold for a rule, and one update of some rows.
+
+A built-in rule updates rows where they lie. Any other is given copies, of which the rows take over
+what it made only after it has succeeded and passed the checks that dense blocks have, so that a
+failure in its middle changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from paramserve.rules.base import Array, Hyper, PushInfo, RowRule, Rule, Run
+from paramserve.rules.compiled import compiled, compiled_rows
+from paramserve.rules.custom import CustomRule, check_unchanged
+from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.registry import TORCH, is_built_in
+
+__all__ = [
+    "RowLayout",
+    "RowView",
+    "row_layout",
+    "initial_state",
+    "check_rows",
+    "prepare_rows",
+    "apply_rows",
+]
+FLOAT = np.dtype(np.float32)
+
+
+def row_layout(rule: Rule, dim: int, dtype: str) -> RowLayout:
+    """What a row of a table with this rule holds.
+
+    Args:
+        dim: values of a row.
+        dtype: of the values: "float32", "bfloat16" or "float16".
+    Raises:
+        ValueError: the rule cannot run on rows, or dim or dtype are wrong.
+    """
+    if getattr(rule, "whole_tensors", False):
+        raise ValueError(
+            f"{_called(rule)} looks at whole tensors, and a table has none: its rows come and go "
+            "one by one. Use a rule that updates each element, or each row, by itself"
+        )
+    rows_only = bool(getattr(rule, "whole_rows", False))
+    if rows_only and not (is_built_in(rule) or isinstance(rule, CustomRule)):
+        raise ValueError(f"{_called(rule)} has whole_rows: derive it from ps.CustomRule")
+    names = rule.states(rule.hyper())
+    widths = rule.row_states(dim) if hasattr(rule, "row_states") else (dim,) * len(names)
+    if (
+        not isinstance(widths, tuple)
+        or len(widths) != len(names)
+        or not all(type(width) is int and width >= 1 for width in widths)
+    ):
+        raise ValueError(
+            f"row_states({dim}) of {_called(rule)} gave {widths!r}: it has to be a tuple of one "
+            f"width for each state ({', '.join(names) if names else 'there is none'})"
+        )
+    if not rows_only and any(width != dim for width in widths):
+        raise ValueError(
+            f"{_called(rule)} updates elements, so each state is as wide as a row, {dim}, and not "
+            f"{widths}. For states of another width set whole_rows = True: update() then sees rows"
+        )
+    return RowLayout(dim, dtype, widths, dtype != "float32" or _counted(rule, rule.hyper()))
+
+
+def initial_state(rule: Rule, layout: RowLayout) -> Array:
+    """The states of a fresh row, one after the other: float32 [state words].
+
+    Raises:
+        ValueError: the rule gave something else.
+    """
+    if hasattr(rule, "initial_row"):
+        state = np.asarray(rule.initial_row(layout.dim), FLOAT)
+    else:
+        arrays = rule.init_state(layout.dim, FLOAT)
+        state = np.concatenate([np.zeros(0, FLOAT), *arrays])
+    if state.shape != (layout.state_words,):
+        raise ValueError(
+            f"the fresh states of {_called(rule)} have shape {list(state.shape)}, a row has room "
+            f"for [{layout.state_words}]"
+        )
+    return np.ascontiguousarray(state, FLOAT)
+
+
+def check_rows(rule: Rule, layout: RowLayout, hyper: Hyper) -> None:
+    """Refuse hyper-parameters that need more than a table's rows hold, before anything is written.
+
+    Raises:
+        ValueError: they do. Nothing was applied.
+    """
+    needed = rule.states(hyper)
+    if len(needed) > len(layout.widths):
+        missing = f"the state {', '.join(needed)}"
+    elif _counted(rule, hyper) and not layout.counted:
+        missing = "a count of updates for each row"
+    else:
+        return
+    given = dict(zip(rule.hyper_names, hyper, strict=True))
+    raise ValueError(
+        f"{_called(rule)} with {given} needs {missing}, and this table was defined without. "
+        "Applied: no. To fix: define it with these hyper-parameters"
+    )
+
+
+def prepare_rows(rule: Rule, layout: RowLayout) -> None:
+    """Compile or load every kernel that `apply_rows` can need. Repeating costs nothing."""
+    rule.prepare(FLOAT)
+    if is_built_in(rule):
+        cast(RowRule, rule).prepare_rows(layout)
+        return
+    compiled().load(FLOAT, compiled().finite)
+    compiled_rows().load(compiled_rows().gather, compiled_rows().scatter)
+
+
+def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+    """Update rows by one push.
+
+    Args:
+        gradients: float32 [n, dim] for the rows of `view`; not changed.
+    Raises:
+        ValueError: the hyper-parameters need what the rows do not hold, or a rule that is not built
+            in resized an array or made NaN or Inf of finite numbers. Nothing was applied.
+        TypeError: such a rule returned something. What it raises passes through, and nothing was
+            applied then either.
+    """
+    assert gradients.shape == (view.slots.size, view.layout.dim), gradients.shape
+    check_rows(rule, view.layout, hyper)
+    if not view.slots.size:
+        return
+    given = np.require(gradients, FLOAT, ("C", "A", "W"))  # as the kernels were compiled for
+    if is_built_in(rule):
+        cast(RowRule, rule).apply_rows(view, given, hyper, push)
+    else:
+        _Copies(view, given, hyper, push).update(rule)
+
+
+def _called(rule: Rule) -> str:
+    kind = getattr(rule, "kind", None)
+    return f"torch.optim.{kind}" if rule.name == TORCH else rule.name
+
+
+def _counted(rule: Rule, hyper: Hyper) -> bool:
+    """Whether a rule looks at counts: one by the protocol may, and `CustomRule` never does."""
+    if is_built_in(rule):
+        return cast(RowRule, rule).counted(hyper)
+    return not isinstance(rule, CustomRule)
+
+
+class _Copies:
+    """Copies of some rows, those with the same count side by side, for a rule without kernels."""
+
+    def __init__(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        layout = view.layout
+        self._hyper, self._push = hyper, push
+        if layout.counted:
+            counts = view.words[view.slots, layout.count_at]
+            order = np.argsort(counts, kind="stable")
+            view = view._replace(slots=view.slots[order], keys=view.keys[order])
+            gradients, counts = gradients[order], counts[order]
+        else:
+            counts = np.zeros(view.slots.size, np.uint32)
+        self._view, self._gradients, self._counts = view, gradients, counts
+        self._values, self._states = self._gathered()
+
+    def _gathered(self) -> tuple[Array, tuple[Array, ...]]:
+        view, layout = self._view, self._view.layout
+        values = np.empty((view.slots.size, layout.dim), FLOAT)
+        kernels = compiled_rows()
+        kernels.gather(kernels.rows_of(view, self._gradients), values)
+        states = tuple(
+            np.ascontiguousarray(view.floats[view.slots, at : at + width])
+            for at, width in zip(layout.state_at, layout.widths, strict=True)
+        )
+        return values, states
+
+    def update(self, rule: Rule) -> None:
+        """Compute the update, check it, and write it to the rows."""
+        if getattr(rule, "whole_rows", False):
+            assert isinstance(rule, CustomRule), "row_layout takes no other"
+            rule.apply_whole_rows(
+                self._values, self._gradients, self._states, self._hyper, self._push
+            )
+        else:
+            self._apply(rule)
+        self._check(rule)
+        view = self._view
+        kernels = compiled_rows()
+        kernels.scatter(kernels.rows_of(view, self._gradients), self._values)
+        for at, new in zip(view.layout.state_at, self._states, strict=True):
+            view.floats[view.slots, at : at + new.shape[1]] = new
+
+    def _apply(self, rule: Rule) -> None:
+        flat = [array.reshape(-1) for array in (self._values, *self._states)]
+        gradient = self._gradients.reshape(-1)
+        ours = rule.name == TORCH or getattr(type(rule), "apply", None) is CustomRule.apply
+        if not ours:  # it might write to the gradients, which are the caller's
+            gradient = gradient.copy()
+        runs = self._runs(bool(getattr(rule, "separate_tensors", False)))
+        apply: Any = rule.apply  # what users write need not be typed
+        returned = apply(flat[0], gradient, tuple(flat[1:]), self._hyper, runs, self._push, None)
+        if returned is not None:
+            raise TypeError(f"apply returned {type(returned).__name__}, not None")
+        names = ("value", *rule.states(rule.hyper()))
+        size = gradient.size
+        for name, array in zip(names, flat, strict=True):
+            check_unchanged(rule.name, name, array, (size,), FLOAT)
+
+    def _runs(self, separate: bool) -> Sequence[Run]:
+        """Rows with one count as one run; with `separate`, each row is one."""
+        dim, counts = self._view.layout.dim, self._counts
+        new = np.ones(counts.size, bool)
+        if not separate:
+            new[1:] = counts[1:] != counts[:-1]
+        starts = np.flatnonzero(new)
+        stops = np.append(starts[1:], counts.size)
+        return [
+            Run(start * dim, stop * dim, int(counts[start]))
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+
+    def _check(self, rule: Rule) -> None:
+        finite = compiled().finite
+        names = ("value", *rule.states(rule.hyper()))
+        for name, new in zip(names, (self._values, *self._states), strict=True):
+            if finite(new.reshape(-1)):
+                continue
+            values, states = self._gathered()  # nothing is written yet
+            if all(finite(each.reshape(-1)) for each in (values, *states, self._gradients)):
+                raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")

@@ -1,0 +1,304 @@
+"""Tables over all transports, with 1 to 3 shards: what is pulled, pushed, put and scanned.
+
+Bad input is in `test_tables_refusals.py`, limits of a table in `test_tables_limits.py`, steps and
+policies in `test_tables_steps.py`, broken connections in `test_tables_links.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.conftest import MakeCluster
+from tests.contract.role_cluster import KINDS, RoleCluster
+
+from paramserve.client import Client
+from paramserve.client.table import Table
+from paramserve.core.keyed.options import Constant, Normal, Uniform, Zeros
+from paramserve.rules import SGD, Adagrad, Adam, Add
+
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
+DIM = 4
+EDGES = np.array([0, -1, 1, -(2**63), 2**63 - 1, 2**62, -(2**62)])
+
+
+def users(client: Client, **options: Any) -> Table:
+    """A table whose rows begin with 1 and lose half of each gradient, unless told otherwise."""
+    given: dict[str, Any] = {"dim": DIM, "rule": SGD(0.5), "init": Constant(1.0), **options}
+    return client.table("users", **given)
+
+
+def ones(n: int, dim: int = DIM) -> np.ndarray:
+    return np.ones((n, dim), np.float32)
+
+
+def whole(table: Table, rows: int = 65_536) -> tuple[np.ndarray, ...]:
+    """Keys, values, state and counts, in the order of the keys."""
+    parts = list(table.scan(rows, state=True))
+    arrays = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    order = np.argsort(arrays[0])
+    return tuple(each[order] for each in arrays)
+
+
+# --- pull and push ----------------------------------------------------------------------------
+
+
+def test_pull_of_new_keys_gives_them_rows_with_their_first_values(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    rows = table.pull([3, 5, 3])
+    assert (rows.shape, rows.dtype, rows.tolist()) == ((3, DIM), np.float32, [[1.0] * DIM] * 3)
+    assert (len(table), sorted(table.keys())) == (2, [3, 5])
+    assert bool(table)
+
+
+def test_pull_without_create_leaves_no_trace_and_reads_the_same(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, init=Uniform(-1.0, 1.0))
+    before = table.pull(EDGES, create=False)
+    assert (len(table), table.keys().size) == (0, 0)
+    assert np.array_equal(table.pull(EDGES), before)
+    assert len(table) == EDGES.size
+    assert np.array_equal(table.pull(EDGES, create=False), before)
+    assert np.unique(before).size == before.size
+
+
+def test_push_sums_the_gradients_of_equal_keys(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    outcome = table.push([7, 8, 7, 7], np.array([[1.0], [2.0], [4.0], [8.0]]) * ones(1)).result()
+    assert outcome.version == 1
+    assert table.pull([8, 7])[:, 0].tolist() == [1.0 - 1.0, 1.0 - 6.5]
+
+
+def test_push_runs_the_rule_once_for_a_key_with_many_gradients(cluster: RoleCluster) -> None:
+    """Adagrad of a sum is not that of its parts."""
+    table = users(cluster.client(), rule=Adagrad(lr=1.0), init=Zeros())
+    table.push([7] * 3, ones(3)).result()
+    np.testing.assert_allclose(table.pull([7])[0], -1.0, rtol=1e-6)
+    _, _, state, counts = whole(table)
+    assert (state.tolist(), counts.tolist()) == ([[9.0] * DIM], [0])
+
+
+def test_push_of_keys_never_pulled_creates_them(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    table.push(EDGES, np.arange(float(EDGES.size * DIM)).reshape(-1, DIM)).result()
+    expected = 1.0 - 0.5 * np.arange(float(EDGES.size * DIM)).reshape(-1, DIM)
+    assert np.array_equal(table.pull(EDGES), expected)
+    assert np.array_equal(np.sort(table.keys()), np.sort(EDGES))
+
+
+def test_keys_of_any_shape_give_rows_of_that_shape(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    keys = np.array([[1, 2, 3], [3, 2, 9]], np.int32)
+    assert table.pull(keys).shape == (2, 3, DIM)
+    table.push(keys, np.arange(6.0).reshape(2, 3, 1) * np.ones(DIM)).result()
+    assert table.pull(keys)[..., 0].tolist() == [[1.0, -1.5, -1.5], [-1.5, -1.5, -1.5]]
+    assert table.pull(7).shape == (DIM,)
+    table.push(7, np.ones(DIM)).result()
+    assert table.pull(np.uint8(7)).tolist() == [0.5] * DIM
+    assert table.pull(np.array([7], np.uint64))[0].tolist() == [0.5] * DIM
+
+
+def test_empty_batches_do_nothing(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    assert table.pull([]).shape == (0, DIM)
+    assert table.pull(np.empty((3, 0), np.int64)).shape == (3, 0, DIM)
+    table.push([], np.empty((0, DIM))).result()
+    table.push(np.empty(0, np.int64), np.empty((0, DIM), np.float32)).result()
+    table.prefetch([])
+    table.put([], np.empty((0, DIM)))
+    assert (len(table), list(table.scan()), table.keys().tolist()) == (0, [], [])
+
+
+def test_inputs_of_every_layout_are_taken(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    keys = np.arange(20)[::2]
+    keys.flags.writeable = False
+    gradients = np.asfortranarray(np.arange(10.0 * DIM).reshape(10, DIM).astype(np.float16))
+    gradients.flags.writeable = False
+    table.push(keys, gradients).result()
+    assert np.array_equal(table.pull(keys), 1.0 - 0.5 * gradients.astype(np.float32))
+    assert table.pull(list(range(0, 20, 2))).flags.writeable
+
+
+def test_two_clients_share_the_rows_and_each_finds_the_table(cluster: RoleCluster) -> None:
+    first, second = cluster.client(), cluster.client()
+    mine, same = users(first), users(second)
+    found = cluster.client().table("users")
+    for round_ in range(1, 4):
+        mine.push([1, 2], ones(2)).result()
+        same.push([2, 3], ones(2)).result()
+        expected = [1 - round_ / 2, 1 - round_, 1 - round_ / 2]
+        assert [t.pull([1, 2, 3])[:, 0].tolist() for t in (mine, same, found)] == [expected] * 3
+    assert (found.name, found.group, found.dim, len(found)) == ("users", "users", DIM, 3)
+    assert first.table("users") is mine
+    assert [each.name for each in second.tables()] == ["users"]
+
+
+@pytest.mark.parametrize("dim", [1, 3, 17])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dims_that_fill_no_cache_line_come_back_whole(
+    make_cluster: MakeCluster, dim: int, dtype: str
+) -> None:
+    for kind in ("unix", "tcp"):
+        table = users(make_cluster(kind, servers=3).client(), dim=dim, dtype=dtype, rule=Add())
+        keys = np.arange(-50, 50)
+        values = np.arange(100.0 * dim).reshape(100, dim) % 97
+        table.put(keys, values)
+        assert np.array_equal(table.pull(keys), values)
+        table.push(keys[::-1], np.full((100, dim), 2.0)).result()
+        assert np.array_equal(table.pull(keys), values + 2.0)
+
+
+def test_large_batches_reach_every_shard_and_come_back(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add(), init=Zeros())
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
+    gradients = np.random.default_rng(1).standard_normal((20_000, DIM)).astype(np.float32)
+    table.push(keys, gradients).result()
+    assert np.array_equal(table.pull(keys), gradients)
+    shares = [report.rows for report in table.reports()]
+    assert sum(shares) == len(table) == 20_000
+    assert min(shares) > 0.45 * 20_000 / len(shares) * 2 * 0.9
+
+
+def test_hyper_of_one_push_is_for_that_push_only(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), init=Zeros())
+    usual = SGD(0.5).hyper()
+    table.push([1, 2], ones(2), hyper=SGD(2.0).hyper()).result()
+    table.push([2], ones(1)).result()
+    table.push([2], ones(1), hyper=usual).result()
+    assert table.pull([1, 2])[:, 0].tolist() == [-2.0, -3.0]
+
+
+# --- the same bits everywhere -----------------------------------------------------------------
+
+
+def history_of(client: Client) -> bytes:
+    """What a client gets to see that works with two tables for a while."""
+    draw = np.random.default_rng(5)
+    seen: list[np.ndarray] = []
+    words = client.table("words", dim=3, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)
+    films = client.table("films", dim=5, rule=Adam(lr=0.1), init=Uniform(), dtype="bfloat16")
+    for step in range(6):
+        keys = np.concatenate([draw.integers(-40, 40, 30), EDGES])
+        for table in (words, films):
+            seen.append(table.pull(keys.reshape(-1, 1), create=step % 2 == 0))
+            gradients = draw.standard_normal((keys.size, table.dim))
+            table.push(keys, gradients).result()
+        films.prefetch(keys[:9])
+        seen.append(films.pull(keys[3:6]))
+    words.put([5, 6, 5, 2000], draw.standard_normal((4, 3)))
+    for table in (words, films):
+        seen += whole(table)
+        seen += whole(table, rows=7)
+    return b"".join(each.tobytes() for each in seen)
+
+
+def test_every_transport_and_number_of_shards_gives_the_same_bits(
+    make_cluster: MakeCluster,
+) -> None:
+    found = {
+        (kind, servers): history_of(make_cluster(kind, servers=servers).client())
+        for kind in KINDS
+        for servers in (1, 2, 3)
+    }
+    assert len(set(found.values())) == 1
+
+
+# --- whole tables -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_scan_meets_every_row_once_in_parts_of_any_size(cluster: RoleCluster, rows: int) -> None:
+    table = users(cluster.client(), rule=Adam(lr=0.1))
+    keys = np.arange(-15, 15)
+    table.push(keys, np.outer(keys, np.ones(DIM))).result()
+    table.push(keys[:3], ones(3)).result()
+    parts = list(table.scan(rows, state=True))
+    assert max(part.keys.size for part in parts) <= rows
+    found, values, state, counts = whole(table, rows)
+    assert np.array_equal(found, keys)
+    assert np.array_equal(values, table.pull(keys))
+    assert (state.shape, state.dtype) == ((30, 2 * DIM), np.float32)
+    assert counts.tolist() == [2] * 3 + [1] * 27
+    assert all(part.state is None and part.counts is None for part in table.scan(rows))
+
+
+def test_scan_parts_are_the_callers_to_keep(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add())
+    table.put(np.arange(10), np.outer(np.arange(10), np.ones(DIM)))
+    parts = list(table.scan(2, state=True))
+    kept = [tuple(each.tobytes() for each in part if each is not None) for part in parts]
+    table.put(np.arange(10), 5 * ones(10))
+    for _ in table.scan(2, state=True):
+        pass
+    assert kept == [tuple(each.tobytes() for each in part if each is not None) for part in parts]
+
+
+def test_scan_while_rows_are_created_meets_those_that_were_there(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    table.pull(np.arange(100))
+    met: list[int] = []
+    for step, part in enumerate(table.scan(9)):
+        met += part.keys.tolist()
+        table.pull(np.arange(1000 * (step + 1), 1000 * (step + 1) + 200))
+        if step > 40:
+            break
+    assert len(met) == len(set(met))
+    assert sum(key < 100 for key in met) == 100 or len(met) > 300
+
+
+def test_put_overwrites_creates_and_takes_the_last_of_equal_keys(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    table.pull([1, 2])
+    table.put([2, 3, 3], np.array([[5.0], [6.0], [7.0]]) * np.ones(DIM))
+    assert table.pull([1, 2, 3], create=False)[:, 0].tolist() == [1.0, 5.0, 7.0]
+    assert len(table) == 3
+
+
+def test_put_without_state_keeps_that_of_rows_and_begins_that_of_new_ones(
+    cluster: RoleCluster,
+) -> None:
+    table = users(cluster.client(), rule=Adagrad(lr=1.0, initial_accumulator_value=0.25))
+    table.push([1], 2 * ones(1)).result()
+    table.put([1, 2], 3 * ones(2))
+    _, values, state, _ = whole(table)
+    assert values[:, 0].tolist() == [3.0, 3.0]
+    assert state[:, 0].tolist() == [4.25, 0.25]
+
+
+def test_put_of_a_scan_with_state_goes_on_as_the_first_table_would(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    first = users(client, rule=Adam(lr=0.1), init=Normal())
+    draw = np.random.default_rng(2)
+    keys = draw.integers(0, 50, 200)
+    first.push(keys, draw.standard_normal((200, DIM))).result()
+    second = client.table("copy", dim=DIM, rule=Adam(lr=0.1), init=Zeros())
+    for part in first.scan(13, state=True):
+        second.put(*part)
+    for table in (first, second):
+        table.push(keys, np.sin(np.arange(200.0 * DIM)).reshape(200, DIM)).result()
+    for one, other in zip(whole(first), whole(second), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_memory_bytes_and_reports_tell_of_rows_and_their_state(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    plain = users(client)
+    with_state = client.table("films", dim=DIM, rule=Adam(lr=0.1))
+    before = with_state.memory_bytes()
+    keys = np.arange(10_000)
+    plain.pull(keys)
+    with_state.push(keys, ones(10_000)).result()
+    grown = with_state.memory_bytes() - before
+    assert grown >= 10_000 * 3 * DIM * 4
+    assert with_state.memory_bytes() > plain.memory_bytes() >= 10_000 * DIM * 4
+    reports = with_state.reports()
+    assert len(reports) == len(cluster.servers)
+    assert {report.width for report in reports} == {2 * DIM}
+    assert sum(report.created for report in reports) == 10_000
+    assert [sum(r.evicted + r.unadmitted for r in reports), sum(r.rows for r in reports)] == [
+        0,
+        10_000,
+    ]

@@ -1,0 +1,253 @@
+"""Tables that are full, evict rows or admit keys late, over all transports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster
+from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
+
+from paramserve.client.table import Table
+from paramserve.core.consistency import Buffered, Sync
+from paramserve.core.keyed.hashing import shard_of
+from paramserve.core.keyed.options import LRU, TTL, MinCount, Uniform
+from paramserve.errors import ParamServeError, TableFull
+from paramserve.rules import SGD, Adagrad, Add
+
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
+SMALL = 1 << 15
+
+
+def room(cluster: RoleCluster, shard: int = 0) -> int:
+    """Rows that the first table may have on a shard."""
+    return int(cluster.servers[shard].role.shard.blocks[0].store.rows_max)
+
+
+def keys_of(cluster: RoleCluster, shard: int, n: int, start: int = 0) -> np.ndarray:
+    """The first `n` keys from `start` on that a shard holds."""
+    keys = np.arange(start, start + 8 * n + 64)
+    return keys[shard_of(keys, len(cluster.servers)) == shard][:n]
+
+
+def halves(*of: int) -> np.ndarray:
+    return np.array([[0.5 * n] for n in of], np.float32)
+
+
+def first_values(table: Table) -> dict[int, float]:
+    keys, values, _, _ = whole(table)
+    return dict(zip(keys.tolist(), values[:, 0].tolist(), strict=True))
+
+
+# --- full ---------------------------------------------------------------------------------------
+
+
+def test_full_table_refuses_pushes_of_new_keys_and_keeps_the_others(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), max_bytes=SMALL)
+    most = room(cluster)
+    there = np.concatenate([keys_of(cluster, s, most) for s in range(len(cluster.servers))])
+    table.push(there, ones(there.size)).result()
+    full = len(table)
+    assert full == most * len(cluster.servers)
+    fresh = np.concatenate([keys_of(cluster, s, 2, 10**6) for s in range(len(cluster.servers))])
+    keys = np.concatenate([fresh, there[:5]])
+    with pytest.raises(TableFull) as raised:
+        table.push(keys, ones(keys.size)).result()
+    text = str(raised.value)
+    assert f"it has {most} of {most} rows (max_bytes={SMALL} on each server)" in text
+    assert "2 more were asked for. Applied: no. To fix: raise max_bytes" in text
+    assert (len(table), table.pull(there, create=False)[:, 0].tolist()) == (full, [0.5] * full)
+    assert table.pull(fresh)[:, 0].tolist() == [1.0] * fresh.size, "the initial values, no rows"
+    assert len(table) == full
+    table.push(there[:5], ones(5)).result()
+    assert table.pull(there[:6])[:, 0].tolist() == [0.0] * 5 + [0.5]
+    assert table.memory_bytes() <= SMALL * len(cluster.servers)
+    with pytest.raises(TableFull):
+        table.put(fresh, ones(fresh.size))
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_push_that_one_of_two_shards_has_no_room_for_is_half_applied_and_says_so(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    cluster = make_cluster(kind, servers=2)
+    table = users(cluster.client(), max_bytes=SMALL)
+    most = room(cluster)
+    there = keys_of(cluster, 0, most)
+    table.pull(there)
+    more = np.concatenate([keys_of(cluster, 0, 1, 10**6), keys_of(cluster, 1, 1), there[:1]])
+    with pytest.raises(TableFull, match="Applied: unknown") as raised:
+        table.push(more, ones(3)).result()
+    assert f"it has {most} of {most} rows" in str(raised.value)
+    rows = first_values(table)
+    assert len(rows) == most + 1
+    assert (int(more[0]) in rows, rows[int(more[1])], rows[int(more[2])]) == (False, 0.5, 1.0)
+    table.push(keys_of(cluster, 1, 5), ones(5)).result()
+
+
+def test_full_table_in_sync_tells_every_worker_and_goes_on(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    cluster = make_cluster(kind, servers=2, workers=2)
+    ranks = [cluster.client(rank) for rank in range(2)]
+    options: dict[str, Any] = {"max_bytes": SMALL, "consistency": Sync(reduce="sum")}
+    tables = [users(client, **options) for client in ranks]
+    most = room(cluster)
+    there, fresh = keys_of(cluster, 0, most), keys_of(cluster, 0, 2, 10**6)
+    tables[0].put(there, ones(most))
+    for round_ in range(2):
+        for table, key in zip(tables, fresh, strict=True):
+            table.push([key], ones(1))
+        tickets = [client.tick("users") for client in ranks]
+        for ticket in tickets:
+            with pytest.raises(TableFull, match=f"it has {most} of {most} rows"):
+                ticket.result()
+        for table in tables:
+            table.push([there[0]], ones(1))
+        for ticket in [client.tick("users") for client in ranks]:
+            ticket.result()
+        assert tables[0].pull(there[:2])[:, 0].tolist() == [0.0 - round_, 1.0]
+
+
+def test_full_table_drops_a_buffer_that_it_has_no_room_for(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", servers=1, workers=1)
+    client = cluster.client(0)
+    table = users(client, max_bytes=SMALL, consistency=Buffered(size=2, damping=None))
+    most = room(cluster)
+    table.put(np.arange(most), ones(most))
+    table.push([10**6], ones(1)).result()
+    with pytest.raises(TableFull, match="Applied: no"):
+        table.push([0], ones(1)).result()
+    assert (len(table), table.pull([0])[0, 0]) == (most, 1.0)
+    (report,) = [group for beat in client.reports() for group in beat.groups]
+    assert sum(count for _, count in report.dropped) == 1, "the first one had been taken"
+    table.push([0], ones(1)).result()
+    table.push([0], ones(1)).result()
+    assert table.pull([0])[0, 0] == 0.5
+
+
+# --- evicted ------------------------------------------------------------------------------------
+
+
+def test_lru_lets_the_rows_go_that_were_used_least_lately(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Adagrad(lr=1.0), evict=LRU(rows=8 * len(cluster.servers)))
+    keys = keys_of(cluster, 0, 12)
+    table.push(keys[:8], ones(8)).result()
+    table.pull(keys[:4])
+    table.pull(keys[4:8], create=False)
+    table.push(keys[8:], ones(4)).result()
+    found, values, state, _ = whole(table)
+    assert found.tolist() == [*keys[:4], *keys[8:]]
+    assert (np.unique(values).size, np.unique(state).tolist()) == (1, [1.0])
+    assert table.pull(keys[4:5]).tolist() == [[1.0] * DIM], "state and value have gone together"
+    assert sum(report.evicted for report in table.reports()) == 5
+
+
+def test_lru_of_max_bytes_keeps_the_table_below_it(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), max_bytes=SMALL, evict=LRU())
+    for start in range(0, 4000, 100):
+        table.push(np.arange(start, start + 100), ones(100)).result()
+    assert table.memory_bytes() <= SMALL * len(cluster.servers)
+    assert len(table) == sum(room(cluster, s) for s in range(len(cluster.servers)))
+    assert set(range(3950, 4000)) <= set(table.keys().tolist())
+    with pytest.raises(TableFull, match=r"needs \d+ rows at once"):
+        table.push(np.arange(4000), ones(4000)).result()
+
+
+def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster, kind: str) -> None:
+    cluster = make_cluster(kind, servers=2, workers=2)
+    ranks = [cluster.client(rank) for rank in range(2)]
+    tables = [users(client, evict=TTL(clocks=2), init=Uniform()) for client in ranks]
+    table = tables[0]
+    keys = np.arange(20)
+    table.push(keys, ones(20)).result()
+    first = table.pull(keys)
+
+    def tick(*ticking: int) -> None:
+        for rank in ticking:
+            ranks[rank].tick("users").result()
+
+    tick(0, 0, 0, 0)
+    table.pull(keys[:5])
+    assert len(table) == 20, "worker 1 has not ended a clock"
+    tick(1, 1)
+    table.pull(keys[:5])  # used at clock 2
+    tick(1, 1, 0)
+    rows = table.pull(keys, create=False)
+    assert np.array_equal(rows[:5], first[:5])
+    assert not np.array_equal(rows[5:], first[5:])
+    assert np.array_equal(rows[5:], tables[1].pull(keys[5:], create=False))
+    table.push([100], ones(1)).result()
+    assert len(table) <= 6 + 15
+    assert sum(report.evicted for report in table.reports()) <= 15
+
+
+def test_ttl_and_lru_hold_together(cluster: RoleCluster) -> None:
+    shards = len(cluster.servers)
+    table = users(cluster.client(), evict=TTL(clocks=1) | LRU(rows=4 * shards))
+    keys = keys_of(cluster, 0, 6)
+    table.pull(keys[:4])
+    table.pull(keys[4:5])
+    assert int(keys[0]) not in table.keys().tolist()
+    assert len(table) == 4
+
+
+# --- admitted -----------------------------------------------------------------------------------
+
+
+def test_min_count_gives_a_row_at_the_nth_push_and_counts_what_it_drops(
+    cluster: RoleCluster,
+) -> None:
+    table = users(cluster.client(), admit=MinCount(3), init=Uniform())
+    keys = np.array([1, 2, 3, 1])
+    start = table.pull(keys)
+    assert len(table) == 0, "a pull admits nobody"
+    for n in range(2):
+        table.push(keys, ones(4)).result()
+        assert np.array_equal(table.pull(keys), start)
+        assert sum(report.unadmitted for report in table.reports()) == 3 * (n + 1)
+    assert len(table) == 0
+    table.push([2, 1], ones(2)).result()
+    assert sorted(table.keys()) == [1, 2]
+    assert np.array_equal(table.pull([1, 2, 3]), start[:3] - halves(1, 1, 0))
+    table.push([3, 1], ones(2)).result()
+    assert np.array_equal(table.pull([1, 2, 3]), start[:3] - halves(1, 1, 1) - halves(1, 0, 0))
+    assert sum(report.unadmitted for report in table.reports()) == 6
+
+
+def test_min_count_admits_what_is_put(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), admit=MinCount(3))
+    table.put([7], 4 * ones(1))
+    table.push([7], ones(1)).result()
+    assert table.pull([7]).tolist() == [[3.5] * DIM]
+
+
+def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster, kind: str) -> None:
+    cluster = make_cluster(kind, servers=2, workers=2)
+    ranks = [cluster.client(rank) for rank in range(2)]
+    tables = [
+        users(client, admit=MinCount(2), rule=SGD(1.0), consistency=Sync(reduce="sum"))
+        for client in ranks
+    ]
+    for clock in range(3):
+        for table in tables:
+            table.push([5], ones(1))
+        for ticket in [client.tick("users") for client in ranks]:
+            ticket.result()
+        assert len(tables[0]) == (clock > 0)
+    assert tables[1].pull([5])[0, 0] == 1.0 - 2 * 2.0
+
+
+def test_options_of_one_table_are_no_other_tables(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    small = client.table("small", dim=2, rule=Add(), evict=LRU(rows=len(cluster.servers)))
+    large = client.table("large", dim=3, rule=Add())
+    for key in range(50):
+        small.pull([key])
+        large.pull([key])
+    assert len(small) == len(cluster.servers)
+    assert len(large) == 50
+    with pytest.raises(ParamServeError):
+        client.table("small", dim=2, rule=Add())

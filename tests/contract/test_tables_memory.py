@@ -1,0 +1,221 @@
+"""Rows that were pulled or asked for ahead: whose memory they lie in, and for how long."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.contract.test_client_contract import taken
+from tests.contract.test_tables import DIM, MakeCluster, ones, users
+
+from paramserve.client import Client
+from paramserve.client.reading import PREFETCHED_MAX
+from paramserve.errors import ClientClosed, PullTimeout
+from paramserve.rules import Add
+
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
+
+def shared_bytes(client: Client) -> int:
+    """Of all arenas of a client."""
+    return sum(arena.nbytes for arena in client._exchange._arenas.values())
+
+
+def in_use(client: Client) -> int:
+    """Slots in use, when what was given back later has been taken back."""
+    client._exchange.give_back([client._exchange.take(64)])
+    return taken(client)
+
+
+# --- what was pulled ----------------------------------------------------------------------------
+
+
+def test_pulled_rows_stand_while_others_are_pulled_and_changed(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    kept = []
+    for n in range(1, 30):
+        keys = np.arange(n * 7)
+        table.push(keys, ones(keys.size)).result()
+        rows = table.pull(keys)
+        kept.append((rows, rows.copy()))
+    for rows, copy in kept:
+        assert np.array_equal(rows, copy)
+    kept[0][0][:] = 7.0  # and they are the caller's to write to
+    assert table.pull(np.arange(7))[0, 0] == 1.0 - 29 * 0.5
+
+
+def test_pulled_rows_outlive_the_client_and_the_cluster(make_cluster: MakeCluster) -> None:
+    for kind in ("unix", "tcp", "inprocess"):
+        cluster = make_cluster(kind, servers=2)
+        client = cluster.client()
+        table = users(client)
+        rows = table.pull(np.arange(5000))
+        ahead = table.pull(np.arange(10))
+        client.close()
+        cluster.stop(0)
+        cluster.stop(1)
+        del client, table
+        gc.collect()
+        assert (rows == 1.0).all()
+        rows += 1.0
+        assert (rows == 2.0).all()
+        assert (ahead == 1.0).all()
+
+
+def test_slot_goes_back_with_the_last_view_of_its_rows(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    assert in_use(client) == 0
+    rows = table.pull(np.arange(100).reshape(10, 10))
+    used = in_use(client)
+    assert used == (1 if client._exchange.shared else 0)
+    corner = rows[3:5, 2:4][1][..., 1:]
+    del rows
+    gc.collect()
+    assert in_use(client) == used
+    other = table.pull(np.arange(100, 200))
+    table.push(np.arange(100), ones(100)).result()
+    assert (corner == 1.0).all()
+    del corner, other
+    gc.collect()
+    assert in_use(client) == 0
+
+
+def test_arena_does_not_grow_over_pulls_of_varying_size(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, dim=16)
+    draw = np.random.default_rng(0)
+    keys = draw.integers(0, 1000, 3000)
+
+    def rounds() -> None:
+        for _ in range(60):
+            batch = keys[: int(draw.integers(900, 1100))]
+            rows = table.pull(batch)
+            table.push(batch, 0 * rows).result()
+
+    rounds()
+    before = shared_bytes(client)
+    rounds()
+    assert shared_bytes(client) == before
+    assert in_use(client) <= 1
+
+
+def test_arena_stays_small_when_batches_take_every_size(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, dim=16)
+    draw = np.random.default_rng(0)
+    for _ in range(100):
+        keys = draw.integers(0, 2000, int(draw.integers(1, 2000)))
+        table.push(keys, 0 * table.pull(keys)).result()
+    assert shared_bytes(client) <= 40 * 2000 * 16 * 4
+
+
+def test_pull_that_timed_out_gives_its_slots_back_when_it_is_answered(
+    remote: RoleCluster,
+) -> None:
+    client = remote.client()
+    table = users(client)
+    with remote.frozen():
+        with pytest.raises(PullTimeout, match=r"pull timed out.*Applied: no"):
+            table.pull(np.arange(1000), timeout_s=0.01)
+        assert taken(client) >= 2
+    for _ in range(3):
+        assert (table.pull(np.arange(1000)) == 1.0).all()
+    client.drain()
+    table.pull([1])
+    gc.collect()
+    assert in_use(client) == 0
+
+
+def test_threads_pull_and_push_at_once(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, rule=Add())
+
+    def work(mine: int) -> None:
+        keys = np.arange(mine * 100, mine * 100 + 100)
+        for n in range(20):
+            table.prefetch(keys)
+            before = table.pull(keys)
+            assert (before == 1.0 + n).all()
+            table.push(keys, ones(100)).result()
+            assert (before == 1.0 + n).all()
+
+    in_threads(*[lambda m=m: work(m) for m in range(4)])
+    gc.collect()
+    assert in_use(client) == 0
+
+
+# --- what was asked for ahead -------------------------------------------------------------------
+
+
+def requests_of(client: Client) -> int:
+    """Numbered requests that a client has sent to the first shard."""
+    return client._exchange.shards[0].session.last
+
+
+def test_pull_finds_what_was_prefetched_and_sends_nothing(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    table.put(np.arange(50), np.outer(np.arange(50), np.ones(DIM)))
+    table.prefetch([9, 3, 3, 7])
+    table.pull([0])
+    sent = requests_of(client)
+    rows = table.pull([[7, 7], [9, 3]])
+    assert rows[..., 1].tolist() == [[7.0, 7.0], [9.0, 3.0]]
+    assert requests_of(client) == sent
+    table.pull([7])
+    assert requests_of(client) == sent + 1, "each prefetch is for one pull"
+
+
+def test_pull_of_a_subset_is_served_and_one_of_other_keys_is_not(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    table.prefetch(np.arange(10))
+    assert (table.pull([10, 11]) == 1.0).all()
+    sent = requests_of(client)
+    assert (table.pull([9]) == 1.0).all()
+    assert requests_of(client) == sent
+    table.prefetch([1, 2])
+    table.prefetch([3, 4])
+    sent = requests_of(client)
+    table.pull([4])
+    table.pull([1])
+    assert requests_of(client) == sent
+
+
+def test_push_after_a_prefetch_is_not_in_it_and_the_next_pull_has_it(
+    cluster: RoleCluster,
+) -> None:
+    table = users(cluster.client())
+    table.prefetch([1, 2])
+    table.push([1], ones(1)).result()
+    assert table.pull([1, 2])[:, 0].tolist() == [1.0, 1.0]
+    assert table.pull([1, 2])[:, 0].tolist() == [0.5, 1.0]
+
+
+def test_prefetched_rows_that_nobody_pulls_are_let_go(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    for n in range(2 * PREFETCHED_MAX):
+        table.prefetch(np.arange(n, n + 50))
+    table.pull([10**6])
+    client.drain()
+    table.pull([10**6])
+    gc.collect()
+    assert in_use(client) <= PREFETCHED_MAX
+    rows = table.pull([2 * PREFETCHED_MAX])
+    assert (rows == 1.0).all()
+    client.close()
+    assert (rows == 1.0).all()
+
+
+def test_prefetch_then_close_is_no_error(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    table.prefetch(np.arange(100))
+    client.close()
+    for use in (lambda: table.pull([1]), lambda: table.prefetch([1]), lambda: len(table)):
+        with pytest.raises(ClientClosed):
+            use()

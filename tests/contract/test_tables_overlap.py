@@ -1,0 +1,436 @@
+"""Rows that are asked for ahead, and copies of rows that are kept, over all transports.
+
+Whose memory they lie in is in `test_tables_memory.py`; the cache alone is in
+`tests/unit/client/test_row_cache.py`, the loader in `tests/unit/pytorch/test_loader_prefetch.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.contract.test_tables import DIM, MakeCluster, ones, users
+from tests.contract.test_tables_memory import in_use
+
+import paramserve as ps
+from paramserve.client import Client
+from paramserve.client.reading import PREFETCHED_MAX
+from paramserve.client.table import Table, TablePush
+from paramserve.errors import PullTimeout, ServerGone, UnknownName
+from paramserve.rules import SGD, Add
+from paramserve.worker import Worker
+
+
+def films(client: Client) -> Table:
+    return client.table("films", dim=2, rule=Add(), init=ps.Zeros())
+
+
+def calls_of(client: Client) -> int:
+    """Messages that a client has sent to its first shard."""
+    return client._exchange.shards[0].session.calls
+
+
+def step(table: Table, keys: Any = (), gradient: float = 1.0) -> int:
+    """End a clock on a table; the staleness that is reported."""
+    array = np.array(keys, np.int64)
+    gradients = gradient * ones(array.size, table.dim)
+    return table.client.push_tables([TablePush(table, array, gradients)]).result().staleness
+
+
+# --- several tables ahead -----------------------------------------------------------------------
+
+
+def test_prefetch_of_several_tables_is_one_message_and_each_pull_finds_its_own(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    first, second = users(client), films(client)
+    second.put([1, 2, 3], np.outer([1, 2, 3], np.ones(2)))
+    before = calls_of(client)
+    client.prefetch_tables([(first, [1, 2]), (second, [3, 1]), (second, [[2], [2]]), (first, [])])
+    assert calls_of(client) == before + 1
+    assert second.pull([[2], [2]])[..., 0].tolist() == [[2.0], [2.0]]
+    assert second.pull([1, 3])[:, 0].tolist() == [1.0, 3.0]
+    assert first.pull([1, 2]).tolist() == [[1.0] * DIM] * 2
+    assert calls_of(client) == before + 1
+
+
+def test_prefetch_of_more_tables_than_a_message_holds_is_whole(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    table.put(np.arange(500), np.outer(np.arange(500), np.ones(DIM)))
+    client.prefetch_tables([(table, [n]) for n in range(300)])
+    assert table.pull([299])[0, 0] == 299.0
+    reads = client.prefetch_tables([(table, [n]) for n in range(PREFETCHED_MAX)])
+    before = calls_of(client)
+    assert [table.pull([n])[0, 0] for n in range(PREFETCHED_MAX)] == list(range(PREFETCHED_MAX))
+    assert calls_of(client) == before
+    client.drop_prefetched(reads)
+
+
+def test_prefetch_and_pull_that_differ_in_create_do_not_meet(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client)
+    table.prefetch([1, 2], create=False)
+    table.pull([9])
+    assert sorted(table.keys()) == [9]
+    before = calls_of(client)
+    table.pull([1, 2])
+    assert calls_of(client) == before + 1, "these keys were to get rows"
+    table.pull([1, 2], create=False)
+    assert calls_of(client) == before + 1
+    assert sorted(table.keys()) == [1, 2, 9]
+
+
+def test_dropped_prefetches_give_their_memory_back(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    first, second = users(client), films(client)
+    reads = client.prefetch_tables([(first, np.arange(50)), (second, [1, 2])])
+    read = second.pull([1, 2])
+    client.drop_prefetched(reads)
+    client.drop_prefetched(reads)
+    before = calls_of(client)
+    first.pull(np.arange(50))
+    assert calls_of(client) == before + 1
+    client.drain()
+    first.pull([1])
+    del read
+    gc.collect()
+    assert in_use(client) == 0
+
+
+def test_prefetch_of_wrong_keys_or_tables_asks_for_nothing(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    table = users(client)
+    before = calls_of(client)
+    with pytest.raises(TypeError, match="have to be integers"):
+        client.prefetch_tables([(table, [1]), (table, [1.5])])
+    with pytest.raises(ValueError, match="from another client"):
+        client.prefetch_tables([(table, [1]), (other.table("users"), [1])])
+    assert calls_of(client) == before
+    assert not client._prefetched
+
+
+def test_prefetch_that_comes_too_late_is_raised_by_the_pull_and_not_used_again(
+    remote: RoleCluster,
+) -> None:
+    client = remote.client()
+    table = users(client)
+    with remote.frozen():
+        table.prefetch(np.arange(100))
+        with pytest.raises(PullTimeout, match=r"pull timed out.*Applied: no"):
+            table.pull(np.arange(100), timeout_s=0.01)
+    before = calls_of(client)
+    assert (table.pull(np.arange(100)) == 1.0).all()
+    assert calls_of(client) == before + 1
+
+
+def test_prefetch_that_a_server_took_along_is_raised_by_the_pull(remote: RoleCluster) -> None:
+    client = remote.client()
+    table = users(client)
+    with remote.frozen():
+        table.prefetch(np.arange(100))
+        remote.serving.loop.call_soon_threadsafe(remote.servers[0].stop)
+    with pytest.raises(ServerGone):
+        table.pull(np.arange(100))
+
+
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
+def test_workers_that_prefetch_wait_for_nobody_longer_than_without(
+    make_cluster: MakeCluster, policy: Any
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=2, policy=policy)
+    tables = [users(cluster.client(rank), consistency=policy, rule=Add()) for rank in range(2)]
+    both = 1.0 if policy == ps.Sync() else 2.0  # a mean, or each by itself
+
+    def work(table: Table) -> None:
+        for n in range(10):
+            table.prefetch([n + 1, 0])
+            table.pull([n, 0])
+            step(table, [n, 0])
+
+    in_threads(*[lambda t=t: work(t) for t in tables])
+    assert tables[0].pull(np.arange(1, 10))[:, 0].tolist() == [1.0 + both] * 9
+
+
+# --- staleness ----------------------------------------------------------------------------------
+
+
+def test_staleness_counts_from_the_rows_pulled_and_not_from_those_prefetched_since(
+    cluster: RoleCluster,
+) -> None:
+    mine, others = users(cluster.client()), users(cluster.client())
+    mine.pull([1, 2])
+    step(others, [5])
+    step(others, [6])
+    mine.prefetch([3, 4])
+    mine.client.drain()  # it is answered
+    step(others, [5])
+    assert step(mine, [1, 2]) == 3
+    step(others, [6])
+    mine.pull([3, 4])
+    assert step(mine, [3, 4]) == 3, "one of the others', this worker's own, and one more"
+    mine.pull([3, 4])
+    assert step(mine, [3, 4]) == 0
+
+
+def test_staleness_of_prefetched_rows_stands_when_newer_ones_were_read_to_evaluate(
+    cluster: RoleCluster,
+) -> None:
+    mine, others = users(cluster.client()), users(cluster.client())
+    mine.prefetch([1])
+    mine.client.drain()
+    for _ in range(4):
+        step(others, [5])
+    mine.pull([7], create=False)
+    mine.pull([1])
+    mine.pull([8], create=False)
+    assert step(mine, [1]) == 4
+    mine.pull([7], create=False)
+    step(others, [5])
+    mine.pull([1])
+    assert step(mine, [1]) == 0, "an evaluation before it does not count"
+
+
+def test_staleness_of_several_pulls_is_that_of_the_oldest(cluster: RoleCluster) -> None:
+    mine, others = users(cluster.client()), users(cluster.client())
+    mine.pull([1])
+    step(others, [5])
+    mine.pull([2])
+    step(others, [5])
+    assert step(mine, [1, 2]) == 2
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def test_cache_serves_copies_for_so_many_clocks(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    table, theirs = users(client, rule=Add()).cache_rows(100, clocks=2), users(other, rule=Add())
+    assert table.pull([1, 2])[:, 0].tolist() == [1.0, 1.0]
+    theirs.push([1, 2], ones(2)).result()
+    seen, sent = [], []
+    for _ in range(4):
+        before = calls_of(client)
+        seen.append(table.pull([2, 1, 2])[:, 0].tolist())
+        sent.append(calls_of(client) - before)
+        step(table)
+    assert (seen, sent) == ([[1.0] * 3] * 3 + [[2.0] * 3], [0, 0, 0, 1])
+    assert theirs.pull([1, 2])[:, 0].tolist() == [2.0, 2.0]
+    assert table.cache_report()[:3] == (2, 9, 5)
+
+
+def test_cache_pulls_just_the_rows_that_are_not_there(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, init=ps.Uniform(-1.0, 1.0))
+    expected = table.pull(np.arange(40))
+    table.cache_rows(100)
+    table.pull([1, 3, 5])
+    found = table.pull([[3, 7], [5, 7], [1, 3]])
+    assert np.array_equal(found, expected[[[3, 7], [5, 7], [1, 3]]])
+    assert table.cache_report()[:3] == (4, 4, 5)
+    found[:] = 9.0
+    assert np.array_equal(table.pull(np.arange(40)), expected), "copies are not the caller's"
+
+
+def test_cache_holds_no_more_rows_than_it_may_and_every_row_is_right(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, init=ps.Uniform(-1.0, 1.0))
+    expected = table.pull(np.arange(2000))
+    table.cache_rows(150, clocks=3)
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        keys = np.minimum(draw.zipf(1.3, 300), 2000) - 1
+        assert np.array_equal(table.pull(keys), expected[keys])
+        step(table)
+    report = table.cache_report()
+    assert 100 < report.rows <= 150
+    assert report.hits > report.misses
+
+
+def test_cache_row_that_was_pushed_to_or_put_is_read_anew(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9)
+    table.pull(np.arange(6))
+    table.push([1, 2, 2], ones(3)).result()
+    assert table.pull(np.arange(6))[:, 0].tolist() == [1.0, 2.0, 3.0, 1.0, 1.0, 1.0]
+    table.put([4], 7 * ones(1))
+    step(table, [5])
+    assert table.pull(np.arange(6))[:, 0].tolist() == [1.0, 2.0, 3.0, 1.0, 7.0, 2.0]
+
+
+def test_cache_that_keeps_what_was_pushed_reads_it_when_it_is_too_old(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=1, keep_pushed=True)
+    seen = []
+    for _ in range(5):
+        seen.append(float(table.pull([1])[0, 0]))
+        step(table, [1])
+    assert seen == [1.0, 1.0, 3.0, 3.0, 5.0]
+
+
+def test_cache_does_not_keep_what_was_prefetched_before_a_push_to_it(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9)
+    table.prefetch([1, 2, 3])
+    step(table, [2])
+    assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 1.0, 1.0], "as it was then"
+    before = calls_of(table.client)
+    assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 2.0, 1.0]
+    assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 2.0, 1.0]
+    assert calls_of(table.client) == before + 1
+
+
+def test_cache_and_prefetch_ask_for_what_is_missing_only(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, init=ps.Uniform(-1.0, 1.0))
+    expected = table.pull(np.arange(10))
+    table.cache_rows(100)
+    table.pull([1, 2, 3])
+    before = calls_of(client)
+    table.prefetch([3, 2])
+    assert calls_of(client) == before
+    table.prefetch([2, 4, 4])
+    assert np.array_equal(table.pull([2, 3]), expected[[2, 3]])
+    assert np.array_equal(table.pull([4, 2]), expected[[4, 2]])
+    assert calls_of(client) == before + 1
+    assert table.cache_report()[:3] == (4, 3, 5)
+
+
+def test_staleness_counts_from_the_oldest_copy_that_was_used(cluster: RoleCluster) -> None:
+    mine, others = users(cluster.client()).cache_rows(10, clocks=9), users(cluster.client())
+    mine.pull([1])
+    step(others, [5])
+    step(mine)
+    mine.pull([2])
+    step(others, [5])
+    mine.pull([1, 2, 3])
+    assert step(mine, [3]) == 2
+    step(others, [5])
+    mine.pull([2])
+    assert step(mine, [2]) == 3
+    mine.pull([2])
+    assert step(mine, [2]) == 0
+
+
+def test_cache_is_each_clients_own_and_goes_when_it_is_told(cluster: RoleCluster) -> None:
+    client, other = cluster.client(), cluster.client()
+    table, theirs = users(client), users(other)
+    assert table.cache_rows(10) is table
+    assert theirs.cache_report() == (0, 0, 0, 0)
+    table.pull([1])
+    theirs.push([1], ones(1)).result()
+    assert (table.pull([1])[0, 0], theirs.pull([1])[0, 0]) == (1.0, 0.5)
+    table.cache_rows(0)
+    assert (table.pull([1])[0, 0], table.cache_report()) == (0.5, (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"rows": -1}, {"rows": 1.5}, {"rows": True}, {"clocks": -1}, {"clocks": None}]
+)
+def test_cache_of_wrong_size_is_refused(make_cluster: MakeCluster, bad: dict[str, Any]) -> None:
+    table = users(make_cluster("inprocess").client())
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} of the cache of table 'users'"):
+        table.cache_rows(**bad)
+
+
+def test_cache_is_refused_and_not_used_where_all_read_the_same_clock(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("unix", workers=1)
+    client, other = cluster.client(0), cluster.client()
+    with pytest.raises(ValueError, match="read the values of the same clock"):
+        users(client, consistency=ps.Sync()).cache_rows(10)
+    table = films(client).cache_rows(10, clocks=100)
+    table.pull([1])
+    other.table("films").push([1], ones(1, 2)).result()
+    assert table.pull([1])[0, 0] == 0.0
+    client.set_consistency("films", ps.Sync())
+    while not client.terms("films").collects:
+        step(table)
+    assert table.pull([1])[0, 0] == 1.0
+
+
+def test_threads_pull_push_and_prefetch_with_a_cache(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    table = users(client, rule=Add()).cache_rows(150, clocks=100)
+
+    def work(mine: int) -> None:
+        keys = np.arange(mine * 100, mine * 100 + 100)
+        for n in range(15):
+            assert (table.pull(keys) == 1.0 + n).all()
+            table.prefetch(keys[::-1])
+            table.push(keys, ones(100)).result()
+            assert (table.pull(keys[::-1]) == 1.0 + n).all()
+
+    in_threads(*[lambda m=m: work(m) for m in range(3)])
+    gc.collect()
+    assert in_use(client) == 0
+
+
+# --- a loader that asks ahead -------------------------------------------------------------------
+
+
+def train(worker: Worker, **options: Any) -> tuple[np.ndarray, list[int]]:
+    """Two tables by modules, one padded; the rows after it, and messages in each step."""
+    client = worker.client
+    torch.manual_seed(0)
+    words = ps.pytorch.Embedding(users(client, rule=SGD(0.5)), padding_idx=0)
+    bags = ps.pytorch.EmbeddingBag(films(client), mode="sum")
+    model = torch.nn.ModuleList([words, bags])
+    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), dense="local")
+    ids = torch.stack([torch.arange(40), torch.zeros(40, dtype=torch.long)], 1)
+    data = torch.utils.data.TensorDataset(ids, 1000 + torch.arange(40).reshape(40, 1))
+    sent = []
+    if options:
+        options = {"prefetch": lambda batch: [(words, batch[0]), (bags, batch[1])]}
+    for batch in worker.loader(data, batch_size=5, epochs=2, shuffle=False, **options):
+        before = calls_of(client)
+        optimizer.zero_grad()
+        (words(batch[0]).sum() + bags(batch[1]).square().sum()).backward()
+        optimizer.step()
+        sent.append(calls_of(client) - before)
+    client.drain()
+    keys = np.arange(40)
+    return np.hstack(
+        [words.table.pull(keys, create=False), bags.table.pull(1000 + keys, create=False)]
+    ), sent
+
+
+def test_loader_that_prefetches_trains_alike_and_its_forwards_send_nothing(
+    make_cluster: MakeCluster,
+) -> None:
+    plain = train(Worker(make_cluster("unix", servers=2, workers=1).client(0), 0))
+    client = make_cluster("unix", servers=2, workers=1).client(0)
+    ahead = train(Worker(client, 0), prefetch=True)
+    assert np.array_equal(plain[0], ahead[0]), "no key comes in two batches that follow each other"
+    assert (plain[1], ahead[1]) == ([3] * 16, [1] * 16)
+    assert 0 not in client.table("users").keys().tolist()
+    assert not any(client._prefetched.values())
+
+
+def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: MakeCluster) -> None:
+    client = make_cluster("unix", workers=1).client(0)
+    worker, table = Worker(client, 0), users(client)
+    data = torch.utils.data.TensorDataset(torch.arange(40))
+
+    def fails(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        if batch[0].max() > 20:
+            raise KeyError("no such column")
+        return {"users": batch[0]}
+
+    for shards in ("static", "dynamic"):
+        options: dict[str, Any] = {"batch_size": 5, "shuffle": False, "shards": shards}
+        for (ids,) in worker.loader(data, prefetch=lambda batch: [(table, batch[0])], **options):
+            table.pull(ids)
+            break
+        with pytest.raises(KeyError, match="no such column"):
+            list(worker.loader(data, prefetch=fails, **options))
+        with pytest.raises(UnknownName, match="ghosts"):
+            next(iter(worker.loader(data, prefetch=lambda batch: {"ghosts": batch[0]}, **options)))
+    assert not any(client._prefetched.values())
+    client.drain()
+    table.pull([1])
+    gc.collect()
+    assert in_use(client) == 0

@@ -1,0 +1,391 @@
+"""What a table refuses, over all transports: who, what was expected, what came, and that nothing
+was applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.contract.test_tables import DIM, MakeCluster, ones, users
+
+from paramserve.client import Client
+from paramserve.client.table import Table, TablePush
+from paramserve.core.consistency import (
+    Async,
+    BoundedStaleness,
+    DelayCompensated,
+    ElasticAverage,
+    LocalSteps,
+    Sync,
+)
+from paramserve.core.keyed.options import LRU, TTL, Constant, MinCount, Normal, Zeros
+from paramserve.errors import (
+    DefineMismatch,
+    DtypeMismatch,
+    NonFinite,
+    ParamServeError,
+    RuleFailed,
+    ShapeMismatch,
+    UnknownName,
+    UnknownRule,
+)
+from paramserve.rules import SGD, Adagrad, Adam, Add
+from paramserve.rules.custom import CustomRule
+
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
+
+def refused(
+    use: Callable[[], object], error: type[BaseException], *words: str, applied: str = "no"
+) -> None:
+    """It raises this error, with these words in the text, and says what was applied."""
+    with pytest.raises(error) as raised:
+        use()
+    text = str(raised.value)
+    assert [word for word in words if word not in text] == [], text
+    if isinstance(raised.value, ParamServeError):
+        assert f"Applied: {applied}." in text
+        assert "To fix: " in text
+
+
+@pytest.fixture
+def two(make_cluster: MakeCluster) -> RoleCluster:
+    """Two shards, for what the client or the coordinator refuses."""
+    return make_cluster("unix", servers=2)
+
+
+@pytest.fixture
+def table(two: RoleCluster) -> Table:
+    """With a row for key 1, and nothing else."""
+    table = users(two.client())
+    table.pull([1])
+    return table
+
+
+def unchanged(table: Table) -> bool:
+    return table.keys().tolist() == [1] and table.pull([1]).tolist() == [[1.0] * DIM]
+
+
+# --- keys and gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "word"),
+    [
+        ([1.0, 2.0], TypeError, "not float64"),
+        ([0.5], TypeError, "not float64"),
+        (["a"], TypeError, "not <U1"),
+        ([True, False], TypeError, "not bool"),
+        ([None], TypeError, "not object"),
+        ([2**64], TypeError, "not object"),
+        (np.array([2**63], np.uint64), ValueError, "key 9223372036854775808"),
+        (np.array(["2020-01-01"], "datetime64[D]"), TypeError, "not datetime64"),
+    ],
+    ids=["whole", "half", "text", "bool", "none", "huge", "unsigned", "date"],
+)
+def test_keys_that_are_no_integers_of_64_bits_are_refused(
+    table: Table, keys: Any, error: type[Exception], word: str
+) -> None:
+    n = np.size(keys)
+    for use in (
+        lambda: table.pull(keys),
+        lambda: table.push(keys, ones(n)),
+        lambda: table.prefetch(keys),
+        lambda: table.put(keys, ones(n)),
+    ):
+        refused(use, error, "table 'users'", word)
+    assert unchanged(table)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape"),
+    [([1, 2], (3, DIM)), ([1, 2, 3], (2, DIM)), ([1, 2], (2, DIM + 1)), ([1, 2], (2,)),
+     ([1], (DIM,)), ([[1, 2]], (2, DIM)), ([], (1, DIM)), ([1, 2], (2, DIM, 1))],
+)  # fmt: skip
+def test_keys_and_rows_of_different_shapes_are_refused(
+    table: Table, keys: list[Any], shape: tuple[int, ...]
+) -> None:
+    expected = [*np.shape(keys), DIM]
+    words = ("table 'users'", f"shape {list(shape)}", f"expected {expected}")
+    refused(lambda: table.push(keys, np.ones(shape)), ShapeMismatch, *words)
+    refused(lambda: table.put(keys, np.ones(shape)), ShapeMismatch, *words)
+    assert unchanged(table)
+
+
+def test_gradients_that_are_no_floating_point_are_refused(table: Table) -> None:
+    for values in (np.ones((1, DIM), int), [["a"] * DIM], np.ones((1, DIM), bool)):
+        refused(lambda v=values: table.push([1], v), DtypeMismatch, "'users'", "floating point")
+    assert unchanged(table)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_gradient_that_is_not_finite_is_refused_with_its_key(table: Table, bad: float) -> None:
+    gradients = ones(3)
+    gradients[1, DIM - 1] = bad
+    refused(
+        lambda: table.push([5, -6, 7], gradients),
+        NonFinite,
+        "the gradient of key -6 of table 'users'",
+        "NaN or Inf",
+        "a client without a rank",
+    )
+    assert unchanged(table)
+
+
+def test_gradients_whose_sum_or_cast_is_not_finite_are_refused_with_the_key(table: Table) -> None:
+    large = np.full((4, DIM), 3e38, np.float32)
+    refused(lambda: table.push([1, 9, 9, 2], large), NonFinite, "key 9", "its sum with others")
+    wide = np.full((2, DIM), 1e300)
+    refused(lambda: table.push([4, 5], wide), NonFinite, "key 4 ")
+    assert unchanged(table)
+
+
+def test_values_that_are_not_finite_are_not_put_and_the_key_is_named(table: Table) -> None:
+    values = ones(40)
+    values[17, 1] = np.nan
+    keys = np.arange(100, 140)
+    refused(lambda: table.put(keys, values), NonFinite, "key 117", "table 'users'")
+    assert unchanged(table)
+
+
+def test_gradient_that_is_not_finite_is_skipped_where_the_policy_says_so(
+    cluster: RoleCluster,
+) -> None:
+    table = users(cluster.client(), consistency=Async(on_nonfinite="skip"))
+    gradients = ones(20)
+    gradients[3] = np.nan
+    assert table.push(np.arange(20), gradients).result().skipped
+    assert len(table) == 0
+    assert not table.push([1], ones(1)).result().skipped
+    assert table.pull([1]).tolist() == [[0.5] * DIM]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
+def test_weight_that_is_no_positive_number_is_refused(table: Table, weight: float) -> None:
+    refused(lambda: table.push([1], ones(1), weight=weight), ValueError, "weight must be > 0")
+    push = TablePush(table, [1], ones(1))
+    refused(lambda: table.client.push_tables([push], weight=weight), ValueError, "weight")
+    assert unchanged(table)
+
+
+def test_hyper_that_the_rule_refuses_is_named_and_changes_nothing(table: Table) -> None:
+    bad = SGD(0.5).hyper()
+    bad = (-1.0, *bad[1:])
+    with pytest.raises((ValueError, ParamServeError), match="lr"):
+        table.push([1], ones(1), hyper=bad).result()
+    assert unchanged(table)
+    with pytest.raises(ParamServeError, match="needs the state momentum"):
+        table.push([1], ones(1), hyper=SGD(0.5, momentum=0.9).hyper()).result()
+    with pytest.raises((ValueError, ParamServeError)):
+        table.push([1], ones(1), hyper=(0.5,)).result()
+    assert unchanged(table)
+
+
+def test_scan_and_put_refuse_numbers_and_states_that_do_not_fit(two: RoleCluster) -> None:
+    table = users(two.client(), rule=Adam(lr=0.1))
+    table.push([1], ones(1)).result()
+    before = [tuple(map(np.ndarray.tolist, part)) for part in table.scan(state=True)]
+    refused(lambda: next(table.scan(0)), ValueError, "rows must be at least 1, not 0")
+    for state, counts in ((ones(1, 3), [1]), (ones(2, 2 * DIM), [1]), (ones(1, 2 * DIM), [1, 2])):
+        refused(
+            lambda s=state, c=counts: table.put([1], ones(1), s, c),
+            ShapeMismatch,
+            "table 'users'",
+            f"expected [1, {2 * DIM}]",
+        )
+    refused(lambda: table.put([1], ones(1), ones(1, 2 * DIM)), ValueError, "come together")
+    assert [tuple(map(np.ndarray.tolist, part)) for part in table.scan(state=True)] == before
+
+
+def test_step_that_names_a_table_twice_is_refused(table: Table) -> None:
+    pushes = [TablePush(table, [1], ones(1)), TablePush(table, [2], ones(1))]
+    refused(lambda: table.client.push_tables(pushes), ValueError, "name each of them once")
+    assert unchanged(table)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_table_that_nobody_has_defined_is_unknown(two: RoleCluster) -> None:
+    client = two.client()
+    refused(lambda: client.table("users"), UnknownName, "'users'")
+    client.define("w", np.zeros(3), rule=Add())
+    refused(lambda: client.table("w"), UnknownName, "'w'")
+    refused(lambda: client.table("default"), UnknownName, "'default'")
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"dim": 5}, "shape"),
+        ({"rule": Adagrad(lr=0.5)}, "rule"),
+        ({"init": Zeros()}, "options"),
+        ({"init": Constant(2.0)}, "options"),
+        ({"dtype": "float16"}, "options"),
+        ({"admit": MinCount(2)}, "options"),
+        ({"evict": LRU(rows=10)}, "options"),
+        ({"evict": TTL(3)}, "options"),
+        ({"max_bytes": 1 << 20}, "options"),
+        ({"seed": 1}, "options"),
+        ({"consistency": BoundedStaleness(1)}, "policy"),
+    ],
+)
+def test_table_defined_twice_with_other_options_is_refused(
+    two: RoleCluster, changed: dict[str, Any], word: str
+) -> None:
+    client, other = two.client(), two.client()
+    table = users(client, consistency=Async())
+    table.pull([1])
+    for each in (client, other):
+        refused(
+            lambda c=each: users(c, **{"consistency": Async(), **changed}),
+            DefineMismatch,
+            "'users'",
+            word,
+        )
+    assert unchanged(table)
+    assert users(other).pull([1]).tolist() == [[1.0] * DIM]
+
+
+def test_table_defined_at_once_by_several_is_one(cluster: RoleCluster) -> None:
+    clients = [cluster.client() for _ in range(4)]
+    in_threads(*[lambda c=c: users(c).push([1], ones(1)).result() for c in clients])
+    assert users(clients[0]).pull([1]).tolist() == [[1.0 - 4 * 0.5] * DIM]
+
+
+def test_names_of_tables_and_of_groups_are_of_one_kind(two: RoleCluster) -> None:
+    client, other = two.client(), two.client()
+    users(client)
+    client.define("w", np.zeros(3), rule=Add(), group="dense")
+    for each in (client, other):
+        refused(
+            lambda c=each: c.define("w", np.zeros(3), rule=Add(), group="users"),
+            DefineMismatch,
+            "'users' is the name of a table",
+        )
+        refused(
+            lambda c=each: c.table("dense", dim=3, rule=Add()),
+            DefineMismatch,
+            "'dense' is the name of a group of tensors",
+        )
+        for use in (
+            lambda c=each: c.pull("users"),
+            lambda c=each: c.push("users", np.zeros(DIM)),
+            lambda c=each: c.assign("users", np.zeros(DIM)),
+        ):
+            refused(use, UnknownName, "'users' is a table")
+    assert [block.pieces[0].name for block in other.blocks()] == ["w"]
+    assert client.pull("w").tolist() == [0.0] * 3
+
+
+def test_table_has_no_snapshots(table: Table) -> None:
+    refused(lambda: table.client.watch("users", 1), ParamServeError, "'users' is a table")
+    assert unchanged(table)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "word"),
+    [
+        ({"dim": 0}, ValueError, "dim of table 'users' has to be an int from 1 to 65536, not 0"),
+        ({"dim": -3}, ValueError, "not -3"),
+        ({"dim": 65_537}, ValueError, "not 65537"),
+        ({"dim": 2.0}, ValueError, "not 2.0"),
+        ({"dim": True}, ValueError, "not True"),
+        ({"rule": None}, ValueError, "needs a rule"),
+        ({"rule": "sgd"}, (TypeError, ValueError), "sgd"),
+        ({"dtype": "float64"}, ValueError, "float64"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": 1.5}, ValueError, "seed"),
+        ({"init": 3.0}, (TypeError, ValueError), "init"),
+        ({"admit": 3}, (TypeError, ValueError), "admit"),
+        ({"evict": 3}, (TypeError, ValueError), "evict"),
+        ({"max_bytes": -1}, (TypeError, ValueError), "max_bytes"),
+        ({"init": Constant(1e6), "dtype": "float16"}, ValueError, "float16"),
+        ({"consistency": DelayCompensated()}, ValueError, "DelayCompensated cannot be the policy"),
+        ({"consistency": LocalSteps(every=4)}, ValueError, "LocalSteps cannot be the policy"),
+        (
+            {"consistency": ElasticAverage(rho=0.5)},
+            ValueError,
+            "ElasticAverage cannot be the policy",
+        ),
+    ],
+)
+def test_option_that_cannot_be_is_refused_before_anything_is_sent(
+    two: RoleCluster, changed: dict[str, Any], error: type[Exception], word: str
+) -> None:
+    client = two.client()
+    refused(lambda: users(client, **changed), error, word)
+    refused(lambda: client.table("users"), UnknownName, "'users'")
+    assert len(users(client)) == 0
+
+
+def test_table_smaller_than_one_row_is_refused_and_its_name_stays_free(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    with pytest.raises((ValueError, ParamServeError), match="max_bytes=10 has no room for a row"):
+        users(client, max_bytes=10)
+    assert users(client).pull([1]).tolist() == [[1.0] * DIM]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 513, 7, None])
+def test_name_that_cannot_be_is_refused(two: RoleCluster, name: Any) -> None:
+    client = two.client()
+    with pytest.raises((TypeError, ValueError, ParamServeError), match="name"):
+        client.table(name, dim=3, rule=Add())
+
+
+@dataclass(frozen=True)
+class Doubled(CustomRule):
+    """value -= 2 * gradient; but no gradient above 100."""
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        if float(np.abs(gradient).max(initial=0.0)) > 100.0:
+            raise ArithmeticError("too steep")
+        value -= 2.0 * gradient
+
+
+def test_custom_rule_runs_on_rows_and_its_failure_changes_nothing(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    client = make_cluster(kind, servers=2, registers=[Doubled]).client()
+    table = users(client, rule=Doubled())
+    table.push([1, 2, 2], ones(3)).result()
+    assert table.pull([1, 2])[:, 0].tolist() == [-1.0, -3.0]
+    refused(
+        lambda: table.push([1], 200 * ones(1)).result(),
+        RuleFailed,
+        "'Doubled'",
+        "'users'",
+        "too steep",
+        applied="unknown",  # the other shard had nothing of it, and says that it is done
+    )
+    assert table.pull([1, 2])[:, 0].tolist() == [-1.0, -3.0]
+
+
+def test_rule_that_the_servers_do_not_know_is_refused_by_name(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    with pytest.raises(UnknownRule, match="Doubled"):
+        users(client, rule=Doubled())
+    assert len(users(client)) == 0
+
+
+def test_policy_that_a_table_cannot_have_is_not_set_either(cluster: RoleCluster) -> None:
+    client: Client = cluster.client()
+    table = users(client, init=Normal())
+    table.pull([1])
+    for policy in (DelayCompensated(), LocalSteps(every=4), ElasticAverage(rho=0.5)):
+        name = type(policy).__name__
+        with pytest.raises((ValueError, ParamServeError), match=f"{name} cannot be"):
+            client.set_consistency("users", policy)
+        assert cluster.servers[0].role.shard.groups[0].changing is None
+    client.set_consistency("users", BoundedStaleness(2))
+    client.set_consistency("users", Sync())
+    assert len(table) == 1

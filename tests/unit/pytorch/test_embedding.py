@@ -1,0 +1,297 @@
+"""`Embedding` and `EmbeddingBag` give what torch's modules give on the same rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.pytorch.fake_tables import FakeTable, TableCluster
+from torch import Tensor, nn
+
+from paramserve.pytorch import Embedding, EmbeddingBag, from_embedding
+
+DIM = 3
+SIZE = 12
+PADDING = 4
+MODES = ("sum", "mean", "max")
+
+
+@pytest.fixture
+def table() -> FakeTable:
+    """With rows for the keys 0 to 11."""
+    made = TableCluster().worker().client.table("users", DIM)
+    values = torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1))
+    made.put(np.arange(SIZE), values.numpy())
+    return made
+
+
+def weight_of(table: FakeTable, padding: int | None = None) -> Tensor:
+    weight = torch.stack([torch.from_numpy(table.values[key]) for key in range(SIZE)])
+    if padding is not None:
+        weight[padding] = 0
+    return weight
+
+
+def dense(module: Embedding | EmbeddingBag) -> Tensor:
+    """The gradients that were collected, as torch's weight would have them."""
+    gradient = torch.zeros(SIZE, DIM)
+    keys, values = module.rows.collected()
+    gradient[keys] = values
+    return gradient
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Each element counts for something of its own."""
+    return (out * torch.linspace(-1, 2, out.numel()).reshape(out.shape)).sum()
+
+
+# --- Embedding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([5, 1, 5, 4, 0]),
+        torch.tensor([[4, 4], [2, 11]], dtype=torch.int32),
+        torch.tensor(7),
+        torch.tensor([4]),
+        torch.zeros(0, 2, dtype=torch.long),
+    ],
+    ids=["repeated", "2-D int32", "scalar", "only padding", "empty"],
+)
+def test_embedding_gives_torchs_values_and_gradients(
+    table: FakeTable, ids: Tensor, padding: int | None
+) -> None:
+    theirs = nn.Embedding(SIZE, DIM, padding_idx=padding, _weight=weight_of(table, padding))
+    ours = Embedding(table, padding_idx=padding)
+    out = ours(ids)
+    assert torch.equal(out, theirs(ids))
+    loss_of(out).backward()
+    loss_of(theirs(ids)).backward()
+    torch.testing.assert_close(dense(ours), theirs.weight.grad)
+
+
+def test_embedding_pulls_each_key_once_without_the_padding(table: FakeTable) -> None:
+    Embedding(table, padding_idx=PADDING)(torch.tensor([9, 4, 2, 9, 4]))
+    assert table.pulls == [([9, 2], True)]
+
+
+def test_embedding_unknown_keys_any_int64_get_rows_in_training_only(table: FakeTable) -> None:
+    module = Embedding(table)
+    ids = torch.tensor([-(2**63), 2**63 - 1, -1])
+    with torch.no_grad():
+        read = module(ids)
+    assert len(table.keys()) == SIZE, "nothing was created"
+    assert torch.equal(module.eval()(ids), read)
+    assert len(table.keys()) == SIZE
+    assert torch.equal(module.train()(ids), read)
+    assert len(table.keys()) == SIZE + 3
+
+
+@pytest.mark.parametrize("freeze", ["module", "parameters"])
+def test_embedding_frozen_creates_and_collects_nothing(table: FakeTable, freeze: str) -> None:
+    module = Embedding(table)
+    if freeze == "module":
+        module.requires_grad_(False)
+    else:
+        for param in module.parameters():
+            param.requires_grad = False
+    assert not module(torch.tensor([77])).requires_grad
+    assert len(table.keys()) == SIZE
+    module.requires_grad_(True)
+    assert module(torch.tensor([77])).requires_grad
+    assert not module.rows.requires_grad, "DistributedDataParallel would wait for it"
+
+
+def test_embedding_follows_the_models_dtype(table: FakeTable) -> None:
+    module = nn.Sequential(Embedding(table), nn.Linear(DIM, 2)).double()
+    module(torch.tensor([1, 2, 1])).sum().backward()
+    assert module[0].rows.grad.dtype == torch.float64
+    assert module[0].rows.collected().values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([1.0]), torch.tensor([True]), [1, 2]], ids=["float", "bool", "list"]
+)
+def test_embedding_ids_that_are_no_integers_are_refused(table: FakeTable, ids: Any) -> None:
+    with pytest.raises(TypeError, match="integers"):
+        Embedding(table)(ids)
+    assert table.pulls == []
+
+
+@pytest.mark.parametrize(
+    ("padding", "error"), [(1.0, TypeError), (True, TypeError), (2**63, ValueError)]
+)
+def test_embedding_padding_that_is_no_key_is_refused(
+    table: FakeTable, padding: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="padding_idx"):
+        Embedding(table, padding_idx=padding)
+
+
+# --- EmbeddingBag --------------------------------------------------------------------------------
+
+FLAT = torch.tensor([5, 1, 5, 4, 0, 11, 4])
+BAGS: dict[str, dict[str, Any]] = {
+    "offsets": {"input": FLAT, "offsets": torch.tensor([0, 3, 4])},
+    "empty bags": {"input": FLAT, "offsets": torch.tensor([0, 0, 2, 7, 7])},
+    "int32": {"input": FLAT.int(), "offsets": torch.tensor([0, 3], dtype=torch.int32)},
+    "2-D": {"input": torch.tensor([[4, 4, 4], [2, 11, 2]])},
+    "no ids": {"input": FLAT[:0], "offsets": torch.tensor([0, 0])},
+    "only padding": {"input": torch.tensor([[4, 4]])},
+}
+
+
+def call(module: Any, bags: dict[str, Any]) -> Tensor:
+    return module(bags["input"], *[value for name, value in bags.items() if name != "input"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize("bags", BAGS.values(), ids=BAGS)
+def test_bag_gives_torchs_values_and_gradients(
+    table: FakeTable, bags: dict[str, Any], padding: int | None, mode: str
+) -> None:
+    theirs = nn.EmbeddingBag(
+        SIZE, DIM, mode=mode, padding_idx=padding, _weight=weight_of(table, padding)
+    )
+    ours = EmbeddingBag(table, mode=mode, padding_idx=padding)
+    out = call(ours, bags)
+    torch.testing.assert_close(out, call(theirs, bags))
+    loss_of(out).backward()
+    loss_of(call(theirs, bags)).backward()
+    torch.testing.assert_close(dense(ours), theirs.weight.grad)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_bag_per_sample_weights_and_last_offset_are_torchs(
+    table: FakeTable, padding: int | None
+) -> None:
+    weights = torch.linspace(-1, 2, len(FLAT)).requires_grad_()
+    offsets = torch.tensor([0, 2, 2, 7])
+    options: dict[str, Any] = {
+        "mode": "sum",
+        "padding_idx": padding,
+        "include_last_offset": True,
+    }
+    theirs = nn.EmbeddingBag(SIZE, DIM, _weight=weight_of(table, padding), **options)
+    ours = EmbeddingBag(table, **options)
+    out = ours(FLAT, offsets, weights)
+    torch.testing.assert_close(out, theirs(FLAT, offsets, weights))
+    (grad,) = torch.autograd.grad(loss_of(out), weights, retain_graph=True)
+    loss_of(out).backward()
+    weights.grad = None
+    loss_of(theirs(FLAT, offsets, weights)).backward()
+    torch.testing.assert_close(grad, weights.grad)
+    torch.testing.assert_close(dense(ours), theirs.weight.grad)
+
+
+def test_bag_default_mode_is_torchs_and_others_are_refused(table: FakeTable) -> None:
+    assert EmbeddingBag(table).mode == nn.EmbeddingBag(1, 1).mode
+    with pytest.raises(ValueError, match="median"):
+        EmbeddingBag(table, mode="median")
+
+
+# --- state, copies, taking over ------------------------------------------------------------------
+
+
+def test_state_dict_has_no_rows_and_loads_where_there_are_some(table: FakeTable) -> None:
+    model = nn.Sequential(Embedding(table), nn.Linear(DIM, 2))
+    model(torch.tensor([1, 2])).sum().backward()
+    state = model.state_dict()
+    assert list(state) == ["1.weight", "1.bias"]
+    assert model.load_state_dict(state) == nn.Sequential(nn.Identity()).load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.weight"):
+        model.load_state_dict({**state, "0.weight": torch.zeros(SIZE, DIM)})
+
+
+def test_copy_is_on_the_same_table_and_a_pickle_is_refused(table: FakeTable) -> None:
+    model = nn.Sequential(Embedding(table, padding_idx=PADDING), nn.Linear(DIM, 2))
+    copied = copy.deepcopy(model)
+    assert copied[0] is not model[0]
+    assert copied[0].table is table
+    assert copied[0].rows is model[0].rows
+    assert copied[0].padding_idx == PADDING
+    assert copied[1].weight is not model[1].weight
+    with pytest.raises(TypeError, match="'users' cannot be pickled"):
+        pickle.dumps(model)
+
+
+def test_modules_on_one_table_share_its_rows(table: FakeTable) -> None:
+    model = nn.ModuleList([Embedding(table), EmbeddingBag(table, mode="sum")])
+    assert len(list(model.parameters())) == 1
+    model[0](torch.tensor([3])).sum().backward()
+    model[1](torch.tensor([[3, 5]])).sum().backward()
+    assert dense(model[0])[[3, 5]].tolist() == [[2.0] * DIM, [1.0] * DIM]
+
+
+def test_to_embedding_gives_the_rows_and_creates_none(table: FakeTable) -> None:
+    back = Embedding(table, padding_idx=PADDING).to_embedding()
+    assert torch.equal(back.weight, weight_of(table, PADDING))
+    assert back.padding_idx == PADDING
+    assert back.weight.requires_grad
+    more = EmbeddingBag(table, mode="max", include_last_offset=True).to_embedding(SIZE + 2)
+    assert (more.num_embeddings, more.mode, more.include_last_offset) == (SIZE + 2, "max", True)
+    assert len(table.keys()) == SIZE
+
+
+def test_to_embedding_without_a_range_of_indices_is_refused(table: FakeTable) -> None:
+    with pytest.raises(ValueError, match="padding_idx 40"):
+        Embedding(table, padding_idx=40).to_embedding()
+    table.put(np.array([-3]), np.zeros((1, DIM), np.float32))
+    with pytest.raises(ValueError, match="the key -3"):
+        Embedding(table).to_embedding()
+    table.values.clear()
+    with pytest.raises(ValueError, match="has no rows"):
+        Embedding(table).to_embedding()
+    assert Embedding(table).to_embedding(2).num_embeddings == 2
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_from_embedding_puts_all_rows_once(bag: bool) -> None:
+    client = TableCluster().worker().client
+    theirs: Any = (
+        nn.EmbeddingBag(SIZE, DIM, mode="max", padding_idx=PADDING)
+        if bag
+        else nn.Embedding(SIZE, DIM, padding_idx=PADDING)
+    )
+    ours = from_embedding(client, "items", theirs, rule=None)
+    ids = torch.tensor([[1, 4], [11, 2]])
+    assert torch.equal(ours(ids), theirs(ids))
+    assert sorted(ours.table.keys()) == [key for key in range(SIZE) if key != PADDING]
+    assert torch.equal(ours.to_embedding(SIZE).weight, theirs.weight)
+    ours.table.put(np.array([1]), np.ones((1, DIM), np.float32))
+    from_embedding(client, "items", theirs, rule=None)
+    assert ours.table.values[1].tolist() == [1.0] * DIM, "it was taken over before"
+
+
+def test_from_embedding_other_ranks_wait_for_rank_0() -> None:
+    cluster = TableCluster(2)
+    theirs = nn.Embedding(SIZE, DIM)
+    client, waited = cluster.worker(1).client, []
+    client.await_block = lambda shapes, **_: waited.append(list(shapes))
+    ours = from_embedding(client, "items", theirs, rule=None)
+    from_embedding(cluster.worker(0).client, "items", theirs, rule=None)
+    assert waited == [[piece.name for block in cluster.blocks for piece in block.pieces]]
+    assert len(ours.table.keys()) == 0, "they are rank 0's to put"
+
+
+def test_from_embedding_what_a_table_cannot_do_is_refused() -> None:
+    client = TableCluster().worker().client
+    padded = nn.Embedding(SIZE, DIM, padding_idx=0)
+    nn.init.ones_(padded.weight)
+    for module, match in (
+        (nn.Embedding(SIZE, DIM, max_norm=1.0), "max_norm"),
+        (nn.EmbeddingBag(SIZE, DIM, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (padded, "not zeros"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            from_embedding(client, "items", module, rule=None)
+    with pytest.raises(TypeError, match="Linear"):
+        from_embedding(client, "items", nn.Linear(1, 1), rule=None)
+    assert client.tables == {}
