@@ -1,4 +1,4 @@
-"""Complete a graph of facts: rows of entities and relations in keyed tables, trained by two workers.
+"""Complete a graph of facts: rows of entities and relations in keyed tables, two workers training.
 
 UMLS has facts such as (vitamin, affects, cell function): 135 entities, 46 relations. DistMult gives
 each entity and each relation a row, and a fact the sum of the products of its three rows. A worker
@@ -14,7 +14,6 @@ same model in one process with `nn.Embedding`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import numpy as np
 import torch

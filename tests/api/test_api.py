@@ -12,7 +12,7 @@ import pytest
 import paramserve
 from paramserve import errors
 from paramserve.core.decisions import Policy
-from paramserve.rules.base import Rule
+from paramserve.rules.base import Rule, RowRule
 
 PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]
 EXPECTED = {
@@ -20,9 +20,11 @@ EXPECTED = {
     *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
     *("Deadlines", "Limits", "BoundedStaleness", "DelayCompensated", "Buffered", "LocalSteps"),
     *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "Standing"),
-    *("Push", "Pull", "Apply", "Buffer", "Drop", "Admit", "Wait"),
+    *("Push", "Pull", "Apply", "Buffer", "Drop", "Admit", "Wait", "Table", "TablePush"),
+    *("Adagrad", "RowAdagrad", "FTRL", "Uniform", "Normal", "Constant", "Zeros"),
+    *("MinCount", "TTL", "LRU", "pytorch"),
 }
-CONTRACTS = (Rule, Policy)
+CONTRACTS = (Rule, RowRule, Policy)
 """A method may be documented where its contract is."""
 
 

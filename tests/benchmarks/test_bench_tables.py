@@ -12,7 +12,7 @@ from benchmarks import bench_tables, tables_redis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_bench_tables_tiny_measures_every_contestant(tmp_path: Path) -> None:
     needs("ray")
     assert bench_tables.main(["--tiny", "--rows", "10000", "--out", str(tmp_path)]) == 0

@@ -200,9 +200,11 @@ def test_staleness_of_several_pulls_is_that_of_the_oldest(cluster: RoleCluster) 
     mine, others = users(cluster.client()), users(cluster.client())
     mine.pull([1])
     step(others, [5])
+    mine.pull([7], create=False)
+    step(others, [5])
     mine.pull([2])
     step(others, [5])
-    assert step(mine, [1, 2]) == 2
+    assert step(mine, [1, 2]) == 3
 
 
 # --- copies -------------------------------------------------------------------------------------
@@ -274,7 +276,9 @@ def test_cache_that_keeps_what_was_pushed_reads_it_when_it_is_too_old(cluster: R
 def test_cache_does_not_keep_what_was_prefetched_before_a_push_to_it(cluster: RoleCluster) -> None:
     table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9)
     table.prefetch([1, 2, 3])
-    step(table, [2])
+    pushed = np.array([2])
+    table.push(pushed, ones(1))
+    pushed[:] = 1000  # the caller's to use again
     assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 1.0, 1.0], "as it was then"
     before = calls_of(table.client)
     assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 2.0, 1.0]

@@ -87,6 +87,8 @@ def train(worker: ps.Worker, dense: str) -> dict[str, Any]:
     if dense == "local":
         worker.process_group()
         called = DistributedDataParallel(model)
+        with pytest.raises(ValueError, match="would do so again"):
+            worker.optimizer(called, optimizer)
     worker.optimizer(called, optimizer, dense=dense)
     for users, tags, targets in worker.loader(dataset(), batch_size=BATCH, steps=STEPS):
         optimizer.zero_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,14 @@ from paramserve.messages import (
     TakeSnapshot,
 )
 from paramserve.transport.arena import Arena
-from paramserve.transport.link import Link
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class GivesPayload(Protocol):
+    """A link whose last header was followed by a payload."""
+
+    def read_payload(self, into: Sequence[Bytes]) -> None: ...
 
 
 class Payloads:
@@ -91,7 +97,7 @@ class Payloads:
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
 
-    def read(self, shard: int, link: Link, sent: Sent) -> None:
+    def read(self, shard: int, link: GivesPayload, sent: Sent) -> None:
         """Read the payload of an answer to where its request wants it."""
         message = sent.message
         if isinstance(message, Step | TakeSnapshot):

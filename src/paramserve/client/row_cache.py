@@ -87,17 +87,17 @@ class RowCache:
     def find(self, keys: Array, clock: int) -> Found:
         """Copies of these keys, int64 [n], that are fresh at a clock."""
         places = self._places(keys)
-        fresh = (places >= 0) & (self._read_at[places] >= clock - self.clocks)
+        read_at = self._read_at[places]
+        fresh = (places >= 0) & (read_at >= clock - self.clocks)
         missing = np.flatnonzero(~fresh)
         self._hits += keys.size - missing.size
         self._misses += missing.size
         if missing.size == keys.size:
             rows = np.empty((keys.size, self._values.shape[1]), np.float32)
             return Found(rows, missing, None)
-        used = places[fresh]
-        self._used[used] = True
+        self._used[places[fresh]] = True
         rows = self._values.take(places, axis=0, mode="clip")
-        return Found(rows, missing, self._lowest(int(self._read_at[used].min())))
+        return Found(rows, missing, self._lowest(int(read_at[fresh].min())))
 
     def _places(self, keys: Array) -> Array:
         self._index.move(keys.size)

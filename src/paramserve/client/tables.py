@@ -120,16 +120,19 @@ class TablesClient(KeyedClient):
         self._control.call(Defined(0, block.id, attempt), Ok, timeout_s=limit)
 
     def _found_table(self, name: str) -> Table:
-        call = Lookup(0, (name,), 0.0)
-        found = self._control.call(call, Found, timeout_s=self.timeout_s)
+        unknown = UnknownName(
+            f"there is no table {name!r}",
+            fix="define it first: client.table(name, dim=..., rule=...)",
+        )
+        try:
+            found = self._control.call(Lookup(0, (name,), 0.0), Found, timeout_s=self.timeout_s)
+        except UnknownName:
+            raise unknown from None
         for spec in found.blocks:
             if spec.table is not None and spec.group_name == name:
                 load_routing()
                 return self._tables.setdefault(name, Table(self, self._know(Block(spec))))
-        raise UnknownName(
-            f"there is no table {name!r}",
-            fix="define it first: client.table(name, dim=..., rule=...)",
-        )
+        raise unknown
 
     def tables(self) -> list[Table]:
         """All tables of the cluster, in the order in which they were defined."""

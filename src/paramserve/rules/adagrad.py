@@ -186,9 +186,11 @@ class RowAdagrad:
         raise ValueError(NO_ROWS.format(self.name))
 
     def row_states(self, dim: int) -> tuple[int, ...]:
+        """One number for each row."""
         return (1,)
 
     def initial_row(self, dim: int) -> Array:
+        """The initial accumulator value."""
         return np.full(1, self.initial_accumulator_value, np.float32)
 
     def counted(self, hyper: Hyper) -> bool:

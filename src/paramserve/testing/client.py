@@ -42,6 +42,11 @@ class SimulatedClient(ClientProcess):
         self._calls = 0
         self._pushes = 0
 
+    @property
+    def group(self) -> int:
+        """Number of the one group that there is."""
+        return next(iter(self.blocks.values())).group
+
     def take(self, block: Block) -> int:
         """A slot for a whole block: its offset in the arena."""
         slot = self.pool.take(block.nbytes)
@@ -78,8 +83,8 @@ class SimulatedClient(ClientProcess):
 
     def step(
         self,
-        push: Sequence[Block] = (),
-        pull: Sequence[Block] = (),
+        push: Sequence[Any] = (),
+        pull: Sequence[Any] = (),
         *,
         tick: bool = False,
         skip: bool = False,
@@ -103,12 +108,11 @@ class SimulatedClient(ClientProcess):
         call = self._issue(number, ids, state, tick, spoiled)
         call.samples = samples
         sources = self._gradients(push, number, spoiled)
-        targets = [(block, self.take(block)) for block in pull]
-        group = self.blocks["left"].group
-        plain = Step(0, group, self.clock, tick, (), (), skip=skip, mark=mark)
+        targets = self._targets(pull)
+        plain = Step(0, self.group, self.clock, tick, (), (), skip=skip, mark=mark)
         requests = self._for_each_shard(plain, call.bases, sources, targets)
         operation = Operation(len(requests))
-        self._slots[operation] = [slot for _, slot in (*sources, *targets)]
+        self._slots[operation] = self._slots_of(sources, targets)
         operation.then(partial(self._complete, call, operation, targets, then))
         for shard, connection in enumerate(self.connections):
             self.cluster.call_of[self.writer, shard, connection.session.last + 1] = call
@@ -138,12 +142,20 @@ class SimulatedClient(ClientProcess):
             enters=self.enters,
         )
 
+    def _targets(self, pull: Sequence[Any]) -> Sequence[Any]:
+        """Memory for what is read: blocks and slots."""
+        return [(block, self.take(block)) for block in pull]
+
+    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[int]:
+        """Those of a step's gradients and of what it reads."""
+        return [slot for _, slot in (*sources, *targets)]
+
     def _for_each_shard(
         self,
         step: Step,
         bases: Sequence[int],
-        sources: Sequence[tuple[Block, int]],
-        targets: Sequence[tuple[Block, int]],
+        sources: Sequence[Any],
+        targets: Sequence[Any],
     ) -> list[Step]:
         """A step as every shard gets it: with the places of its own parts of the slots."""
         requests = []
@@ -155,13 +167,12 @@ class SimulatedClient(ClientProcess):
 
     def change_policy(self, policy: Policy) -> None:
         """Ask the shards for another policy; the answers to later steps tell of it."""
-        group = self.blocks["left"].group
-        requests = [SetPolicy(0, group, policies.spec(policy)) for _ in self.connections]
+        requests = [SetPolicy(0, self.group, policies.spec(policy)) for _ in self.connections]
         self._ask_all(requests)
 
     def rest(self) -> None:
         """Nobody is to wait for this worker until its next step."""
-        self._ask_all([Rest(0, self.blocks["left"].group) for _ in self.connections])
+        self._ask_all([Rest(0, self.group) for _ in self.connections])
 
     def _ask_all(self, requests: Sequence[Rest] | Sequence[SetPolicy]) -> None:
         operation = Operation(len(requests))
@@ -176,9 +187,8 @@ class SimulatedClient(ClientProcess):
         self.in_flight += 1
         self.submit(requests, operation)
 
-    def _gradients(
-        self, push: Sequence[Block], number: int | None, spoiled: bool
-    ) -> list[tuple[Block, int]]:
+    def _gradients(self, push: Sequence[Any], number: int | None, spoiled: bool) -> Sequence[Any]:
+        """A step's gradients: blocks and slots."""
         if number is None:
             return []
         sources = [(block, self.take(block)) for block in push]
@@ -204,7 +214,7 @@ class SimulatedClient(ClientProcess):
         self,
         call: Call,
         operation: Operation,
-        targets: Sequence[tuple[Block, int]],
+        targets: Sequence[Any],
         then: Callable[[Call, Operation], None],
     ) -> None:
         if self.fenced:
@@ -219,8 +229,8 @@ class SimulatedClient(ClientProcess):
             call.dropped = frozenset() if call.skipped else dropped
             if any(reply.at >= 0 for reply in replies.values()):
                 call.state = None  # It may have read a later one.
-            for block, slot in targets:
-                self._read(call, block, self.values(block, slot))
+            for target in targets:
+                self._read(call, target)
         self._hear(operation, call)
         self.cluster.history.answer(call)
         self.release(operation)
@@ -239,7 +249,10 @@ class SimulatedClient(ClientProcess):
         if call is not None and operation.replies:
             self.clock = max(self.clock, *(reply.at for reply in operation.replies.values()))
 
-    def _read(self, call: Call, block: Block, values: Any) -> None:
+    def _read(self, call: Call, target: Any) -> None:
+        """Tell the history what was read."""
+        block, slot = target
+        values = self.values(block, slot)
         for shard in range(len(self.connections)):
             low, high = block.range(shard)
             if high > low:

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.core.block import ShardBlock
 from paramserve.core.consistency import Async, BoundedStaleness, Sync
 from paramserve.core.decisions import Policy
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
@@ -152,6 +154,28 @@ class Counting:
         start = -low % self.tile
         numbers = values[start + 1 : start + self.tile : 2].tolist()
         return tuple(int(each) if 0 <= each < 2.0**PUSHES_MAX else 0 for each in numbers)
+
+    def parts(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Row]]:
+        """What the part of a block on one of so many shards says, with the number by which calls
+        name the block."""
+        if not isinstance(block, ShardBlock) or not block.size:
+            return []
+        return [(block.spec.block, self.read(block.value, block.low))]
+
+    def masks(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """As `parts`, at a glance: masks by writer."""
+        if not isinstance(block, ShardBlock) or not block.size:
+            return []
+        return [(block.spec.block, self.glance(block.value, block.low))]
+
+    def bytes_of(self, block: ShardBlock | KeyedBlock) -> bytes:
+        """All values of a shard's part of a block."""
+        assert isinstance(block, ShardBlock)
+        return block.value.tobytes()
 
     def _columns_of(self, low: int, size: int) -> Array:
         """Where in its tile each element stands."""

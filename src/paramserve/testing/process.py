@@ -7,17 +7,17 @@ order on a new stream.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from msgspec import structs
-
+from paramserve.client.payloads import Payloads
 from paramserve.core.answering import gathered
 from paramserve.core.group import resume
+from paramserve.core.keyed.parts import padded
 from paramserve.core.policies import Terms
-from paramserve.core.session import Operation, Sent
+from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
@@ -25,21 +25,17 @@ from paramserve.messages import (
     Bye,
     CoordinatorReply,
     CoordinatorRequest,
-    Define,
     Done,
     Failed,
-    Gradient,
     GroupPolicy,
     GroupReport,
     Hello,
     Join,
     Joined,
-    Place,
     Refused,
     ServerBeat,
     ShardReply,
     ShardRequest,
-    Step,
     Welcome,
     WorkerBeat,
     decoder,
@@ -47,6 +43,7 @@ from paramserve.messages import (
 )
 from paramserve.testing.nemesis import worker_place
 from paramserve.testing.network import NEAR, Bytes, Frame, Stream
+from paramserve.transport.arena import Arena
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
@@ -63,6 +60,20 @@ _decode_reply = decoder(ShardReply | Welcome).decode
 _decode_call = decoder(CoordinatorReply).decode
 
 Then = Callable[[Any], None]
+
+
+class Received:
+    """A payload that has come, as what is read from a link."""
+
+    def __init__(self, payload: Bytes) -> None:
+        self._payload = payload
+
+    def read_payload(self, into: Sequence[Bytes]) -> None:
+        """Copy its parts, each padded, to where they belong."""
+        cursor = 0
+        for part in into:
+            part[:] = self._payload[cursor : cursor + part.size]
+            cursor += padded(part.size)
 
 
 class Connection:
@@ -110,7 +121,9 @@ class ClientProcess(ABC):
             Connection(cluster, shard, self.window, scenario.is_shared(random))
             for shard in range(scenario.servers)
         ]
-        self.arena: Bytes = np.zeros(cluster.arena_bytes, np.uint8)
+        arena = Arena(ARENA, None, mmap.mmap(-1, cluster.arena_bytes))
+        self.arena: Bytes = arena.memory
+        self._payloads = Payloads(cluster.blocks, {ARENA: arena})
         self._frozen_until = 0.0
         self._then: Then | None = None
         self._reports: dict[int, tuple[GroupReport, ...]] | None = {}
@@ -312,17 +325,8 @@ class ClientProcess(ABC):
         elif isinstance(reply, Done | Refused):
             sent = connection.session.sent(reply.seq)
             if sent is not None and frame.payload is not None:
-                self._take(connection.shard, sent, frame.payload)
+                self._payloads.read(connection.shard, Received(frame.payload), sent)
             connection.session.on_reply(reply)
-
-    def _take(self, shard: int, sent: Sent, payload: Bytes) -> None:
-        """Copy values that came in a frame to where the request wants them."""
-        assert isinstance(sent.message, Step)
-        cursor = 0
-        for place in sent.message.pull:
-            part = self._part(shard, place)
-            part[:] = payload[cursor : cursor + part.size]
-            cursor += -(-part.size // 64) * 64
 
     # --- requests -----------------------------------------------------------------------
 
@@ -349,22 +353,9 @@ class ClientProcess(ABC):
         if connection.shared:
             connection.stream.send(NEAR, Frame(encode(message)))
             return
-        parts: list[Bytes] = []
-        if isinstance(message, Step):
-            parts = [self._part(connection.shard, each) for each in message.push]
-            push = tuple(structs.replace(each, arena=0) for each in message.push)
-            pull = tuple(structs.replace(each, arena=0) for each in message.pull)
-            message = structs.replace(message, push=push, pull=pull)
-        elif isinstance(message, Define):
-            parts = [self._part(connection.shard, Place(message.spec.block, 1, message.offset))]
-            message = structs.replace(message, arena=0)
+        message, parts = self._payloads.inline(connection.shard, message)
         payload = gathered(list(parts)) if parts else None
         connection.stream.send(NEAR, Frame(encode(message), payload))
-
-    def _part(self, shard: int, at: Gradient | Place) -> Bytes:
-        block = self.cluster.blocks[at.block]
-        low, high = block.range(shard)
-        return self.arena[at.offset : at.offset + (high - low) * block.dtype.itemsize]
 
     def _timeout(self, operation: Operation, numbers: Sequence[int]) -> None:
         """The caller's patience has ended, and it tries again: same numbers, same slots."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paramserve.core import policies
-from paramserve.core.block import ShardBlock
 from paramserve.core.consistency import Sync
 from paramserve.core.group import Group
 from paramserve.core.membership import RETIRING
@@ -200,10 +199,10 @@ class Recorder:
         if history.shared is not None:
             reports = cluster.coordinator.coordination.leases.reports()
             history.shared.counted = sum(report.repeated for report in reports)
+        shards = len(cluster.servers)
         for server in cluster.servers:
-            for number, block in sorted(server.shard.blocks.items()):
-                if isinstance(block, ShardBlock) and block.size:
-                    row = cluster.workload.read(block.value, block.low)
+            for _, block in sorted(server.shard.blocks.items()):
+                for number, row in cluster.workload.parts(block, server.number, shards):
                     history.final[Part(number, server.number)] = row
         for client in cluster.clients:
             if client.alive:

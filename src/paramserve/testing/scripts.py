@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramserve.core.consistency import Sync
 from paramserve.core.decisions import Policy
@@ -50,8 +50,8 @@ class ScriptedClient(SimulatedClient):
         self._thinking = False
 
     @property
-    def every(self) -> list[Block]:
-        """All blocks."""
+    def every(self) -> list[Any]:
+        """All blocks, or what else is pushed to and read."""
         return list(self.blocks.values())
 
     def script(self) -> None:

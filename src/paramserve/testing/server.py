@@ -5,9 +5,9 @@ They move messages as the real roles do, and decide nothing.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from paramserve.core.block import ShardBlock
 from paramserve.core.coordination import (
     Called,
     ConnectionLost,
@@ -199,10 +199,9 @@ class SimulatedServer:
         """Values have changed: which pushes are in them that were not."""
         new: dict[tuple[int, int], None] = {}
         workload = self.cluster.workload
-        for number, block in sorted(group.blocks.items()):
-            if not isinstance(block, ShardBlock) or not block.size:
-                continue
-            masks = workload.glance(block.value, block.low)
+        blocks, shards = sorted(group.blocks.items()), self.cluster.scenario.servers
+        seen = [workload.masks(block, self.number, shards) for _, block in blocks]
+        for number, masks in chain.from_iterable(seen):
             old = self._pushes.get(number, (0,) * len(masks))
             self._pushes[number] = masks
             for writer, (was, is_now) in enumerate(zip(old, masks, strict=True)):

@@ -12,7 +12,6 @@ from typing import Any
 
 from paramserve.config import CoordinatorConfig, Deadlines, Limits
 from paramserve.core import policies
-from paramserve.core.block import ShardBlock
 from paramserve.core.coordination import Coordination
 from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
@@ -183,10 +182,9 @@ class SimulatedCluster:
     def trace(self) -> str:
         """A hash over all that has arrived and over the values of all shards."""
         values = b"".join(
-            block.value.tobytes()
+            self.workload.bytes_of(block)
             for server in self.servers
             for _, block in sorted(server.shard.blocks.items())
-            if isinstance(block, ShardBlock)
         )
         return self.network.trace(values)
 

@@ -15,6 +15,7 @@ from paramserve.core.consistency import Async, LocalSteps
 from paramserve.errors import NonFinite
 from paramserve.pytorch import Embedding, EmbeddingBag
 from paramserve.pytorch.optimizer import adopt
+from paramserve.pytorch.tables import clip
 
 DIM = 3
 SIZE = 10
@@ -185,6 +186,16 @@ def test_step_clip_norm_has_the_rows_in_its_norm_where_the_worker_clips(
         clipped(theirs, alone=alone)
         expected.step()
     assert_same(ours, theirs)
+
+
+def test_clip_leaves_what_is_below_the_norm_or_not_finite() -> None:
+    small, bad = torch.tensor([3.0, 4.0]), torch.tensor([[30.0, float("inf")]])
+    clip([small, torch.empty(0, DIM)], 5.1)
+    clip([bad], 5.1)
+    assert small.tolist() == [3.0, 4.0]
+    assert bad.tolist() == [[30.0, float("inf")]]
+    clip([small], 0.5)
+    torch.testing.assert_close(small, torch.tensor([0.3, 0.4]))
 
 
 @pytest.mark.parametrize("dense", ["servers", "local"])

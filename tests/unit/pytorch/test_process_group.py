@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from paramserve.errors import ParamServeError
 from paramserve.pytorch import process_group
 from paramserve.pytorch.process_group import _backend, _Card, own_host, start
+from paramserve.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,34 @@ def test_start_leaves_gloo_to_the_user_who_told_it(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ZeroDivisionError):
         start(client(addresses=("unix:/run/c",)))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+class Ends:
+    """A group that notes that it was ended."""
+
+    def __init__(self) -> None:
+        self.group = object()
+        self.ended = 0
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_worker_has_one_group_and_ends_it(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    made: list[Ends] = []
+
+    def made_one(*_: Any, **options: Any) -> Ends:
+        assert options == {"host": "h", "timeout_s": 3.0}
+        made.append(Ends())
+        return made[-1]
+
+    monkeypatch.setattr(process_group, "start", made_one)
+    quiet = client(drain=lambda: None, close=lambda leave=True: None)
+    with contextlib.suppress(ZeroDivisionError), Worker(quiet, seed=1) as worker:
+        group = worker.process_group(host="h", timeout_s=3.0)
+        assert worker.process_group() is group is made[0].group
+        assert made[0].ended == 0
+        if fails:
+            raise ZeroDivisionError
+    assert [each.ended for each in made] == [1]

@@ -31,6 +31,14 @@ def test_asking_counts_nothing() -> None:
         assert candidates.admitted(keys_of([1, 2])).tolist() == [False, False]
 
 
+def test_key_of_the_old_generation_that_comes_again_counts_once() -> None:
+    candidates = Candidates(4, 2)
+    for key in (1, 2, 3, 1):  # 3 finds two keys there, and makes them old
+        push(candidates, [key])
+    assert push(candidates, [1]) == [False]
+    assert push(candidates, [1]) == [True]
+
+
 class Generations:
     """The same with two dicts."""
 

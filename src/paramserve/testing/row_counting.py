@@ -1,0 +1,273 @@
+"""Tables in a simulated cluster: rows of several keys, each of which says which pushes it holds.
+
+What the blocks of tensors are to the other workload, single keys are here: a call pushes to some of
+them and reads some, and the checkers judge each key by itself, on the shard that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.client.links import Links, Slot
+from paramserve.client.rows import RowPull, RowPush, lay_pull, lay_push
+from paramserve.core.block import ShardBlock
+from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.keyed.hashing import shard_of
+from paramserve.core.keyed.options import TableOptions, Zeros
+from paramserve.core.keyed.store import Purpose
+from paramserve.core.partition import Block
+from paramserve.core.session import Operation
+from paramserve.loading import load_table
+from paramserve.messages import Define, Piece, PlaceBlock, Step, TableSpec
+from paramserve.rules import Rule
+from paramserve.rules.add import Add
+from paramserve.rules.registry import described_by
+from paramserve.rules.rows import row_layout
+from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.history import Call, Part, Row
+from paramserve.testing.process import ARENA
+from paramserve.testing.scripts import (
+    WAIT_S,
+    LeasingWorker,
+    ScriptedClient,
+    SimulatedReader,
+    SimulatedWorker,
+)
+from paramserve.testing.simulated import SimulatedCluster
+
+Array = npt.NDArray[Any]
+
+NAME = "users"
+KEYS = np.array([0, -1, 2**63 - 1, -(2**63), 3, 4, 5, 6, 7], np.int64)
+"""Each of up to three shards holds some."""
+PUSHES_MAX = 24
+"""Of one writer: sums of their powers of two are exact in float32."""
+ARENA_BYTES = 1 << 20
+"""Of each client. Slots are used again for their own size only, and calls have many sizes."""
+SOME = 0.4
+"""Of the calls take only some keys."""
+
+
+class RowKey(NamedTuple):
+    """One key, as calls name it."""
+
+    id: int
+    """Its number in `KEYS`."""
+
+
+class RowCounting(Counting):
+    """Gradients of rows whose sum tells which pushes are in it."""
+
+    dtype = np.dtype(np.float32)
+    rule: Rule = Add()
+
+    def __init__(self, writers: int) -> None:
+        self.writers = writers
+        self.tile = 2 * writers
+        self.blocks = {NAME: (Piece(NAME, (self.tile,)),)}
+        self.table = TableSpec(self.tile, "float32", 0, TableOptions(Zeros()).to_spec())
+        self._columns = {}
+
+    def prepare(self) -> None:
+        load_table(self.rule, row_layout(self.rule, self.tile, "float32"))
+
+    def sizes(self) -> list[int]:
+        return [ARENA_BYTES]
+
+    def gradients(self, chosen: Sequence[RowKey], push: Pushed) -> tuple[Array, Array]:
+        """Keys [2 n] and gradients [2 n, dim] of one push: each key comes twice, with a half."""
+        assert push.number < PUSHES_MAX, "the mask would lose exactness"
+        numbers = [key.id for key in chosen] * 2
+        values = np.zeros((len(numbers), self.tile), np.float32)
+        values[:, 2 * push.writer] = 0.5
+        values[:, 2 * push.writer + 1] = 2.0 ** (push.number - 1)
+        return KEYS[numbers], values
+
+    def parts(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Row]]:
+        """All keys that this shard is to hold, with a row or not; and others, which are unsound."""
+        assert isinstance(block, KeyedBlock)
+        strays = set(_keys_in(block)) - {int(KEYS[number]) for number in _own(shard, shards)}
+        found = [(n, self.read(row, 0)) for n, row in self._rows(block, shard, shards)]
+        return [(n, row._replace(sound=row.sound and not strays)) for n, row in found]
+
+    def masks(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        return [(n, self.glance(row, 0)) for n, row in self._rows(block, shard, shards)]
+
+    def bytes_of(self, block: ShardBlock | KeyedBlock) -> bytes:
+        assert isinstance(block, KeyedBlock)
+        out = np.empty((KEYS.size, self.tile), np.float32)
+        _look(block, KEYS, out)
+        return out.tobytes()
+
+    def _rows(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Array]]:
+        assert isinstance(block, KeyedBlock)
+        own = _own(shard, shards)
+        out = np.empty((own.size, self.tile), np.float32)
+        _look(block, KEYS[own], out)
+        return list(zip(own.tolist(), out, strict=True))
+
+
+def _own(shard: int, shards: int) -> Array:
+    """Numbers of the keys that a shard holds."""
+    return np.flatnonzero(shard_of(KEYS, shards) == shard)
+
+
+def _look(block: KeyedBlock, keys: Array, out: Array) -> None:
+    """Read rows and leave no trace."""
+    taken = block.store.take(keys, block.clock, Purpose.READ)
+    block.store.read(taken.rows, keys, out)
+
+
+def _keys_in(block: KeyedBlock) -> list[int]:
+    """All keys that have a row."""
+    found, cursor = list[int](), 0
+    while cursor >= 0:
+        keys, _, cursor = block.store.scan(cursor, 1024)
+        found += keys.tolist()
+    return found
+
+
+class _Slots:
+    """What `client.rows` needs of a client's links: memory of its arena."""
+
+    def __init__(self, client: RowsClient) -> None:
+        self._client = client
+        self.shards = client.connections
+
+    def take(self, nbytes: int) -> Slot:
+        slot = self._client.pool.take(nbytes)
+        assert slot is not None, "the arena has room for all that may be outstanding"
+        return Slot(ARENA, slot[1], self._client.arena[slot[1] : slot[1] + nbytes])
+
+
+class RowsClient(ScriptedClient):
+    """A client that pushes to rows of a table, and reads them."""
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self._links = cast(Links, _Slots(self))
+
+    @property
+    def workload(self) -> RowCounting:
+        """The cluster's."""
+        assert isinstance(self.cluster.workload, RowCounting)
+        return self.cluster.workload
+
+    @property
+    def every(self) -> list[Any]:
+        """All keys, or some."""
+        draw = self.cluster.random.random
+        keys = [RowKey(number) for number in range(KEYS.size)]
+        if draw() >= SOME:
+            return keys
+        return [key for key in keys if draw() < 0.5] or keys
+
+    def _place(self) -> None:
+        workload = self.workload
+        call = PlaceBlock(
+            0,
+            NAME,
+            "float32",
+            described_by(workload.rule, rows=True),
+            workload.blocks[NAME],
+            True,
+            WAIT_S,
+            False,
+            self.cluster.described,
+            workload.table,
+        )
+        self.call(call, self._placed)
+
+    def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
+        requests = [Define(0, block.spec, attempt, 0, 0) for _ in self.connections]
+        operation = Operation(len(requests))
+
+        def complete() -> None:
+            if not self.fenced:
+                then(operation)
+
+        operation.then(complete)
+        self.submit(requests, operation)
+
+    def _gradients(
+        self, push: Sequence[Any], number: int | None, spoiled: bool
+    ) -> Sequence[RowPush]:
+        if number is None:
+            return []
+        which = Pushed(self.writer, self.rank, number, self.clock)
+        keys, values = self.workload.gradients(push, which)
+        if spoiled:
+            # Each shard judges its own part, unless all of them end a clock together.
+            alone = self.late or not self.terms_at(self.clock).collects
+            values[slice(None) if alone else -1, -1] = np.nan
+        return [lay_push(self._links, self.blocks[NAME], keys, values, None)]
+
+    def _targets(self, pull: Sequence[Any]) -> Sequence[tuple[RowPull, Sequence[RowKey]]]:
+        if not pull:
+            return []
+        create = self.cluster.random.random() < 0.7
+        keys = KEYS[[key.id for key in pull]]
+        return [(lay_pull(self._links, self.blocks[NAME], keys, create=create), pull)]
+
+    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[int]:
+        slots = [each.slot for each in sources]
+        slots += [slot for pull, _ in targets for slot in (pull.keys, pull.values)]
+        return [slot.offset for slot in slots]
+
+    def _for_each_shard(
+        self, step: Step, bases: Sequence[int], sources: Sequence[Any], targets: Sequence[Any]
+    ) -> list[Step]:
+        return [
+            structs.replace(
+                step,
+                push=tuple(each.headers[shard] for each in sources),
+                pull=tuple(pull.places[shard] for pull, _ in targets),
+                base=base,
+            )
+            for shard, base in enumerate(bases)
+        ]
+
+    def _read(self, call: Call, target: Any) -> None:
+        pull, chosen = target
+        dim = self.workload.tile
+        rows = np.frombuffer(self.arena, np.float32, pull.rows * dim, pull.values.offset)
+        owners = shard_of(KEYS, len(self.connections))
+        for key, row in zip(chosen, rows.reshape(-1, dim), strict=True):
+            part = Part(key.id, int(owners[key.id]))
+            call.reads[part] = self.workload.read(row, 0)
+
+
+class RowsWorker(RowsClient, SimulatedWorker):
+    """Steps through its clocks, with rows."""
+
+
+class RowsLeaser(RowsClient, LeasingWorker):
+    """Steps through samples that it draws by lease, with rows."""
+
+
+class RowsReader(RowsClient, SimulatedReader):
+    """Belongs to no rank, and reads and pushes rows."""
+
+
+class SimulatedTables(SimulatedCluster):
+    """A simulated cluster whose clients train a table.
+
+    Its policies may not multiply gradients by anything: `Sync(reduce="sum")`, `Async()` and
+    `BoundedStaleness`.
+    """
+
+    worker_type = RowsWorker
+    reader_type = RowsReader
+    leaser_type = RowsLeaser
+    workload_type = RowCounting
