@@ -4,7 +4,7 @@ One client and two servers on this host; 8 M rows of 64 float32 under Adagrad, 6
 drawn uniformly, all of them there. Every rival computes what we compute, which is checked before it
 is timed (`tables_load.check`). "Kernel" is our own code for a batch in one process, on one core.
 
-`--rows 500000` makes all tables smaller. A round of the whole takes about 6 minutes and 7 GB.
+`--rows 500000` makes all tables smaller. A round of the whole takes 6 to 10 minutes, and 10 GB.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,8 +127,13 @@ class Batches:
         self._load = load
         self._dense = dense
         self._chance = np.random.default_rng(seed)
-        weights = np.arange(1, load.rows + 1, dtype=np.float64) ** -load.exponent
-        self._ranks = np.cumsum(weights)
+
+    @cached_property
+    def _ranks(self) -> Array:
+        """How likely each rank or a lower one is, times a constant."""
+        weights = np.arange(1, self._load.rows + 1, dtype=np.float64) ** -self._load.exponent
+        sums: Array = np.cumsum(weights)
+        return sums
 
     def uniform(self) -> Keys:
         return self._named(self._chance.integers(self._load.rows, size=self._load.batch))

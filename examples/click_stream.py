@@ -3,14 +3,14 @@
 The stream is SYNTHETIC: made by this program, in the shape of Criteo's logs of advertisements (13
 numbers, 26 keys, clicked or not). Keys follow Zipf's law, and new ones come all the time: in every
 second field what is new is what is popular, as with news. A table that keeps a row for every key
-grows for ever. With `admit=ps.MinCount(3)` a key gets its row at the third time, and with
+grows for ever. With `admit=ps.MinCount(3)` a key gets its row at its third push, and with
 `evict=ps.TTL(clocks=...)` it loses it when it has not come for a while.
 
     python examples/click_stream.py --workers 2
 
-trains three times: with all keys kept, with admission, and with admission and eviction. Each batch
-is predicted before it is learned from, so that the area under the ROC curve (AUC) is an honest one.
-A picture of memory and AUC goes into a new folder of `--out`.
+trains once for each of four ways to choose. Each batch is predicted before it is learned from, so
+that the area under the ROC curve (AUC) is an honest one. A picture of memory and AUC goes into a
+new folder of `--out`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,21 @@ NEW = 1
 """Keys that become the newest, and so the most frequent, of each second field in each step."""
 EFFECT = 0.4
 """How strongly a key moves the odds of a click, at most."""
-DIM, UNITS = 8, 64
+DIM, UNITS = 16, 64
 """Width of a row, and of the layer above the rows."""
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "every key kept": {},
-    "MinCount(3)": {"admit": ps.MinCount(3)},
-    "MinCount(3) and TTL": {"admit": ps.MinCount(3), "evict": True},
-}
-COLORS = dict(zip(POLICIES, ("#9a9a9a", "#2a6fbb", "#d1661a"), strict=True))
+COLORS = ("#9a9a9a", "#3a8f3a", "#2a6fbb", "#d1661a")
+
+
+def policies(clocks: int) -> dict[str, dict[str, Any]]:
+    """Who gets a row and how long it stays: options of the tables, by what they are called."""
+    admit, evict = ps.MinCount(3), ps.TTL(clocks=clocks)
+    return {
+        "every key kept": {},
+        f"TTL({clocks})": {"evict": evict},
+        "MinCount(3)": {"admit": admit},
+        f"MinCount(3), TTL({clocks})": {"admit": admit, "evict": evict},
+    }
 
 
 class Batch(NamedTuple):
@@ -96,7 +102,7 @@ def zipf(uniform: np.ndarray) -> np.ndarray:
 
 def hashed(values: np.ndarray, seed: int) -> np.ndarray:
     """Numbers of 63 bits (splitmix64: Steele, Lea, Flood, OOPSLA 2014)."""
-    x = values.astype(np.uint64) + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
+    x = values.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
@@ -105,8 +111,8 @@ def hashed(values: np.ndarray, seed: int) -> np.ndarray:
 class WideAndDeep(nn.Module):
     """Odds of a click: a weight for each key, and layers over the keys' rows and the numbers.
 
-    Source: Cheng et al., Wide & Deep Learning for Recommender Systems, 2016; the weights are learned
-    as in McMahan et al., Ad Click Prediction: a View from the Trenches, KDD 2013.
+    Source: Cheng et al., Wide & Deep Learning for Recommender Systems, 2016; the weights are
+    learned as in McMahan et al., Ad Click Prediction: a View from the Trenches, KDD 2013.
     """
 
     def __init__(self, wide: nn.Module, deep: nn.Module) -> None:
@@ -121,17 +127,14 @@ class WideAndDeep(nn.Module):
         return (self.wide(keys) + self.layers(rows))[:, 0]
 
 
-def train(worker: ps.Worker, policy: str, options: argparse.Namespace) -> None:
+def train(worker: ps.Worker, policy: Mapping[str, Any], options: argparse.Namespace) -> None:
     """What each worker does. It logs AUC, rows and the memory of both tables now and then."""
     from sklearn.metrics import roc_auc_score
 
-    chosen = dict(POLICIES[policy])
-    if "evict" in chosen:
-        chosen["evict"] = ps.TTL(clocks=options.clocks)
     wide = worker.client.table(
-        "wide", dim=1, rule=ps.FTRL(alpha=0.1, l2=1.0), init=ps.Zeros(), **chosen
+        "wide", dim=1, rule=ps.FTRL(alpha=0.1, l2=1.0), init=ps.Zeros(), **policy
     )
-    deep = worker.client.table("deep", dim=DIM, rule=ps.RowAdagrad(lr=0.02), **chosen)
+    deep = worker.client.table("deep", dim=DIM, rule=ps.RowAdagrad(lr=0.02), **policy)
     model = WideAndDeep(ps.pytorch.EmbeddingBag(wide, mode="sum"), ps.pytorch.Embedding(deep))
     optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -164,7 +167,7 @@ class Point(NamedTuple):
     megabytes: float
 
 
-def run(policy: str, options: argparse.Namespace) -> list[Point]:
+def run(policy: Mapping[str, Any], options: argparse.Namespace) -> list[Point]:
     """Train under one policy; what rank 0 has logged."""
     result = ps.run(
         train,
@@ -190,9 +193,9 @@ def picture(curves: Mapping[str, Sequence[Point]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (memory, quality) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for policy, points in curves.items():
+    for color, (policy, points) in zip(COLORS, curves.items(), strict=True):
         lines = [point.lines / 1e6 for point in points]
-        look = {"color": COLORS[policy], "label": policy}
+        look = {"color": color, "label": policy}
         memory.plot(lines, [point.megabytes for point in points], **look)
         quality.plot(lines, [point.auc for point in points], **look)
     memory.set(ylabel="memory of both tables (MB)", ylim=(0, None))
@@ -243,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = Console()
     try:
-        curves = {policy: run(policy, options) for policy in POLICIES}
+        chosen = policies(options.clocks)
+        curves = {name: run(policy, options) for name, policy in chosen.items()}
     except ps.ParamServeError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 1

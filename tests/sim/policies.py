@@ -50,6 +50,15 @@ class IgnoreStragglers(Policy):
         return Wait(tuple(slow)) if slow else ADMIT
 
 
+TABLE_POLICIES: dict[str, Policy] = {
+    "sync": Sync(reduce="sum"),
+    "sync-backup": Sync(reduce="sum", backup=1),
+    "async": Async(),
+    "bounded-0": BoundedStaleness(0),
+    "bounded-1": BoundedStaleness(1),
+}
+"""Those under which the simulated tables are trained: none of them multiplies a gradient."""
+
 POLICIES: dict[str, Policy] = {
     "sync": Sync(reduce="sum"),
     "sync-mean": Sync(on_nonfinite="skip"),

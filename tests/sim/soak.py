@@ -1,4 +1,5 @@
-"""As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`.
+"""As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`; with `SOAK=--tables`
+the clients train a keyed table.
 
 It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
 that seed again.
@@ -12,45 +13,53 @@ import time
 from collections.abc import Sequence
 from multiprocessing import get_context
 
-from tests.sim.policies import POLICIES
+from tests.sim.policies import POLICIES, TABLE_POLICIES
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
+from paramserve.testing.row_counting import SimulatedTables
 
 CHUNK = 20
 """Seeds that a process takes at a time."""
 TOLD_S = 5.0
 """How often it says how far it is."""
 
-Chunk = tuple[str, int, int, int, int]
-"""Policy, servers, workers, first seed, and the one behind the last."""
+Chunk = tuple[bool, str, int, int, int, int]
+"""Whether with a table, policy, servers, workers, first seed, and the one behind the last."""
 
 
 def run(chunk: Chunk) -> tuple[int, int, str]:
     """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
-    name, servers, workers, first, stop = chunk
+    tables, name, servers, workers, first, stop = chunk
+    policy = TABLE_POLICIES[name] if tables else POLICIES[name]
+    kind = SimulatedTables if tables else SimulatedCluster
     events = 0
     for seed in range(first, stop):
-        scenario = Scenario(servers=servers, workers=workers, consistency=POLICIES[name])
-        cluster = SimulatedCluster(seed, scenario)
+        scenario = Scenario(servers=servers, workers=workers, consistency=policy)
+        cluster = kind(seed, scenario)
         try:
             cluster.run()
             cluster.check()
         except Violation as violation:
             return seed - first + 1, events + cluster.clock.events, f"{name}: {violation}"
         except Exception as error:  # what breaks the simulator is found as well
-            again = f"paramserve.testing.replay(seed={seed}, {scenario!r})"
+            again = cluster.again
             return seed - first + 1, events, f"{name}: {again}\n  {type(error).__name__}: {error}"
         events += cluster.clock.events
     return stop - first, events, ""
 
 
 def chunks(
-    policies: Sequence[str], first: int, seeds: int, servers: int = 2, workers: int = 3
+    policies: Sequence[str],
+    first: int,
+    seeds: int,
+    servers: int = 2,
+    workers: int = 3,
+    tables: bool = False,
 ) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
     return [
-        (name, servers, workers, low, min(low + CHUNK, first + each))
+        (tables, name, servers, workers, low, min(low + CHUNK, first + each))
         for low in range(first, first + each, CHUNK)
         for name in policies
     ]
@@ -61,14 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
     parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
+    parser.add_argument("--tables", action="store_true", help="train a keyed table")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(argv)
     if given.seeds < 1 or given.first < 0:
         parser.error("--seeds is at least 1, --first at least 0")
-    names = [given.policy] if given.policy else list(POLICIES)
-    work = chunks(names, given.first, given.seeds, given.servers, given.workers)
+    names = [given.policy] if given.policy else list(TABLE_POLICIES if given.tables else POLICIES)
+    if given.tables and names[0] not in TABLE_POLICIES:
+        parser.error(f"--policy of tables is one of {', '.join(TABLE_POLICIES)}")
+    work = chunks(names, given.first, given.seeds, given.servers, given.workers, given.tables)
     began = told = time.monotonic()
     seeds = events = 0
     with get_context("spawn").Pool(given.processes) as pool:

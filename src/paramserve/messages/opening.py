@@ -13,8 +13,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     one port may serve both. `window`: calls that the client leaves unanswered at most, each of
     which ends at most one step of a group; `requests`: numbered requests of these calls together
     (0: as many). `again`: it has been connected before. `arenas` lists (number, bytes) of the
-    arenas whose descriptors came along; `nonce` lies at the start of the last one. `cluster`, to a shard: which cluster the peer belongs to. Addresses and tokens may be
-    used again, and numbers of clients and shards are.
+    arenas whose descriptors came along; `nonce` lies at the start of the last one. `cluster`, to a
+    shard: which cluster the peer belongs to. Addresses and tokens may be used again, and numbers of
+    clients and shards are.
     """
 
     role: str

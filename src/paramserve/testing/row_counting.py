@@ -38,7 +38,7 @@ from paramserve.testing.scripts import (
     SimulatedReader,
     SimulatedWorker,
 )
-from paramserve.testing.simulated import SimulatedCluster
+from paramserve.testing.simulated import SimulatedCluster, rerun
 
 Array = npt.NDArray[Any]
 
@@ -61,7 +61,10 @@ class RowKey(NamedTuple):
 
 
 class RowCounting(Counting):
-    """Gradients of rows whose sum tells which pushes are in it."""
+    """Gradients of rows whose sum tells which pushes are in it.
+
+    A row is one tile, and an element that tells whose it is: each push adds the key's number + 1.
+    """
 
     dtype = np.dtype(np.float32)
     rule: Rule = Add()
@@ -69,12 +72,13 @@ class RowCounting(Counting):
     def __init__(self, writers: int) -> None:
         self.writers = writers
         self.tile = 2 * writers
-        self.blocks = {NAME: (Piece(NAME, (self.tile,)),)}
-        self.table = TableSpec(self.tile, "float32", 0, TableOptions(Zeros()).to_spec())
+        self.dim = self.tile + 1
+        self.blocks = {NAME: (Piece(NAME, (self.dim,)),)}
+        self.table = TableSpec(self.dim, "float32", 0, TableOptions(Zeros()).to_spec())
         self._columns = {}
 
     def prepare(self) -> None:
-        load_table(self.rule, row_layout(self.rule, self.tile, "float32"))
+        load_table(self.rule, row_layout(self.rule, self.dim, "float32"))
 
     def sizes(self) -> list[int]:
         return [ARENA_BYTES]
@@ -83,9 +87,10 @@ class RowCounting(Counting):
         """Keys [2 n] and gradients [2 n, dim] of one push: each key comes twice, with a half."""
         assert push.number < PUSHES_MAX, "the mask would lose exactness"
         numbers = [key.id for key in chosen] * 2
-        values = np.zeros((len(numbers), self.tile), np.float32)
+        values = np.zeros((len(numbers), self.dim), np.float32)
         values[:, 2 * push.writer] = 0.5
         values[:, 2 * push.writer + 1] = 2.0 ** (push.number - 1)
+        values[:, -1] = 0.5 * (np.array(numbers) + 1)
         return KEYS[numbers], values
 
     def parts(
@@ -94,17 +99,23 @@ class RowCounting(Counting):
         """All keys that this shard is to hold, with a row or not; and others, which are unsound."""
         assert isinstance(block, KeyedBlock)
         strays = set(_keys_in(block)) - {int(KEYS[number]) for number in _own(shard, shards)}
-        found = [(n, self.read(row, 0)) for n, row in self._rows(block, shard, shards)]
+        found = [(n, self.row(n, row)) for n, row in self._rows(block, shard, shards)]
         return [(n, row._replace(sound=row.sound and not strays)) for n, row in found]
+
+    def row(self, number: int, values: Array) -> Row:
+        """What the row of a key says."""
+        row = self.read(values[:-1], 0)
+        own = float(values[-1]) == (number + 1) * sum(row.counts)
+        return row._replace(sound=row.sound and own)
 
     def masks(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, tuple[int, ...]]]:
-        return [(n, self.glance(row, 0)) for n, row in self._rows(block, shard, shards)]
+        return [(n, self.glance(row[:-1], 0)) for n, row in self._rows(block, shard, shards)]
 
     def bytes_of(self, block: ShardBlock | KeyedBlock) -> bytes:
         assert isinstance(block, KeyedBlock)
-        out = np.empty((KEYS.size, self.tile), np.float32)
+        out = np.empty((KEYS.size, self.dim), np.float32)
         _look(block, KEYS, out)
         return out.tobytes()
 
@@ -113,7 +124,7 @@ class RowCounting(Counting):
     ) -> list[tuple[int, Array]]:
         assert isinstance(block, KeyedBlock)
         own = _own(shard, shards)
-        out = np.empty((own.size, self.tile), np.float32)
+        out = np.empty((own.size, self.dim), np.float32)
         _look(block, KEYS[own], out)
         return list(zip(own.tolist(), out, strict=True))
 
@@ -240,12 +251,12 @@ class RowsClient(ScriptedClient):
 
     def _read(self, call: Call, target: Any) -> None:
         pull, chosen = target
-        dim = self.workload.tile
+        dim = self.workload.dim
         rows = np.frombuffer(self.arena, np.float32, pull.rows * dim, pull.values.offset)
         owners = shard_of(KEYS, len(self.connections))
         for key, row in zip(chosen, rows.reshape(-1, dim), strict=True):
             part = Part(key.id, int(owners[key.id]))
-            call.reads[part] = self.workload.read(row, 0)
+            call.reads[part] = self.workload.row(key.id, row)
 
 
 class RowsWorker(RowsClient, SimulatedWorker):
@@ -271,3 +282,9 @@ class SimulatedTables(SimulatedCluster):
     reader_type = RowsReader
     leaser_type = RowsLeaser
     workload_type = RowCounting
+    replayed_by = "row_counting.replay"
+
+
+def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
+    """Run one seed of a table again; else as `paramserve.testing.replay`."""
+    return rerun(SimulatedTables, seed, log, **options)

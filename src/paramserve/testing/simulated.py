@@ -88,6 +88,8 @@ class SimulatedCluster:
     leaser_type: type[SimulatedWorker] = LeasingWorker
     """Workers of a scenario with `samples`."""
     workload_type: type[Counting] = Counting
+    replayed_by = "replay"
+    """The function that repeats a run."""
 
     def __init__(
         self,
@@ -169,9 +171,14 @@ class SimulatedCluster:
         Raises:
             Violation: the text says how to run it again.
         """
+        check(self.history, self.again)
+
+    @property
+    def again(self) -> str:
+        """How to repeat the run, as code."""
         options = repr(self.scenario)
-        again = f"seed={self.seed}" + (f", {options}" if options else "")
-        check(self.history, f"paramserve.testing.replay({again})")
+        seed = f"seed={self.seed}" + (f", {options}" if options else "")
+        return f"paramserve.testing.{self.replayed_by}({seed})"
 
     def heal(self) -> None:
         """End all faults; what is broken is mended as clients find out."""
@@ -328,7 +335,14 @@ def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) 
     Raises:
         Violation: an invariant did not hold.
     """
-    cluster = SimulatedCluster(seed, Scenario(**options), log)
+    return rerun(SimulatedCluster, seed, log, **options)
+
+
+def rerun(
+    kind: type[SimulatedCluster], seed: int, log: Callable[[str], None] | None, **options: Any
+) -> SimulatedCluster:
+    """As `replay`, with a cluster of some kind."""
+    cluster = kind(seed, Scenario(**options), log)
     cluster.run()
     cluster.check()
     return cluster

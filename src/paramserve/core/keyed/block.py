@@ -175,7 +175,7 @@ class KeyedBlock(Ruled):
         Raises:
             ShapeMismatch: nothing was read.
         """
-        keys, places = self._keys(memory, place, offset)
+        _, places = self._keys(memory, place, offset)
         if places is None:
             return
         assert place.keys is not None
@@ -253,6 +253,8 @@ class KeyedBlock(Ruled):
 
     def scan(self, message: Scan, into: Records) -> tuple[int, int]:
         """Leave rows from the cursor on in `into`; how many, and where to go on or -1."""
+        if not message.rows:  # a reader of another shard's
+            return 0, -1
         keys, rows, after = self.store.scan(max(message.cursor, 0), message.rows)
         found = keys.size
         into.keys[:found] = keys

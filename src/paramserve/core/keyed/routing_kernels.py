@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from paramserve.core.keyed.kernels import INT, KEYS, compile_all
+from paramserve.core.keyed.kernels import INT, KEYS, compile_all, mix
 from paramserve.rules.base import Array
-from paramserve.rules.halves import mix
 from paramserve.rules.kernels import kernel
 
 LOW = np.uint64(0xFFFFFFFF)

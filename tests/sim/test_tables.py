@@ -1,0 +1,173 @@
+"""Simulated clusters whose clients train a keyed table: every invariant holds, key by key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.sim import planted
+from tests.sim.policies import TABLE_POLICIES
+
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.decisions import Policy
+from paramserve.core.keyed import routing
+from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.keyed.hashing import shard_of
+from paramserve.core.keyed.parts import RowGradient
+from paramserve.core.session import Operation
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
+from paramserve.testing.row_counting import KEYS, RowsWorker, SimulatedTables, replay
+
+SEEDS = 6
+FOUND_WITHIN = 60
+"""Seeds after which a planted bug has been found."""
+Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("policy", TABLE_POLICIES)
+def test_seeds_of_a_table_keep_every_invariant(policy: str, servers: int) -> None:
+    for seed in range(SEEDS):
+        replay(seed, servers=servers, consistency=TABLE_POLICIES[policy])
+
+
+@pytest.mark.parametrize("links", ["shared", "tcp"])
+def test_seeds_of_a_table_over_one_kind_of_link_keep_every_invariant(links: Any) -> None:
+    for seed in range(4):
+        for policy in (Sync(reduce="sum"), Async()):
+            replay(seed, consistency=policy, links=links, outstanding=3, restarts=True)
+
+
+def test_seed_of_a_table_runs_the_same_again() -> None:
+    traces = []
+    for _ in range(2):
+        cluster = SimulatedTables(3, Scenario(consistency=Async()))
+        cluster.run()
+        traces.append(cluster.trace())
+    assert traces[0] == traces[1]
+
+
+def test_seeds_of_a_table_meet_faults_and_all_keys_on_all_shards() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        cluster = SimulatedTables(seed, Scenario(servers=3, consistency=Async()))
+        history = cluster.run()
+        seen["killed"] += sum(client.dead for client in cluster.clients)
+        seen["unanswered"] += sum(call.answered is None for call in history.calls)
+        seen["joined"] += sum(each.joins for each in history.entered)
+        seen["changed"] += len(history.policies) > 1
+        seen["some keys"] += sum(0 < len(call.blocks) < KEYS.size for call in history.calls)
+        seen["spoiled"] += sum(call.spoiled for call in history.calls)
+        owners = {part.block: part.shard for part in history.final}
+        assert owners == dict(enumerate(shard_of(KEYS, 3).tolist()))
+        assert set(owners.values()) == {0, 1, 2}
+        assert len({part for call in history.calls for part in call.reads}) == KEYS.size
+        assert sum(row.counts[0] for row in history.final.values()) > 0
+    expected = {"killed", "unanswered", "joined", "changed", "some keys", "spoiled"}
+    assert set(+seen) == expected, seen
+
+
+def test_without_faults_every_push_of_rows_is_acknowledged() -> None:
+    cluster = SimulatedTables(0, Scenario(consistency=Async(), faults=Faults()))
+    history = cluster.run()
+    cluster.check()
+    pushes = [call for call in history.calls if call.push is not None and not call.spoiled]
+    assert len(pushes) > 20
+    assert all(call.acknowledged for call in pushes)
+
+
+# --- bugs that a table could have ---------------------------------------------------------------
+
+
+def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    planted.no_duplicate_filter(monkeypatch)
+    return SimulatedTables
+
+
+def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    class Impatient(RowsWorker):
+        def timed_out(self, operation: Operation) -> None:
+            self.release(operation)
+
+    return type("Planted", (SimulatedTables,), {"worker_type": Impatient})
+
+
+def clock_forgets_keys_that_only_later_workers_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    sum_of = KeyedBlock.total
+
+    def total(block: KeyedBlock, weighted: Sequence[Any]) -> RowGradient:
+        keys, values = sum_of(block, weighted)
+        first = np.isin(keys, weighted[0][2].keys)
+        return RowGradient(keys[first], values[first])
+
+    monkeypatch.setattr(KeyedBlock, "total", total)
+    return SimulatedTables
+
+
+def equal_keys_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The last of several workers' gradients of one key counts."""
+
+    def summed(keys: np.ndarray, values: np.ndarray) -> RowGradient:
+        found, numbers = routing.distinct(keys)
+        out = np.empty((found.size, values.shape[1]), np.float32)
+        out[numbers] = values
+        return RowGradient(found, out)
+
+    monkeypatch.setattr(routing, "summed", summed)
+    return SimulatedTables
+
+
+def rows_are_read_to_the_places_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    read = KeyedBlock._keys
+
+    def turned(block: KeyedBlock, *args: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        keys, places = read(block, *args)
+        return keys[::-1].copy(), places
+
+    monkeypatch.setattr(KeyedBlock, "_keys", turned)
+    return SimulatedTables
+
+
+def nan_is_looked_for_in_the_first_row_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    def finite(block: KeyedBlock, gradient: RowGradient, active: object) -> bool:
+        return bool(np.isfinite(gradient.values[:1]).all())
+
+    monkeypatch.setattr(KeyedBlock, "finite", finite)
+    return SimulatedTables
+
+
+@pytest.mark.parametrize(
+    ("plant", "policy", "checkers"),
+    [
+        (sent_twice_is_applied_twice, Async(), {"counters_agree"}),
+        (slot_freed_on_timeout, Async(), {"counters_agree", "exactly_once"}),
+        (clock_forgets_keys_that_only_later_workers_have, Sync(reduce="sum"), {"exactly_once"}),
+        (equal_keys_are_not_summed, Sync(reduce="sum"), {"exactly_once"}),
+        (rows_are_read_to_the_places_of_others, Async(), {"counters_agree"}),
+        (nan_is_looked_for_in_the_first_row_only, Async(), {"spoiled_gradients_change_nothing"}),
+    ],
+)
+def test_bug_of_a_table_is_found(
+    plant: Plant, policy: Policy, checkers: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = plant(monkeypatch)
+    for seed in range(FOUND_WITHIN):
+        cluster = kind(seed, Scenario(consistency=policy))
+        try:
+            cluster.run()
+            cluster.check()
+        except Violation as violation:
+            assert f"row_counting.replay(seed={seed}, consistency={policy!r})" in str(violation)
+            found = {line.split(":")[0].strip() for line in str(violation).splitlines()[1:]}
+            if checkers & found:
+                return
+    pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")
