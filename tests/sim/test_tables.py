@@ -166,8 +166,8 @@ def test_bug_of_a_table_is_found(
             cluster.run()
             cluster.check()
         except Violation as violation:
-            assert f"row_counting.replay(seed={seed}, consistency={policy!r})" in str(violation)
-            found = {line.split(":")[0].strip() for line in str(violation).splitlines()[1:]}
-            if checkers & found:
+            first, *lines = str(violation).splitlines()
+            found = {line.split(":")[0].strip() for line in lines}
+            if checkers & found and f"row_counting.replay(seed={seed}" in first:
                 return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -12,8 +12,18 @@ hold it), `row_cache`, `arrow`. `exchange` (sessions, waiting, sending again) an
 
 from paramserve.client.by_name import Client
 from paramserve.client.pushes import BlockPush
+from paramserve.client.row_cache import CacheReport
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Outcome, Ticket
 from paramserve.client.watching import GroupSnapshot
 
-__all__ = ["BlockPush", "Client", "GroupSnapshot", "Outcome", "Table", "TablePush", "Ticket"]
+__all__ = [
+    "BlockPush",
+    "CacheReport",
+    "Client",
+    "GroupSnapshot",
+    "Outcome",
+    "Table",
+    "TablePush",
+    "Ticket",
+]

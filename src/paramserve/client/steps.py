@@ -268,8 +268,8 @@ class Steps(ClientClocks):
                 if reply.at >= 0 or reply.retire or reply.news:
                     self._hear(operation, group, after)
                     break
-            if operation.error is not None:
-                self._unread[ticket] = None
+            if operation.error is not None and ticket.what != "pull":
+                self._unread[ticket] = None  # a pull that failed has changed nothing
 
         operation.then(complete)
 

@@ -218,6 +218,8 @@ class KeyedBlock(Ruled):
         out = out.reshape(-1, self.dim)
         if not keys.size:
             return
+        if places is not None:  # its client could have changed them since they were checked
+            places = np.clip(places, 0, len(out) - 1)
         purpose = Purpose.PULL if place.keys.create else Purpose.READ
         try:
             taken = self.store.take(keys, self.clock, purpose)
