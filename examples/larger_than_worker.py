@@ -6,7 +6,7 @@ of the table. Here each worker first forbids itself more than `--limit-mb` of ad
 limit holds. Then it goes over new keys until the table is four times as large. Each row learns the
 64 bits of its key.
 
-    python examples/larger_than_worker.py --workers 1 --limit-mb 768
+    python examples/larger_than_worker.py --workers 1 --limit-mb 1024
 
 The servers have no such limit: between them they need the memory for the table.
 """
@@ -120,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=count, default=1)
     add("--servers", type=count, default=1)
     add("--engine", choices=ENGINES, default="local")
-    add("--limit-mb", type=count, default=768, help="of each worker (default 768)")
+    add("--limit-mb", type=count, default=1024, help="of each worker (default 1,024)")
     return parser.parse_args(argv)
 
 

@@ -59,6 +59,25 @@ class Frames:
 # --- several at once ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("leased", [True, False])
+def test_step_of_tables_alone_counts_leased_samples_once_if_it_has_them(
+    make_cluster: MakeCluster, leased: bool
+) -> None:
+    cluster = make_cluster("unix")
+    client = cluster.client()
+    words, films = two_tables(client)
+    marks = iter([(7, 32), (7, 64)])
+    client.next_mark = lambda: next(marks)
+    client.push_tables([TablePush(words), TablePush(films)], leased=leased).result()
+    found = [
+        (report.name, lease, samples)
+        for beat in client.reports()
+        for report in beat.groups
+        for _, lease, samples in report.marks
+    ]
+    assert found == ([("films", 7, 32)] * len(cluster.servers) if leased else [])
+
+
 def test_step_of_two_tables_ends_the_clock_of_both(cluster: RoleCluster) -> None:
     client = cluster.client()
     words, films = two_tables(client)

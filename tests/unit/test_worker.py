@@ -148,6 +148,7 @@ def test_optimizer_rank_0_tells_the_driver_of_tied_names(
             "weight": None,
             "clip_norm": 1.0,
             "buffers": "local",
+            "dense": "servers",
             "consistency": None,
         }
         worker.aliases[name] = {"head.weight": "embedding.weight"}

@@ -58,6 +58,7 @@ class KeyedClient(ReadingClient):
         tick: bool = True,
         weight: float | None = None,
         skip: bool = False,
+        leased: bool = False,
     ) -> Ticket:
         """Push to several tables in one message to each shard; nothing, or all of it, is sent.
 
@@ -69,6 +70,8 @@ class KeyedClient(ReadingClient):
             weight: number of samples behind the gradients, above 0; 1 if None. Under a policy that
                 collects it is that of the whole step.
             skip: there are no usable gradients in this step.
+            leased: samples that were leased to this worker are in this step, and in no step of
+                dense layers on the servers.
         Returns:
             Ticket of the last table; its result is there when those of all are, and raises what
             any of them was refused with.
@@ -80,6 +83,7 @@ class KeyedClient(ReadingClient):
             collects = [not tick and self._collects_rows(push.table.block) for push in pushes]
             if not any(collects):
                 parts = self.table_parts(pushes, tick=tick, weight=weight, skip=skip)
+                parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
                 return joined(self._steps.send_together(parts))
             _check_names(pushes)
             self._steps.raise_unread()

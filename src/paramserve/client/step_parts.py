@@ -41,6 +41,8 @@ class StepParts(NamedTuple):
     options: StepOptions = StepOptions()
     row_pushes: Sequence[RowPush] = ()
     row_pulls: Sequence[RowPull] = ()
+    leased: bool = False
+    """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
 
     def order(self) -> tuple[bool, int]:
         """In which all clients send the parts of a call: tables first, then by group. A shard runs

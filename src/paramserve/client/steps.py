@@ -15,11 +15,7 @@ from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
-from paramserve.errors import (
-    ParamServeError,
-    PullTimeout,
-    PushTimeout,
-)
+from paramserve.errors import ParamServeError, PullTimeout, PushTimeout
 from paramserve.messages import Gradient, Place, ShardRequest, Step
 
 ENTERING_WEIGHT = 1e-30
@@ -156,7 +152,10 @@ class Steps(ClientClocks):
         pull_parts += [each.places for each in parts.row_pulls]
         places += [(each.block, each.values) for each in parts.row_pulls]
         captured = parts.slots + [each.keys for each in parts.row_pulls]
-        return self._prepare(parts.what, block, push_parts, pull_parts, options, captured, places)
+        marked = block.table is None or parts.leased
+        return self._prepare(
+            parts.what, block, push_parts, pull_parts, options, captured, places, marked=marked
+        )
 
     def _prepare(
         self,
@@ -179,7 +178,7 @@ class Steps(ClientClocks):
         name, group = block.group_name, block.group
         clock = self.clocks.get(name, 0)
         tick, weight, skip, clip_norm = options
-        marks = self.next_mark if marked and tick and block.spec.table is None else None
+        marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
         requests = [
             Step(

@@ -142,7 +142,7 @@ class Hybrid(Adopted[AdoptedBlock]):
         if before is not None:
             before.result()
         if taken:
-            self._sent = self._client.push_tables(taken, tick=True, weight=weight)
+            self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""

@@ -105,7 +105,7 @@ class Served(Adopted[ServedBlock]):
         """Push, tick and pull, blocks and tables in one message to each shard."""
         if not self._parts:
             skip = options.get("skip", False)
-            return self._client.push_tables(rows, tick=True, weight=weight, skip=skip)
+            return self._client.push_tables(rows, tick=True, weight=weight, skip=skip, leased=True)
         if rows:
             options["tables"] = rows
         name = self._settings.name

@@ -111,6 +111,7 @@ class TableClient(FakeClient):
         pushes: Sequence[TablePush],
         *,
         tick: bool = True,
+        leased: bool = False,
         weight: float = 1.0,
         skip: bool = False,
     ) -> Any:

@@ -1,0 +1,387 @@
+"""What a shard makes of requests to a table, also of those that no client of ours would send."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
+
+from paramserve.config import PolicySpec
+from paramserve.core.answering import gathered
+from paramserve.core.consistency import Async, BoundedStaleness, LocalSteps, Sync
+from paramserve.core.keyed.options import LRU, Constant, TableOptions
+from paramserve.core.keyed.parts import (
+    gradient_at,
+    gradient_bytes,
+    keys_at,
+    keys_bytes,
+    records_at,
+    records_bytes,
+    within,
+)
+from paramserve.core.policies import spec as policy_spec
+from paramserve.errors import ParamServeError, ShapeMismatch
+from paramserve.loading import load_table
+from paramserve.messages import (
+    Assign,
+    BlockSpec,
+    Define,
+    Done,
+    Fetch,
+    Gradient,
+    Keys,
+    Piece,
+    Place,
+    Put,
+    Refused,
+    Scan,
+    SetPolicy,
+    Step,
+    TableSpec,
+    Watch,
+)
+from paramserve.rules import SGD, Adam, Rule
+from paramserve.rules.registry import described_by
+from paramserve.rules.rows import row_layout
+
+DIM = 3
+ME = 4
+OPTIONS = TableOptions(Constant(1.0))
+
+load_table(ADD, row_layout(ADD, DIM, "float32"))  # so that no test is the one that waits for it
+load_table(Adam(), row_layout(Adam(), DIM, "float32"))
+load_table(SGD(0.1), row_layout(SGD(0.1), DIM, "float32"))
+
+
+def table_spec(
+    rule: Rule | None = ADD, options: TableOptions = OPTIONS, dim: int = DIM, **changed: Any
+) -> BlockSpec:
+    described = None if rule is None else described_by(rule, rows=True)
+    table = TableSpec(dim, changed.pop("dtype", "float32"), 0, options.to_spec())
+    policy = changed.pop("policy", Async())
+    pieces = (Piece("users", (dim,)),)
+    known = changed.get("as_", table)
+    return BlockSpec(0, 0, "users", "float32", described, pieces, (), policy_spec(policy), known)
+
+
+def rig(spec: BlockSpec | None = None, **options: Any) -> Rig:
+    one = Rig(**options)
+    one.join(ME, 0)
+    for shard in range(len(one.shards)):
+        done(one.send(ME, Define(0, spec if spec is not None else table_spec(), 1, 0, 0), shard))
+    return one
+
+
+def pushed(keys: list[int], value: float = 1.0) -> dict[int, Any]:
+    values = np.full((len(keys), DIM), value, np.float32)
+    return {0: gathered([np.array(keys, np.int64), values.reshape(-1)])}
+
+
+def push(
+    one: Rig, keys: list[int], value: float = 1.0, *, tick: bool = True, shard: int = 0
+) -> Any:
+    """A step with rows in its frame."""
+    message = Step(0, 0, 0, tick, (Gradient(0, 0, 0, rows=len(keys)),), ())
+    return one.send(ME, message, shard, pushed(keys, value) if keys else {})
+
+
+def rows_of(one: Rig, keys: list[int], shard: int = 0) -> list[float]:
+    """The first value of each row, read without a trace."""
+    block = one.shards[shard].blocks[0]
+    place = Place(0, 0, 0, Keys(len(keys), 0, 0, len(keys), False))
+    message = Step(0, 0, 0, False, (), (place,))
+    memory = {0: gathered([np.array(keys, np.int64)])}
+    effects = one.send(ME, message, shard, memory)
+    done(effects)
+    payload = effects.replies[0][1].payload
+    assert payload is not None
+    assert block.nbytes > 0
+    count = len(keys) * DIM
+    return [float(v) for v in payload.view(np.float32)[:count].reshape(-1, DIM)[:, 0]]
+
+
+# --- what is good -------------------------------------------------------------------------------
+
+
+def test_push_in_a_frame_creates_and_changes_rows() -> None:
+    one = rig()
+    assert done(push(one, [5, -1])).version == 1
+    assert done(push(one, [5], 2.0)).version == 2
+    assert rows_of(one, [5, -1, 7]) == [4.0, 2.0, 1.0]
+    (report,) = one.shards[0].report()
+    assert report.table is not None
+    assert (report.table.rows, report.table.created, report.table.width) == (2, 2, 0)
+
+
+def test_push_of_no_rows_without_a_payload_is_good() -> None:
+    one = rig()
+    done(push(one, []))
+    assert rows_of(one, [5]) == [1.0]
+
+
+def test_push_and_pull_of_one_step_in_one_frame_reads_what_was_pushed() -> None:
+    one = rig()
+    place = Place(0, 0, 0, Keys(2, 0, 0, 2, True))
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=1),), (place,))
+    gradient = pushed([5])[0]
+    memory = {0: np.concatenate([gradient, gathered([np.array([6, 5], np.int64)])])}
+    effects = one.send(ME, message, 0, memory)
+    done(effects)
+    payload = effects.replies[0][1].payload
+    assert payload is not None
+    assert payload.view(np.float32)[: 2 * DIM].tolist() == [1.0] * DIM + [2.0] * DIM
+
+
+def test_push_over_shared_memory_reads_to_the_places_named() -> None:
+    one = rig()
+    arena = np.zeros(4096, np.uint8)
+    keys, places = keys_at(arena, 64, 2)
+    keys[:], places[:] = [8, 9], [2, 0]
+    pushed_keys, pushed_values = gradient_at(arena, 512, 1, DIM)
+    pushed_keys[:], pushed_values[:] = 9, 4.0
+    place = Place(0, 1, 1024, Keys(2, 1, 64, 3, True))
+    message = Step(0, 0, 0, True, (Gradient(0, 1, 512, rows=1),), (place,))
+    done(one.send(ME, message, 0, {1: arena}))
+    out = np.frombuffer(arena, np.float32, 3 * DIM, 1024).reshape(3, DIM)
+    assert out.tolist() == [[5.0] * DIM, [0.0] * DIM, [1.0] * DIM]
+
+
+def test_held_pull_is_checked_again_when_it_is_let_go() -> None:
+    one = rig(table_spec(policy=BoundedStaleness(0)))
+    one.join(5, 1)
+    for bad in (False, True):
+        arena = np.full(4096, 7, np.uint8)
+        keys, places = keys_at(arena, 64, 2)
+        keys[:], places[:] = [8, 9], [0, 1]
+        place = Place(0, 1, 1024, Keys(2, 1, 64, 2, True))
+        done(push(one, [8], tick=False))
+        done(one.send(ME, Step(0, 0, int(bad), True, (), ())))
+        pull = Step(0, 0, 1 + bad, False, (), (place,))
+        assert one.send(ME, pull, 0, {1: arena}).replies == []
+        if bad:
+            places[:] = [10**6, 0]
+        (mine, *_) = one.send(5, Step(0, 0, int(bad), True, (), ())).replies
+        assert isinstance(mine[1].message, Refused if bad else Done)
+        out = np.frombuffer(arena, np.float32, 2 * DIM, 1024).tolist()
+        assert out == ([out[0]] * 2 * DIM if bad else [2.0] * DIM + [1.0] * DIM)
+        assert (arena[1024 + 2 * DIM * 4 :] == 7).all()
+
+
+def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None:
+    """Its client can change them at any time, also between the check and the read."""
+    block = rig().shards[0].blocks[0]
+    arena = np.full(1 << 16, 7, np.uint8)
+    keys, places = keys_at(arena, 64, 2)
+    keys[:], places[:] = [8, 9], [1000, -1000]
+    block.read({1: arena}, Place(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)), 0, None)
+    end = (1 << 15) + 2 * DIM * 4
+    assert (arena[256 : 1 << 15] == 7).all()
+    assert (arena[end:] == 7).all()
+
+
+# --- what is not --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [-1, 9, 1 << 40])
+def test_gradient_with_other_rows_than_its_payload_is_refused(rows: int) -> None:
+    one = rig()
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=rows),), ())
+    error = refused(one.send(ME, message, 0, pushed([1, 2])))
+    assert isinstance(error, ShapeMismatch)
+    assert "'users'" in error.failed
+    assert error.applied == "no"
+    assert rows_of(one, [1, 2]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arena", "offset", "rows"),
+    [(2, 0, 1), (1, 8, 1), (1, -64, 1), (1, 4096, 1), (1, 0, 4096), (1, 4032, 2), (1, 1 << 62, 1)],
+)
+def test_gradient_outside_its_arena_is_refused(arena: int, offset: int, rows: int) -> None:
+    one = rig()
+    message = Step(0, 0, 0, True, (Gradient(0, arena, offset, rows=rows),), ())
+    error = refused(one.send(ME, message, 0, {1: np.zeros(4096, np.uint8)}))
+    assert isinstance(error, ShapeMismatch)
+    assert len(one.shards[0].blocks[0].store) == 0
+
+
+def test_gradient_that_names_pieces_is_refused() -> None:
+    one = rig()
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, (0,), rows=1),), ())
+    assert "name the rows by their keys" in refused(one.send(ME, message, 0, pushed([1]))).fix
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        None,
+        Keys(-1, 1, 64, 2, True),
+        Keys(2, 0, 64, 2, True),
+        Keys(2, 2, 64, 2, True),
+        Keys(2, 1, 60, 2, True),
+        Keys(2, 1, 4032, 2, True),
+        Keys(1 << 40, 1, 64, 2, True),
+        Keys(2, 1, 64, 1, True),
+        Keys(2, 1, 64, -5, True),
+        Keys(2, 1, 64, 1 << 40, True),
+        Keys(2, 1, 192, 2, True),
+    ],
+    ids=["none", "negative", "frame", "arena", "place", "end", "many", "few", "total", "far", "at"],
+)
+def test_read_whose_keys_or_places_do_not_lie_there_is_refused(keys: Keys | None) -> None:
+    one = rig()
+    arena = np.zeros(4096, np.uint8)
+    keys_at(arena, 64, 2)[1][:] = [0, 1]
+    keys_at(arena, 192, 2)[1][:] = [0, -1]
+    error = refused(
+        one.send(ME, Step(0, 0, 0, False, (), (Place(0, 1, 1024, keys),)), 0, {1: arena})
+    )
+    assert isinstance(error, ShapeMismatch)
+    assert len(one.shards[0].blocks[0].store) == 0
+
+
+def test_read_of_keys_in_a_frame_that_are_not_there_is_refused() -> None:
+    one = rig()
+    place = Place(0, 0, 0, Keys(2, 0, 0, 2, True))
+    for memory in ({}, {0: np.zeros(128, np.uint8)}):
+        assert isinstance(
+            refused(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, memory)), ShapeMismatch
+        )
+
+
+def test_read_of_a_tensor_by_keys_and_of_a_table_without_is_refused() -> None:
+    one = rig()
+    one.define(ME, block_spec((4,), number=1, group=1))
+    error = refused(one.send(ME, Step(0, 0, 0, False, (), (Place(0, 1, 0),)), 0, {1: np.zeros(64)}))
+    assert "names no keys" in error.failed
+    for block, group in ((0, 1), (1, 0)):
+        message = Step(0, group, 0, True, (Gradient(block, 0, 0, rows=1),), ())
+        assert isinstance(refused(one.send(ME, message, 0, pushed([1]))), ParamServeError)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(-1, -1), (4, 0), (4, 5), (4, -2), (1 << 40, -1)])
+def test_scan_and_put_with_other_sizes_than_the_table_has_are_refused(
+    rows: int, width: int
+) -> None:
+    one = rig(table_spec(Adam()))
+    arena = {1: np.zeros(4096, np.uint8)}
+    for message in (Scan(0, 0, 0, rows, width, 1, 0), Put(0, 0, rows, width, 1, 0)):
+        error = refused(one.send(ME, message, 0, arena))
+        assert isinstance(error, ShapeMismatch)
+        assert error.applied == "no"
+    assert len(one.shards[0].blocks[0].store) == 0
+
+
+def test_scan_from_anywhere_gives_rows_or_nothing() -> None:
+    one = rig()
+    done(push(one, list(range(10))))
+    for cursor, expected in (
+        (0, (4, 4)),
+        (8, (2, -1)),
+        (10, (0, -1)),
+        (1 << 40, (0, -1)),
+        (-3, (4, 4)),
+    ):
+        assert done(one.send(ME, Scan(0, 0, cursor, 4, -1, 0, 0))).counts == expected  # fmt: skip
+
+
+def test_put_of_what_is_not_finite_is_refused() -> None:
+    one = rig()
+    error = refused(one.send(ME, Put(0, 0, 1, -1, 0, 0), 0, pushed([1], np.nan)))
+    assert "NaN or Inf" in error.failed
+    assert rows_of(one, [1]) == [1.0]
+
+
+def test_table_has_no_fields_and_no_snapshots() -> None:
+    one = rig()
+    for message in (Fetch(0, 0, 0, 0, 0), Assign(0, 0, 0, 0, 0), Watch(0, 0, 1, 4)):
+        error = refused(one.send(ME, message, 0, {0: np.zeros(64, np.uint8)}))
+        assert "'users' is a table" in error.failed
+    one.define(ME, block_spec((4,), number=1, group=1))
+    assert "is no table" in refused(one.send(ME, Scan(0, 1, 0, 4, -1, 0, 0))).failed
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (table_spec(None), "has no rule"),
+        (table_spec(options=TableOptions(Constant(1.0), max_bytes=10)), "no room for a row"),
+        (table_spec(as_=TableSpec(DIM, "float64", 0, OPTIONS.to_spec())), "float64"),
+        (table_spec(as_=TableSpec(DIM, "float32", 0, PolicySpec("TableOptions"))), "needs|needed"),
+        (
+            table_spec(as_=TableSpec(DIM, "float32", 0, PolicySpec("TableOptions", {"init": "X"}))),
+            "'X' is no option",
+        ),
+        (table_spec(policy=LocalSteps()), "LocalSteps cannot be the policy of table 'users'"),
+    ],
+)
+def test_definition_that_cannot_be_is_refused_and_leaves_nothing(
+    spec: BlockSpec, words: str
+) -> None:
+    one = Rig()
+    one.join(ME, 0)
+    error = refused(one.send(ME, Define(0, spec, 1, 0, 0)))
+    assert re.search(words, error.failed), error.failed
+    assert (one.shards[0].blocks, one.shards[0].groups) == ({}, {})
+
+
+def test_policy_that_needs_copies_is_not_set() -> None:
+    one = rig()
+    error = refused(one.send(ME, SetPolicy(0, 0, policy_spec(LocalSteps()))))
+    assert "LocalSteps" in error.failed
+    assert one.shards[0].groups[0].changing is None
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+
+def test_clock_of_two_workers_applies_each_key_once_with_the_sum() -> None:
+    one = rig(table_spec(SGD(1.0), policy=Sync(reduce="sum")))
+    one.join(5, 1)
+    assert push(one, [1, 2]).replies == []
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=2),), ())
+    assert len(one.send(5, message, 0, pushed([2, 3], 10.0)).replies) == 2
+    assert rows_of(one, [1, 2, 3]) == [0.0, -10.0, -9.0]
+
+
+def test_lru_of_a_table_is_divided_among_its_shards() -> None:
+    spec = table_spec(options=TableOptions(Constant(1.0), evict=LRU(rows=5)))
+    one = rig(spec, shards=2)
+    assert [shard.blocks[0].store.rows_max for shard in one.shards] == [3, 3]
+
+
+# --- where parts lie ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
+@pytest.mark.parametrize("width", [None, 0, 5])
+def test_parts_lie_one_after_the_other_and_fill_what_is_measured(
+    rows: int, width: int | None
+) -> None:
+    memory = np.zeros(1 << 14, np.uint8)
+    records = records_at(memory, 64, rows, DIM, width)
+    for number, each in enumerate(records):
+        if each is not None:
+            each[...] = number + 1
+    end = 64 + records_bytes(rows, DIM, width)
+    filled = np.flatnonzero(memory)
+    assert not rows or (filled.min() >= 64 and filled.max() < end)
+    again = records_at(memory, 64, rows, DIM, width)
+    for number, each in enumerate(again):
+        assert each is None or (each == number + 1).all()
+    assert records_bytes(rows, DIM, None) == gradient_bytes(rows, DIM)
+    assert keys_bytes(rows) % 64 == gradient_bytes(rows, DIM) % 64 == 0
+
+
+def test_nothing_lies_anywhere_and_something_only_in_its_memory() -> None:
+    assert within(None, 0, 0, "nothing").size == 0
+    memory = np.zeros(128, np.uint8)
+    assert within(memory, 64, 64, "all") is memory
+    for offset, nbytes in ((0, 129), (64, 65), (32, 64), (-64, 64), (0, -1)):
+        with pytest.raises(ShapeMismatch, match="the rows need"):
+            within(memory, offset, nbytes, "the rows")
+    with pytest.raises(ShapeMismatch):
+        within(None, 0, 1, "the rows")
