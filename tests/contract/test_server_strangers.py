@@ -81,7 +81,9 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
         ({"client": -3}, ProtocolError, "'client' number -3"),
         ({"role": "server", "client": 5}, ProtocolError, "'server' number 5"),
         ({"role": "attach"}, ProtocolError, "without a connection"),
-        ({"window": 17}, Overloaded, "17 requests outstanding, outstanding_max is 16"),
+        ({"window": 257}, Overloaded, "257 requests outstanding, outstanding_max is 256"),
+        ({"requests": 257}, Overloaded, "257 requests outstanding, outstanding_max is 256"),
+        ({"window": 5, "requests": 4}, Overloaded, "5 calls with 4 requests outstanding"),
         ({"window": 0}, Overloaded, "0 requests outstanding"),
         ({"window": -1}, Overloaded, "-1 requests outstanding"),
     ],
@@ -282,6 +284,7 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     town.cluster.mark_dead(0)
     worker = town.cluster.client(0)
     link = town.stranger(client=worker.id, rank=0, incarnation=worker.incarnation, window=2)
+    town.cluster.servers[0].role.shard.sessions[worker.id].requests = 4
     held = Step(0, 0, 5, False, (), (Place(0, 0, 0),))
 
     def flood() -> None:

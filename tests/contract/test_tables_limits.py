@@ -184,6 +184,21 @@ def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster, 
     assert sum(report.evicted for report in table.reports()) <= 15
 
 
+def test_ttl_counts_from_the_clock_at_which_a_row_is_put(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", servers=1, workers=1)
+    client = cluster.client(0)
+    table = users(client, evict=TTL(clocks=1))
+    for _ in range(2):
+        client.tick("users").result()
+    table.put([7], 5 * ones(1))  # at clock 2
+    client.tick("users").result()
+    table.push([8], ones(1)).result()
+    assert sorted(table.keys()) == [7, 8]
+    client.tick("users").result()
+    table.push([8], ones(1)).result()
+    assert table.keys().tolist() == [8]
+
+
 def test_ttl_and_lru_hold_together(cluster: RoleCluster) -> None:
     shards = len(cluster.servers)
     table = users(cluster.client(), evict=TTL(clocks=1) | LRU(rows=4 * shards))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.core.keyed.rig import keys_of
 
+from paramserve import loading
 from paramserve.core.keyed import compiled
 from paramserve.loading import load_table, table_loaded
 from paramserve.rules import SGD, Adam
@@ -31,7 +32,10 @@ def test_every_kernel_of_the_store_is_prepared() -> None:
                 assert inlined or part or each.nopython_signatures, name
 
 
-def test_table_is_loaded_once_for_its_rule_and_dtype() -> None:
+def test_table_is_loaded_once_for_its_rule_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_loaded", set[tuple[str, ...]]())
+    load_table(SGD(0.1), row_layout(SGD(0.1), 3, "float32"))
     for dim in (3, 8):
         assert table_loaded(SGD(0.5), row_layout(SGD(0.5), dim, "float32"))
-    assert not table_loaded(Adam(), row_layout(Adam(), 3, "bfloat16"))
+    assert not table_loaded(SGD(0.5), row_layout(SGD(0.5), 3, "bfloat16"))
+    assert not table_loaded(Adam(), row_layout(Adam(), 3, "float32"))
