@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paramserve"
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+TABLES = ROOT / "docs" / "tables.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPET_TIMEOUT_S = 60.0
@@ -33,9 +34,13 @@ OBJECTS = {
     "ticket": "Ticket",
     "handle": "Handle",
     "cluster": "Cluster",
+    "result": "Result",
+    "table": "Table",
+    "users": "Table",
+    "module": "Embedding",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"torch", "np", "sys", "ray"}
+FOREIGN = {"torch", "nn", "np", "sys", "ray", "pyarrow"}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -85,6 +90,8 @@ class Names:
             return any(last in defined for defined in self.top.values())
         if owner in ("ps", "paramserve"):
             return last in paramserve.__all__
+        if owner == "ps.pytorch":
+            return last in paramserve.pytorch.__all__
         variable = owner.rpartition(".")[2]  # worker.client.assign
         kind = OBJECTS.get(variable, owner)
         return last in self.members.get(kind, ()) or any(
@@ -124,8 +131,11 @@ def names() -> Names:
     return Names()
 
 
-@pytest.mark.parametrize("code", snippets(README))
-def test_readme_snippet_runs(code: str, tmp_path: Path) -> None:
+WHOLE = [*snippets(README), *(code for code in snippets(TABLES) if code.startswith("import"))]
+
+
+@pytest.mark.parametrize("code", WHOLE)
+def test_snippet_runs(code: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(code)
     done = subprocess.run(
@@ -137,7 +147,7 @@ def test_readme_snippet_runs(code: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert done.stdout or "assert" in code
     assert "Traceback" not in done.stderr
 
 
@@ -208,7 +218,7 @@ def test_quoted_messages_stand_in_the_source() -> None:
 def test_names_find_what_is_there_and_nothing_else(names: Names) -> None:
     for there in ("Shard.step", "BlockClient.step", "Client.step", "collecting.collect", "ps.run"):
         assert names.has(there), there
-    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.table", "client.table"):
+    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.table", "client.rows"):
         assert not names.has(absent), absent
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("tables_ready")
 
 DIM = 2
 SETTINGS = settings(
-    max_examples=30,
+    max_examples=80,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
@@ -115,7 +115,7 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(
         servers=st.integers(1, 3),
         ttl=st.sampled_from([0, 0, 1, 2]),
-        lru=st.sampled_from([0, 0, 2, 5]),
+        lru=st.sampled_from([0, 2, 3, 5]),
         full=st.sampled_from([0, 0, 4]),
         needed=st.sampled_from([1, 1, 2, 3]),
     )

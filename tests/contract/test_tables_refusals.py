@@ -14,7 +14,7 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 from tests.contract.town import Town
 
-from paramserve.client import Client
+from paramserve.client import BlockPush, Client
 from paramserve.client.table import Table, TablePush
 from paramserve.core.consistency import (
     Async,
@@ -38,6 +38,7 @@ from paramserve.errors import (
 from paramserve.messages import Refused, Several, Step, encode
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.custom import CustomRule
+from paramserve.transport.link import Link
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
@@ -210,6 +211,56 @@ def test_step_that_names_a_table_twice_is_refused(table: Table) -> None:
     assert unchanged(table)
 
 
+def test_step_of_no_table_or_of_another_clients_or_with_half_a_push_is_refused(
+    two: RoleCluster,
+) -> None:
+    client, other = two.client(), two.client()
+    table, theirs = users(client), users(other)
+    table.pull([1])
+    refused(lambda: client.push_tables([]), ValueError, "names at least one")
+    push = TablePush(theirs, [1], ones(1))
+    for tick in (True, False):
+        refused(
+            lambda t=tick: client.push_tables([push], tick=t),
+            ValueError,
+            "table 'users' was got from another client",
+        )
+    for half in (TablePush(table, [1]), TablePush(table, None, ones(1))):
+        refused(lambda h=half: client.push_tables([h]), ValueError, "come together")
+    assert unchanged(table)
+
+
+def test_table_is_no_block_of_tensors(table: Table) -> None:
+    client, block = table.client, table.block
+    for use in (
+        lambda: client.fetch(block, 0),
+        lambda: client.store(block, 0, np.zeros(DIM)),
+        lambda: client.step("users", [], pull=[block]),
+        lambda: client.step("users", [BlockPush(block, np.zeros(DIM))]),
+    ):
+        refused(use, ValueError, "'users' is a table")
+    assert unchanged(table)
+
+
+def test_step_whose_tensors_are_refused_gives_the_tables_memory_back(two: RoleCluster) -> None:
+    client = two.client()
+    table = users(client)
+    dense = client.define("w", np.zeros(3), rule=Add())
+    slot = client.gradient_slot(dense)
+    slot[:] = np.nan
+    before = len(client._exchange._pool.taken)
+    for skip, error in ((False, NonFinite), (True, ValueError)):
+        push = BlockPush(dense, slot if not skip else np.zeros(3))
+        with pytest.raises(error):
+            client.step("default", [push], tables=[TablePush(table, [1], ones(1))], skip=skip)
+    assert len(client._exchange._pool.taken) == before
+    assert (len(table), client.clock("users")) == (0, 0)
+
+
+def test_scan_of_more_rows_than_there_are_takes_no_memory_for_them(table: Table) -> None:
+    assert [part.keys.tolist() for part in table.scan(10**12)] == [[1]]
+
+
 # --- names ------------------------------------------------------------------------------------
 
 
@@ -306,9 +357,13 @@ def test_requests_of_one_frame_behind_a_gap_cut_the_connection_and_harm_nobody(t
     steps = tuple(Step(seq, 0, 0, False, (), ()) for seq in (2, 1, 3, 9))
     link.send(encode(Several(steps, (0,) * 4)))
     with pytest.raises(ConnectionError):
-        while True:
-            link.receive(WAIT_S)
+        _read_on(link)
     link.close()
+
+
+def _read_on(link: Link) -> None:
+    while True:
+        link.receive(WAIT_S)
 
 
 def test_table_has_no_snapshots(table: Table) -> None:

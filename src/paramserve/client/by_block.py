@@ -80,16 +80,21 @@ class BlockClient(TablesClient):
             if block.group_name != group:
                 theirs = block.group_name
                 raise ValueError(f"block {block.id} is in group {theirs!r}, not in {group!r}")
+            _check_tensors(block)
         with self._lock:
             first = push[0].block if push else pull[0] if pull else self._defined_in(group)
             self._steps.begin(requests=len(tables) + 1)
             before = self.table_parts(tables, tick=tick, weight=weight, skip=skip)
-            if skip:
-                self._gradients.drop(push)
-                pushes: Pushes = []
-            else:
-                pushes, finite = self._gradients.take(push)
-                skip = not finite
+            pushes: Pushes = []
+            try:
+                if skip:
+                    self._gradients.drop(push)
+                else:
+                    pushes, finite = self._gradients.take(push)
+                    skip = not finite
+            except BaseException:
+                self._exchange.give_back([slot for each in before for slot in each.slots])
+                raise
             if clip_norm and not skip and not self._steps.terms_of(first).collects:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
@@ -105,6 +110,7 @@ class BlockClient(TablesClient):
         """Read a block's values (field 0) or rule state (1, 2, ...), [block.size], and the update
         counts of its pieces."""
         self._check()
+        _check_tensors(block)
         with self._lock:
             slot = self._exchange.take(block.nbytes)
             requests = [
@@ -126,6 +132,7 @@ class BlockClient(TablesClient):
     ) -> None:
         """Overwrite a block's values or rule state from [block.size], and the update counts."""
         self._check()
+        _check_tensors(block)
         if array.shape != (block.size,):
             raise ShapeMismatch(
                 f"store takes [{block.size}], got {list(array.shape)}", fix="flatten the block"
@@ -143,3 +150,8 @@ class BlockClient(TablesClient):
                 offset = offset_of(block, slot, shard)
                 requests.append(Assign(0, block.id, field, slot.arena, offset, active, counts))
             self._steps.finish("assign", requests, self._limit(timeout_s), [slot])
+
+
+def _check_tensors(block: Block) -> None:
+    if block.table is not None:
+        raise ValueError(f"{block.group_name!r} is a table: use its own methods, or tables=")

@@ -27,6 +27,10 @@ from paramserve.rules.base import Hyper
 Array = npt.NDArray[Any]
 
 
+SCAN_ROWS_MIN = 1024
+"""A scan looks at this many rows at a time at least, if it may: some can be free."""
+
+
 class KeyedClient(ReadingClient):
     """The part of a client that works with tables; see `client.Client`."""
 
@@ -80,12 +84,14 @@ class KeyedClient(ReadingClient):
         """
         self._check()
         with self._lock:
+            if not pushes:
+                raise ValueError("a step of tables names at least one")
             collects = [not tick and self._collects_rows(push.table.block) for push in pushes]
             if not any(collects):
                 parts = self.table_parts(pushes, tick=tick, weight=weight, skip=skip)
                 parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
                 return joined(self._steps.send_together(parts))
-            _check_names(pushes)
+            self._check_tables(pushes)
             self._steps.raise_unread()
             kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
             others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
@@ -121,6 +127,14 @@ class KeyedClient(ReadingClient):
             self._weights[name] = weight
         return self._steps.stage(push.table.block)
 
+    def _check_tables(self, pushes: Sequence[TablePush]) -> None:
+        names = [push.table.name for push in pushes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a step names the tables {names}: name each of them once")
+        for table in (push.table for push in pushes):
+            if table.client is not self:
+                raise ValueError(f"table {table.name!r} was got from another client")
+
     def _check_said(self, group: str, weight: float | None) -> None:
         said = self._weights.get(group)
         if weight is not None and said is not None and weight != said:
@@ -148,7 +162,7 @@ class KeyedClient(ReadingClient):
             As `Table.push`: nothing is captured.
         """
         check_weight(weight)
-        _check_names(pushes)
+        self._check_tables(pushes)
         for push in pushes:
             self._check_said(push.table.name, weight)
         ready = []
@@ -219,6 +233,9 @@ class KeyedClient(ReadingClient):
         self, block: Block, rows: int, width: int, timeout_s: float | None
     ) -> Iterator[Records]:
         """Whole rows, shard by shard; see `Table.scan`."""
+        # Memory is taken for a whole part: not for more rows than there are.
+        most = max(report.rows for report in self.table_reports(block))
+        rows = min(rows, max(most, SCAN_ROWS_MIN))
         for shard in range(len(self._exchange.shards)):
             cursor = 0
             while cursor >= 0:
@@ -283,16 +300,12 @@ def check_weight(weight: float | None) -> None:
         raise ValueError(f"weight must be > 0 and finite, not {weight}")
 
 
-def _check_names(pushes: Sequence[TablePush]) -> None:
-    names = [push.table.name for push in pushes]
-    if len(set(names)) != len(names):
-        raise ValueError(f"a step names the tables {names}: name each of them once")
-
-
 def _checked(push: TablePush) -> tuple[Array, Array]:
     """Its keys, int64 [n], and gradients, float32 [n, dim]."""
-    if push.keys is None or push.gradients is None:
+    if push.keys is None and push.gradients is None:
         return np.empty(0, np.int64), np.empty((0, push.table.dim), np.float32)
+    if push.keys is None or push.gradients is None:
+        raise ValueError(f"keys and gradients of table {push.table.name!r} come together")
     return push.table.checked(push.keys, push.gradients)
 
 
