@@ -2,7 +2,8 @@
 
 The hybrid way. Each worker has the dense layers; `DistributedDataParallel` averages their gradients
 in every step, and torch's own Adam steps them. Rows of carriers, tail numbers, flight numbers,
-origins and destinations live in tables on the servers, and nobody waits for them.
+origins and destinations live in tables on the servers. The loader asks for those of the next batch
+while this one is computed.
 
     python examples/flights.py --workers 2 --serial
 
@@ -80,7 +81,12 @@ def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> float:
     adam = torch.optim.Adam(model.parameters(), lr=options.lr)
     optimizer = worker.optimizer(model, adam, dense="local")
     dataset = TensorDataset(*map(torch.from_numpy, data.train))
-    batches = worker.loader(dataset, batch_size=options.batch_size, epochs=options.epochs)
+    batches = worker.loader(
+        dataset,
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        prefetch=lambda batch: zip(model.module.fields, batch[0].T, strict=True),
+    )
     schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
     for keys, traits, late in batches:
         optimizer.zero_grad()
