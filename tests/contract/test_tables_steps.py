@@ -9,7 +9,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
-from paramserve.client import BlockPush, Client, Ticket
+from paramserve.client import BlockPush, Client, Ticket, keyed
 from paramserve.client.table import Table, TablePush
 from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
 from paramserve.core.decisions import Policy
@@ -18,6 +18,7 @@ from paramserve.errors import (
     ClientClosed,
     HyperMismatch,
     NonFinite,
+    Overloaded,
     ParamServeError,
     PullTimeout,
 )
@@ -57,6 +58,31 @@ class Frames:
 
 
 # --- several at once ----------------------------------------------------------------------------
+
+
+def test_too_many_tables_in_one_step_are_refused(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed, "REQUESTS", 2)
+    words, films = two_tables(make_cluster("unix").client())
+    with pytest.raises(ValueError, match="2 tables, at most 1 go in one"):
+        words.client.push_tables([TablePush(words), TablePush(films)])
+    words.client.push_tables([TablePush(words)]).result()
+
+
+def test_rows_that_wait_for_a_tick_have_a_limit(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed, "STAGED_ROWS_MAX", 3)
+    cluster = make_cluster("unix", workers=1)
+    client = cluster.client(rank=0)
+    words = client.table("words", dim=2, rule=SGD(0.5), init=Zeros(), consistency=Sync())
+    words.push([1, 2], np.ones((2, 2)))
+    with pytest.raises(Overloaded, match=r"2 rows.*wait for its tick, and 2 more.*client.tick"):
+        words.push([3, 4], np.ones((2, 2)))
+    words.push([3], np.ones((1, 2)))
+    client.tick("words").result()
+    assert sorted(words.keys()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("leased", [True, False])

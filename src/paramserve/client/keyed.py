@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import done
+from paramserve.client.links import REQUESTS
 from paramserve.client.reading import ReadingClient
 from paramserve.client.rows import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import StepOptions, StepParts
@@ -20,15 +21,16 @@ from paramserve.client.ticket import Ticket
 from paramserve.core.keyed import routing
 from paramserve.core.keyed.parts import Records, records_at, records_bytes
 from paramserve.core.partition import Block
-from paramserve.errors import NonFinite, ParamServeError
+from paramserve.errors import NonFinite, Overloaded, ParamServeError
 from paramserve.messages import Put, Scan, ShardRequest, TableReport
 from paramserve.rules.base import Hyper
 
 Array = npt.NDArray[Any]
 
-
 SCAN_ROWS_MIN = 1024
 """A scan looks at this many rows at a time at least, if it may: some can be free."""
+STAGED_ROWS_MAX = 1 << 24
+"""Rows of one table that may wait for its tick, under a policy that collects."""
 
 
 class KeyedClient(ReadingClient):
@@ -116,6 +118,13 @@ class KeyedClient(ReadingClient):
         if not np.isfinite(values).all() and self._refuses(block):
             row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
             raise self._bad_row(block, int(keys[row]))
+        waiting = sum(_checked(each)[0].size for each in self._staged_rows.get(name, ()))
+        if waiting + len(keys) > STAGED_ROWS_MAX:
+            raise Overloaded(
+                f"{waiting} rows of table {name!r} wait for its tick, and {len(keys)} "
+                f"more came; at most {STAGED_ROWS_MAX} may",
+                fix="end the step with client.tick(table.name), or give the table ps.Async()",
+            )
         return TablePush(push.table, keys.copy(), values.copy(), push.hyper)
 
     def _keep_rows(self, push: TablePush, weight: float | None, skip: bool) -> Ticket:
@@ -131,6 +140,11 @@ class KeyedClient(ReadingClient):
         names = [push.table.name for push in pushes]
         if len(set(names)) != len(names):
             raise ValueError(f"a step names the tables {names}: name each of them once")
+        if len(names) >= REQUESTS:
+            raise ValueError(
+                f"a step names {len(names)} tables, at most {REQUESTS - 1} go in one: put fields "
+                "with rows of one width into one table, their keys hashed with the field's name"
+            )
         for table in (push.table for push in pushes):
             if table.client is not self:
                 raise ValueError(f"table {table.name!r} was got from another client")
