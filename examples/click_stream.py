@@ -193,7 +193,7 @@ def picture(curves: Mapping[str, Sequence[Point]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (memory, quality) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for color, (policy, points) in zip(COLORS, curves.items(), strict=True):
+    for color, (policy, points) in zip(COLORS, curves.items(), strict=False):
         lines = [point.lines / 1e6 for point in points]
         look = {"color": color, "label": policy}
         memory.plot(lines, [point.megabytes for point in points], **look)

@@ -30,6 +30,7 @@ from paramserve.core.events import (
 from paramserve.core.policies import build as build_policy
 from paramserve.core.registered import Registered, registered
 from paramserve.core.shard import Shard
+from paramserve.core.together import apart
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.messages import (
@@ -214,28 +215,18 @@ class ServerRole:
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Several):
-            self._several(conn, client, message, payload)
-        elif client > 0:
+            for request, part in apart(message, payload):
+                if self._parties[conn].client == client:  # not cut off by one before
+                    self._request(conn, client, request, part)
+        else:
+            self._request(conn, client, message, payload)
+
+    def _request(
+        self, conn: Connection, client: int, message: ShardRequest, payload: ByteArray | None
+    ) -> None:
+        if client > 0:
             memory = conn.arenas if payload is None else {**conn.arenas, 0: payload}
             self._happen(Requested(client, message, memory))
-
-    def _several(
-        self, conn: Connection, client: int, message: Several, payload: ByteArray | None
-    ) -> None:
-        """Requests that came in one frame, one after the other."""
-        have, sizes = 0 if payload is None else payload.size, message.sizes
-        whole = len(sizes) == len(message.requests) and min(sizes, default=0) >= 0
-        if not whole or sum(sizes) != have:
-            what = f"{len(message.requests)} requests name {sizes} bytes, their payload has {have}"
-            raise ProtocolError(what, fix="run the same version on both sides")
-        cursor = 0
-        for request, size in zip(message.requests, sizes, strict=True):
-            if self._parties[conn].client != client:
-                return  # cut off by what came before
-            part = None if payload is None else payload[cursor : cursor + size]
-            cursor += size
-            memory = conn.arenas if not size or part is None else {**conn.arenas, 0: part}
-            self._happen(Requested(client, request, memory))
 
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn).client

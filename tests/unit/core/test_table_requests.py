@@ -24,7 +24,7 @@ from paramserve.core.keyed.parts import (
 )
 from paramserve.core.policies import spec as policy_spec
 from paramserve.errors import ParamServeError, ShapeMismatch
-from paramserve.loading import load_table
+from paramserve.loading import load_kernels, load_table
 from paramserve.messages import (
     Assign,
     BlockSpec,
@@ -51,9 +51,9 @@ DIM = 3
 ME = 4
 OPTIONS = TableOptions(Constant(1.0))
 
-load_table(ADD, row_layout(ADD, DIM, "float32"))  # so that no test is the one that waits for it
-load_table(Adam(), row_layout(Adam(), DIM, "float32"))
-load_table(SGD(0.1), row_layout(SGD(0.1), DIM, "float32"))
+for rule in (ADD, SGD(0.1), SGD(0.1, momentum=0.9), Adam()):  # none is to wait for it in a test
+    load_table(rule, row_layout(rule, DIM, "float32"))
+    load_kernels(np.dtype(np.float64), rule)  # who loads one dtype shuts out what was not loaded
 
 
 def table_spec(
