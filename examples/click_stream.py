@@ -8,9 +8,9 @@ grows for ever. With `admit=ps.MinCount(3)` a key gets its row at its third push
 
     python examples/click_stream.py --workers 2
 
-trains once for each of four ways to choose. Each batch is predicted before it is learned from, so
-that the area under the ROC curve (AUC) is an honest one. A picture of memory and AUC goes into a
-new folder of `--out`.
+trains once for each of four ways to choose, which takes some minutes. Each batch is predicted
+before it is learned from, so that the area under the ROC curve (AUC) is an honest one. A picture of
+memory and AUC goes into a new folder of `--out`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEW = 1
 """Keys that become the newest, and so the most frequent, of each second field in each step."""
 EFFECT = 0.4
 """How strongly a key moves the odds of a click, at most."""
-DIM, UNITS = 16, 64
+DIM, UNITS = 32, 64
 """Width of a row, and of the layer above the rows."""
 
 COLORS = ("#9a9a9a", "#3a8f3a", "#2a6fbb", "#d1661a")
