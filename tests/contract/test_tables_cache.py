@@ -16,6 +16,7 @@ from tests.contract.test_tables_memory import in_use
 from tests.contract.test_tables_overlap import calls_of, films, step
 
 import paramserve as ps
+from paramserve.client import reading
 from paramserve.rules import Add
 
 
@@ -93,6 +94,25 @@ def test_cache_does_not_keep_what_was_prefetched_before_a_push_to_it(cluster: Ro
     assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 2.0, 1.0]
     assert table.pull([1, 2, 3])[:, 0].tolist() == [1.0, 2.0, 1.0]
     assert calls_of(table.client) == before + 1
+
+
+def test_cache_notes_no_more_of_many_pushes_than_a_prefetch_reads(
+    cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PUSHED_MAX", 20)
+    client = cluster.client()
+    table = users(client, rule=Add()).cache_rows(100, clocks=9)
+    reads = client.prefetch_tables([(table, [1, 2, 3, 4]), (table, [5, 6])])
+    table.push([2], ones(1))
+    for n in range(100):
+        table.push(np.arange(100 + n, 110 + n), ones(10))
+        assert all(sum(map(len, read._pushed)) <= 28 for read in reads)
+    table.push([3], ones(1))
+    table.push(np.arange(200, 300), ones(100))
+    assert table.pull([1, 2, 3, 4])[:, 0].tolist() == [1.0] * 4, "as it was then"
+    assert table.pull([5, 6])[:, 0].tolist() == [1.0] * 2
+    assert table.cache_report().rows == 4
+    assert table.pull([1, 2, 3, 4, 5, 6])[:, 0].tolist() == [1.0, 2.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_cache_and_prefetch_ask_for_what_is_missing_only(cluster: RoleCluster) -> None:

@@ -157,6 +157,68 @@ def test_workers_that_prefetch_wait_for_nobody_longer_than_without(
     assert tables[0].pull(np.arange(1, 10))[:, 0].tolist() == [1.0 + both] * 9
 
 
+# --- how old ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clocks", [0, 1, 2, 9])
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
+def test_prefetched_rows_are_used_across_one_clock_at_most_and_in_sync_across_none(
+    make_cluster: MakeCluster, policy: Any, clocks: int
+) -> None:
+    client = make_cluster("unix", servers=2, workers=1).client(0)
+    table = users(client, rule=Add(), init=ps.Zeros(), consistency=policy)
+    table.prefetch([1, 2])
+    for _ in range(clocks):
+        step(table, [1])
+    used = clocks <= (0 if policy == ps.Sync() else 1)
+    before = calls_of(client)
+    assert table.pull([1, 2])[:, 0].tolist() == [0.0 if used else clocks, 0.0]
+    assert calls_of(client) - before == (not used)
+    assert not any(client._prefetched.values())
+
+
+def test_prefetch_of_before_a_change_to_sync_is_not_used_after_it(
+    make_cluster: MakeCluster,
+) -> None:
+    client = make_cluster("unix", servers=2, workers=1).client(0)
+    table = users(client, rule=Add(), init=ps.Zeros())
+    client.set_consistency("users", ps.Sync())
+    while not client.terms("users").collects:
+        table.prefetch([1])
+        step(table, [1])
+    assert client.clock("users") > 0
+    assert table.pull([1])[0, 0] == client.clock("users")
+
+
+def test_prefetches_that_are_too_old_give_their_memory_back_without_a_pull(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    table = users(client).cache_rows(100)
+    reads = [client.prefetch_tables([(table, np.arange(n, n + 50))]) for n in range(20)]
+    for _ in range(3):
+        step(table, [7])
+    client.drain()
+    films(client).pull([1])
+    assert in_use(client) == 0
+    assert not client._under_way[table.block.id], "nothing is noted for them any more"
+    assert len(reads) == 20
+
+
+def test_loader_that_prefetches_on_a_table_in_sync_trains_as_without(
+    make_cluster: MakeCluster,
+) -> None:
+    def trained(**options: Any) -> np.ndarray:
+        worker = Worker(make_cluster("unix", servers=2, workers=1).client(0), 0)
+        table = users(worker.client, consistency=ps.Sync())
+        data = torch.utils.data.TensorDataset(torch.arange(40) % 3)
+        for (ids,) in worker.loader(data, batch_size=5, shuffle=False, **options):
+            step(table, ids.numpy(), 0.1 * float(table.pull(ids).mean()))
+        return table.pull(range(3))
+
+    assert np.array_equal(trained(prefetch=lambda batch: {"users": batch[0]}), trained())
+
+
 # --- staleness ----------------------------------------------------------------------------------
 
 

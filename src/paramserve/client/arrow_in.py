@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from paramserve.client.arrow import FORMAT, METADATA, Told, part_rows, pyarrow, state_width
 from paramserve.config import PolicySpec
+from paramserve.core.keyed.options import BEYOND
 from paramserve.core.keyed.parts import Records
 from paramserve.errors import (
     DtypeMismatch,
@@ -36,8 +37,6 @@ Put = Callable[[Records], None]
 
 BUFFER_BYTES = 1 << 20
 """Of a file, for each column that is read."""
-BEYOND = {"float32": np.inf, "bfloat16": float(2**128 - 2**119), "float16": 65520.0}
-"""By the dtype of rows: from there on, values round to Inf."""
 
 
 def from_arrow(table: Table, source: Any, put: Put, *, state: bool | None) -> int:

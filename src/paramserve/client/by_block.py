@@ -71,7 +71,8 @@ class BlockClient(TablesClient):
         Raises:
             NonFinite: with rank and tensor.
             ValueError: blocks of another group, a gradient that is not from `gradient_slot`, or a
-                number out of its range. In all cases nothing was applied.
+                number out of its range. In all cases nothing was applied. What `tables` had kept
+                for this tick goes with a gradient that is refused: its tickets say so.
         """
         self._check()
         if not 0.0 < weight < math.inf or not 0.0 <= clip_norm < math.inf:
@@ -92,8 +93,8 @@ class BlockClient(TablesClient):
                 else:
                     pushes, finite = self._gradients.take(push)
                     skip = not finite
-            except BaseException:
-                self._exchange.give_back([slot for each in before for slot in each.slots])
+            except BaseException as error:
+                self._unsent(before, [each.table.name for each in tables] if tick else (), error)
                 raise
             if clip_norm and not skip and not self._steps.terms_of(first).collects:
                 clip(pushes, clip_norm)

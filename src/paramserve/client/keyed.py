@@ -203,12 +203,25 @@ class KeyedClient(ReadingClient):
                 what = "step" if tick else "push"
                 parts.append(StepParts(what, block, options=options, row_pushes=row_pushes))
         except BaseException as error:
-            self._exchange.give_back([slot for each in parts for slot in each.slots])
-            if tick and isinstance(error, ParamServeError):
-                for push in pushes[: len(parts) + 1]:
-                    self._steps.fail_staged(push.table.name, error)
+            taken = pushes[: len(parts) + 1] if tick else ()
+            self._unsent(parts, [push.table.name for push in taken], error)
             raise
         return parts
+
+    def _unsent(
+        self, parts: Sequence[StepParts], tables: Sequence[str], why: BaseException
+    ) -> None:
+        """Captured parts are not sent, nor are the rows that waited for the tick of these tables:
+        their tickets say so, and are not answered by the next step."""
+        self._exchange.give_back([slot for each in parts for slot in each.slots])
+        for table in tables:
+            error = why
+            if not isinstance(error, ParamServeError):
+                error = ParamServeError(
+                    f"the step of table {table!r} was not sent: {type(why).__name__}: {why}",
+                    fix="mend what the step was refused for, and push these gradients again",
+                )
+            self._steps.fail_staged(table, error)
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
         push = lay_push(self._exchange, block, keys, values, hyper)

@@ -1,6 +1,6 @@
 """The client's reads of tables: pulled now, asked for ahead, or found among the copies kept here.
 
-Each is begun and finished; between the two a prefetch waits for its pull.
+Each is begun and finished; between the two a prefetch waits for its pull, for one clock at most.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ Array = npt.NDArray[Any]
 PREFETCHED_MAX = 64
 """Prefetches of one table that wait to be read; the oldest goes first. A batch may have one for
 each of its features, and the next batch as many."""
+AHEAD_CLOCKS_MAX = 1
+"""Clocks that this client may have ended on a table between a prefetch and its pull."""
 TOGETHER_MAX = 64
 """Reads that go in one message to each shard."""
+PUSHED_MAX = 1 << 14
+"""Keys pushed to during a read that are noted as they come; past it only those that it reads."""
 
 
 class RowRead:
@@ -41,7 +45,6 @@ class RowRead:
             just these.
         found: what of the keys was found here.
         clock: of this client when it began.
-        pushed: keys that this client has pushed to since then, if copies are to be kept.
     """
 
     def __init__(self, block: Block, keys: Array, create: bool, clock: int) -> None:
@@ -52,9 +55,28 @@ class RowRead:
         self.wanted = keys
         self.numbers: Array | None = None
         self.found: Found | None = None
-        self.pushed: list[Array] = []
         self.ticket: Ticket | None = None
         self.pull: RowPull | None = None
+        self._pushed: list[Array] = []
+        """Keys that this client has pushed to since then, if copies are to be kept."""
+        self._pushed_size = 0
+
+    def wrote(self, keys: Array) -> None:
+        """This client pushes to these keys, int64 [n > 0], while the read is under way.
+
+        However many come, at most `PUSHED_MAX` and two for each wanted key are remembered.
+        """
+        self._pushed.append(keys)
+        self._pushed_size += keys.size
+        if self._pushed_size > PUSHED_MAX + 2 * self.wanted.size:
+            own = self.wanted[self.overtaken()]
+            self._pushed, self._pushed_size = [own] if own.size else [], own.size
+
+    def overtaken(self) -> Array:
+        """Which of the wanted keys were pushed to since the read began: bool [m]."""
+        if not self._pushed:
+            return np.zeros(self.wanted.size, np.bool_)
+        return _among(np.concatenate(self._pushed), self.wanted)
 
 
 class ReadVersions:
@@ -120,7 +142,7 @@ class ReadingClient(ChangingClient):
         if cache is not None:
             read.found = cache.find(keys, read.clock)
             read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
-            if not cache.keep_pushed:
+            if not cache.keep_pushed and read.wanted.size:
                 self._under_way.setdefault(block.id, WeakSet()).add(read)
         elif not self._exchange.shared:  # Over a network each row travels once.
             read.wanted, read.numbers = routing.distinct(keys)
@@ -218,7 +240,7 @@ class ReadingClient(ChangingClient):
                 looked = [self._look(block, keys.copy(), create) for block, keys, create in some]
                 for read in self._begin(looked, None):
                     asked.append(read)
-                    kept = self._prefetched.setdefault(read.block.id, deque())
+                    kept = self._usable(read.block)
                     kept.append(read)
                     if len(kept) > PREFETCHED_MAX:
                         self._forget_read(kept.popleft())
@@ -234,17 +256,26 @@ class ReadingClient(ChangingClient):
                     self._forget_read(read)
 
     def _forget_read(self, read: RowRead) -> None:
+        self._under_way.get(read.block.id, WeakSet()).discard(read)
         if read.ticket is not None:
             self._steps.forget(read.ticket)
+
+    def _usable(self, block: Block) -> deque[RowRead]:
+        """The prefetches of a table that a pull may use at this clock; older ones are let go."""
+        kept = self._prefetched.setdefault(block.id, deque())
+        if kept:
+            clocks = 0 if self._steps.terms_of(block).collects else AHEAD_CLOCKS_MAX
+            oldest = self._steps.clocks.get(block.group_name, 0) - clocks
+            while kept and kept[0].clock < oldest:
+                self._forget_read(kept.popleft())
+        return kept
 
     def _ahead(
         self, block: Block, keys: Array, create: bool
     ) -> tuple[RowRead, Array | None] | None:
         """A read that was begun ahead and has all of these keys, with the number of each among its
         own; None: they are just these. The caller is its owner now."""
-        kept = self._prefetched.get(block.id)
-        if not kept:
-            return None
+        kept = self._usable(block)
         like = [read for read in kept if read.create == create]
         for read in like:
             if np.array_equal(read.keys, keys):
@@ -288,14 +319,14 @@ class ReadingClient(ChangingClient):
         cache = self._cache(read.block)
         if cache is None:
             return
-        keys = read.wanted
-        if read.pushed:
-            chosen = np.flatnonzero(~_among(np.concatenate(read.pushed), keys))
-            keys, rows = keys[chosen], rows[chosen]
+        keys, overtaken = read.wanted, read.overtaken()
+        if overtaken.any():
+            keys, rows = keys[~overtaken], rows[~overtaken]
         cache.keep(keys, rows, read.clock, versions)
 
     def _wrote(self, block: Block, keys: Array) -> None:
         """This client changes rows: it will not read copies from before that, unless told so."""
+        self._usable(block)  # that old prefetches give their memory back does not need a pull
         cache = self._caches.get(block.id)
         if cache is None or cache.keep_pushed or not keys.size:
             return
@@ -303,7 +334,7 @@ class ReadingClient(ChangingClient):
         if under_way := self._under_way.get(block.id):
             own = keys.copy()
             for read in under_way:
-                read.pushed.append(own)
+                read.wrote(own)
 
 
 def places_among(held: Array, keys: Array) -> Array | None:

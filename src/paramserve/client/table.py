@@ -12,9 +12,9 @@ import numpy.typing as npt
 from paramserve.client import arrow, arrow_in
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.ticket import Ticket
-from paramserve.core.keyed.parts import Records
+from paramserve.core.keyed.parts import Records, check_records
 from paramserve.core.partition import Block
-from paramserve.errors import DtypeMismatch, NonFinite, ShapeMismatch
+from paramserve.errors import DtypeMismatch, ShapeMismatch
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
 
@@ -161,7 +161,10 @@ class Table:
     def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
         """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
 
-        They are read as they are now. What is pushed in between is not in them.
+        They are read as they are now; what is pushed in between is not in them. A pull uses them if
+        this client has ended at most one clock on the table since, or under `ps.Sync`, where all
+        read the values of one clock, none. Else they are let go, and it asks the servers. So under
+        `ps.BoundedStaleness(bound)` a row may be bound + 1 clocks behind.
 
         Args:
             create: what that pull will say; a pull that says something else does not take them.
@@ -180,8 +183,9 @@ class Table:
         client ends on the table, by an optimizer, `push_tables` or `client.tick`; for a client that
         ends none, copies never grow old. A copy that was read at clock c is used up to clock
         c + `clocks`, so under `ps.BoundedStaleness(bound)` a row may be bound + `clocks` clocks
-        behind. The staleness that is reported for pushes counts from the oldest copy used. A read
-        that finds a row here does not count as a use of it for `evict`, and creates none.
+        behind, or one more if it is prefetched. The staleness that is reported for pushes counts
+        from the oldest copy used. A read that finds a row here does not count as a use of it for
+        `evict`, and creates none.
 
         Args:
             rows: copies at most, of 4 x dim + 17 bytes and up to 54 for their index; those that are
@@ -264,20 +268,16 @@ class Table:
         Args:
             keys: integers of any shape. Of equal ones the last counts.
             values: floating point [*keys.shape, dim].
-            state: the rule's state, float32 [keys, width], with `counts`; None: that of rows which
-                are there stays, and new ones begin with that of a new row.
+            state: the rule's state as `scan` has read it, float32 [keys, width], with `counts`. It
+                is taken as it is: of a sum of squares below 0 a rule makes NaN. None: that of rows
+                which are there stays, and new ones begin with that of a new row.
             counts: updates of each row, [keys].
         Raises:
-            As `push`. NonFinite: a value; nothing was applied. TableFull: some servers may have
-                taken their part.
+            As `push`. NonFinite: a value, or one that is too large for 16-bit rows, or the state,
+                with its key; nothing was applied. TableFull: some servers may have taken their
+                part.
         """
         flat, rows = self.checked(keys, values)
-        bad = np.flatnonzero(~np.isfinite(rows).all(1))
-        if bad.size:
-            raise NonFinite(
-                f"the values for key {int(flat[bad[0]])} of table {self.name!r} hold NaN or Inf",
-                fix="look at where they come from",
-            )
         if (state is None) != (counts is None):
             raise ValueError("state and counts of rows come together, or not at all")
         records = Records(flat, rows)
@@ -292,6 +292,7 @@ class Table:
                     fix="give what scan(state=True) of a table with the same rule gave",
                 )
             records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
+        check_records(records, self.block.spec)
         self._calls.put_rows(self.block, records, timeout_s)
 
     # --- Arrow and Parquet -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 from paramserve.client.keyed import KeyedClient
 from paramserve.client.table import Table
 from paramserve.client.table import TablePush as TablePush
+from paramserve.config import ConsistencySpec, PolicySpec
 from paramserve.core.decisions import Policy
 from paramserve.core.keyed.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
 from paramserve.core.partition import Block
@@ -83,22 +84,25 @@ class TablesClient(KeyedClient):
         known = self._tables.get(name)
         if dim is None:
             return known if known is not None else self._found_table(name)
-        if rule is None:
-            raise ValueError(f"table {name!r} needs a rule, as in rule=ps.Adagrad(lr=0.05)")
-        if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 1 << 16:
-            raise ValueError(f"dim of table {name!r} has to be an int from 1 to 65536, not {dim!r}")
-        chosen = init if init is not None else Normal()
-        options = TableOptions(chosen, admit, evict, max_bytes)
-        options.check_dtype(dtype)
-        described = described_by(rule, rows=True)
-        row_layout(rule, dim, dtype)
+        options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
+        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
+        described = _described(name, rule, spec, options)
         policy = self._policy_spec(consistency)
         if consistency is not None:
             check_table_policy(name, consistency, True)
-        limit = self._limit(timeout_s)
-        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
+        return self._placed(name, described, spec, policy, self._limit(timeout_s))
+
+    def _placed(
+        self,
+        name: str,
+        described: PolicySpec,
+        spec: TableSpec,
+        policy: ConsistencySpec | None,
+        limit: float,
+    ) -> Table:
+        """The table, on all servers; what can be checked here was checked."""
         load_routing()
-        pieces = (Piece(name, (dim,)),)
+        pieces = (Piece(name, (spec.dim,)),)
         call = PlaceBlock(
             0, name, "float32", described, pieces, True, limit, False, policy, table=spec
         )
@@ -141,6 +145,20 @@ class TablesClient(KeyedClient):
         found = self._control.call(call, Found, timeout_s=self.timeout_s)
         names = [spec.group_name for spec in found.blocks if spec.table is not None]
         return [self.table(name) for name in names]
+
+
+def _described(name: str, rule: Rule | None, spec: TableSpec, options: TableOptions) -> PolicySpec:
+    """A table's rule for the servers, and that it and the options go with the table's rows."""
+    if rule is None:
+        raise ValueError(f"table {name!r} needs a rule, as in rule=ps.Adagrad(lr=0.05)")
+    if isinstance(spec.dim, bool) or not isinstance(spec.dim, int) or not 1 <= spec.dim <= 1 << 16:
+        raise ValueError(
+            f"dim of table {name!r} has to be an int from 1 to 65536, not {spec.dim!r}"
+        )
+    described = described_by(rule, rows=True)
+    row_layout(rule, spec.dim, spec.dtype)
+    options.check_dtype(spec.dtype)
+    return described
 
 
 def _seed(seed: int) -> int:

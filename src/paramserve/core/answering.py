@@ -12,7 +12,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.keyed.parts import padded
 from paramserve.core.shard_session import Answer, Memory
-from paramserve.errors import ParamServeError, ShapeMismatch, UnknownName
+from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch, UnknownName
 from paramserve.messages import (
     Assign,
     Done,
@@ -155,13 +155,26 @@ def _table(shard: ShardMembers, number: int) -> KeyedBlock:
     return block
 
 
+def _scanned(shard: ShardMembers, block: KeyedBlock, message: Scan) -> Bytes:
+    """Memory for the whole rows that a scan asks for, zeros."""
+    nbytes, most = block.records_bytes(message), shard.limits.payload_bytes_max
+    if nbytes > most:
+        raise Overloaded(
+            f"{message.rows} whole rows of table {block.spec.group_name!r} need {nbytes} bytes, "
+            f"payload_bytes_max is {most}",
+            fix="ask for fewer rows at once, or raise payload_bytes_max",
+        )
+    payload = shard.allocate(nbytes)
+    payload.fill(0)  # what the memory held before is nobody's business
+    return payload
+
+
 def scan(shard: ShardMembers, message: Scan, memory: Memory) -> Answer:
     """Read whole rows of a table."""
     block = _table(shard, message.block)
     payload = None
     if message.arena == 0:
-        payload = shard.allocate(block.records_bytes(message))
-        payload.fill(0)  # what the memory held before is nobody's business
+        payload = _scanned(shard, block, message)
         into = block.records(payload, message, 0)
     else:
         into = block.records(memory.get(message.arena), message, message.offset)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from paramserve.core import asking
 from paramserve.core.answering import with_values
-from paramserve.core.block import ShardBlock
 from paramserve.core.group import Group, Staleness
+from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
 from paramserve.core.two_stroke import Contribution, refusal_of, total
@@ -79,7 +79,8 @@ def alone(
     plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
     if not plain or group.collect.held or group.buffered or step.clock != group.committed:
         return None
-    if any(block.guarded for block, _, _ in parts) or not finite(parts):
+    may_fail = any(block.guarded or isinstance(block, KeyedBlock) for block, _, _ in parts)
+    if may_fail or not finite(parts):
         return None
     commit = Commit(group.id, step.clock, (session.client,), since.policy.scale(1.0))
     push = PushInfo(-1, step.clock, group.version, 0, 1.0, commit.scale)
@@ -150,12 +151,15 @@ def _draft(group: Group, held: list[Contribution]) -> tuple[str, ...]:
         push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
         for number, block in sorted(group.blocks.items()):
             having = [each for each in held if number in each.gradients]
-            if having and isinstance(block, ShardBlock) and block.guarded:
+            if having and (block.guarded or isinstance(block, KeyedBlock)):
                 gradient, active = total(having, block, keep=True)
                 hyper = having[0].gradients[number][0].hyper
                 block.draft(gradient, active, hyper, push, key)
     except ParamServeError as error:
         return (type(error).__name__, error.failed, error.fix)
+    except MemoryError:
+        failed = f"a server has no memory for an update of group {group.name!r}"
+        return ("Overloaded", failed, "use more servers on more machines, or smaller parameters")
     return ()
 
 
@@ -185,6 +189,8 @@ def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) ->
     try:
         _apply(group, commit, contributors, pushed)
     except (RuleFailed, TableFull) as error:
+        error.__context__ = error.__cause__ = None  # their frames would hold the clients' memory
+        error = error.with_traceback(None)
         for number in pushed:
             group.blocks[number].failure = (commit.clock, error)
     for rank, _ in chosen:
@@ -204,20 +210,17 @@ def _apply(
     for guarded in (True, False):  # what may fail comes first
         for number, having in pushed.items():
             block = group.blocks[number]
-            if block.guarded is not guarded:
-                continue
-            if isinstance(block, ShardBlock) and guarded and block.has_draft(key):
+            if block.guarded is not guarded or block.has_draft(key):
                 continue
             gradient, active = total(having, block, keep=False)
             hyper = having[0].gradients[number][0].hyper
-            if isinstance(block, ShardBlock) and guarded:
+            if guarded:
                 block.draft(gradient, active, hyper, push, key)
             else:
                 block.apply(gradient, active, hyper, push)
     for number in pushed:
-        block = group.blocks[number]
-        if isinstance(block, ShardBlock) and block.guarded:
-            block.keep_draft()
+        if group.blocks[number].has_draft(key):
+            group.blocks[number].keep_draft()
 
 
 def _failure(group: Group, clock: int) -> ParamServeError | None:

@@ -47,6 +47,7 @@ from paramserve.messages import (
     Define,
     Done,
     Fetch,
+    Forgetting,
     GroupReport,
     Put,
     Rest,
@@ -108,6 +109,8 @@ class Shard(ShardChanges):
         verdict = session.admit(seq)
         if verdict is Verdict.NEW:
             request = Request(event.message, event.memory)
+            if isinstance(event.message, Forgetting):
+                session.forget(min(event.message.oldest, seq))
             if session.held is not None:
                 session.queue.append(request)
             else:
@@ -136,6 +139,13 @@ class Shard(ShardChanges):
             # A rule's own check of hyper-parameters, before anything was written.
             wrong = ParamServeError(str(error), fix="correct the argument")
             answer = Answer(refusal(request.message.seq, wrong))
+        except MemoryError:
+            full = Overloaded(
+                f"shard {self.number} has no memory for a {type(request.message).__name__}",
+                applied="unknown",
+                fix="use more servers on more machines, smaller parameters, or max_bytes of tables",
+            )
+            answer = Answer(refusal(request.message.seq, full))
         if answer is not None:
             self._answer(session, answer)
 
@@ -190,18 +200,17 @@ class Shard(ShardChanges):
         if spec.table is None:
             check_spec(spec, self.shards)
         rule = None if spec.rule is None else build_rule(spec.rule, self.rules)
-        if spec.table is not None:
-            if rule is None:
-                raise ParamServeError(
-                    f"table {spec.group_name!r} has no rule", fix="define it with one"
-                )
-            return KeyedBlock(spec, self.shards, rule, message.attempt)
+        if spec.table is not None and rule is None:
+            raise ParamServeError(f"table {spec.group_name!r} has no rule", fix="give it one")
         try:
+            if spec.table is not None and rule is not None:
+                return KeyedBlock(spec, self.shards, rule, message.attempt)
             return ShardBlock(spec, self.number, rule, message.attempt)
         except MemoryError:
+            size = sum(spec.cuts[self.number + 1 :][:1]) - sum(spec.cuts[self.number :][:1])
+            what = f"{size} elements of {spec.dtype}" if spec.table is None else "a table"
             raise Overloaded(
-                f"shard {self.number} has no memory for block {spec.block} "
-                f"({spec.cuts[self.number + 1] - spec.cuts[self.number]} elements of {spec.dtype})",
+                f"shard {self.number} has no memory for block {spec.block} ({what})",
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
 
@@ -239,8 +248,6 @@ class Shard(ShardChanges):
 
     def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
         group = self.group(step.group)
-        if step.oldest:
-            session.forget(min(step.oldest, step.seq))
         if group.table is not None:
             group.table.clock = group.slowest
         try:

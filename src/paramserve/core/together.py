@@ -24,8 +24,8 @@ def apart(message: Several, payload: Bytes | None) -> list[tuple[ShardRequest, B
     if not (fits and plain) or sum(sizes) != have:
         kinds = sorted({type(each).__name__ for each in message.requests})
         raise ProtocolError(
-            f"{len(message.requests)} requests ({', '.join(kinds)}) name {sizes} bytes, their "
-            f"payload has {have}",
+            f"{len(message.requests)} requests name {sizes} bytes, their payload has {have}; they "
+            f"are {', '.join(kinds)}",
             fix="run the same version on both sides",
         )
     parts: list[tuple[ShardRequest, Bytes | None]] = []

@@ -110,6 +110,7 @@ class Assign(Struct, frozen=True, array_like=True, tag="assign"):
     offset: int
     active: tuple[int, ...] | None = None
     counts: tuple[int, ...] | None = None
+    oldest: int = 0
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
@@ -120,6 +121,7 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     field: int
     arena: int
     offset: int
+    oldest: int = 0
 
 
 class Scan(Struct, frozen=True, array_like=True, tag="scan"):
@@ -137,6 +139,7 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     width: int
     arena: int
     offset: int
+    oldest: int = 0
 
 
 class Put(Struct, frozen=True, array_like=True, tag="put"):
@@ -149,6 +152,7 @@ class Put(Struct, frozen=True, array_like=True, tag="put"):
     width: int
     arena: int
     offset: int
+    oldest: int = 0
 
 
 class Watch(Struct, frozen=True, array_like=True, tag="watch"):
@@ -167,9 +171,13 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     group: int
     after: int
     pull: tuple[Place, ...]
+    oldest: int = 0
 
 
 ShardRequest = Define | Step | Rest | SetPolicy | Assign | Fetch | Scan | Put | Watch | TakeSnapshot
+
+Forgetting = Step | Assign | Fetch | Scan | Put | TakeSnapshot
+"""Requests that may have large answers: their `oldest` says which of these can go."""
 
 
 class Several(Struct, frozen=True, array_like=True, tag="several"):

@@ -13,6 +13,8 @@ On several workers the rows are no part of `model.parameters()` any more: a norm
 each worker's own rows in it would drive the dense layers apart. For the same reason a row whose
 gradient is NaN or Inf does not make `GradScaler` skip a step here that the others make: it is left
 out. A step does not wait for the answer to its push: the next one raises what it was refused with.
+`model.zero_grad()` does not reach them either, and leaves the gradients that were collected for
+rows: clear with `optimizer.zero_grad()`, which has them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """Each worker's part of a dataset: one common order, disjoint parts.
 
-Static parts have equally many batches, and are made here; dynamic ones by `leased.py`.
+Static parts have equally many batches, and are made here; dynamic ones by `leased.py`, from ranges
+of each epoch that are leased to the workers as they ask for them. There every sample comes once in
+each epoch, the last batch may be smaller, and what a worker that ended had not finished goes to
+another: in Sync exactly that, in Async with what some servers have had already;
+`LeaseReport.repeated` counts it. A loop ends when all ranks have finished. Every batch must be
+stepped with, or the loop left. The coordinator knows what a worker that was started again has done.
 """
 
 from __future__ import annotations
@@ -285,12 +290,8 @@ def load(
     that trains over one loader after another goes on in the right one, if each step takes
     `batches_per_step` batches of such a loader.
 
-    With `shards="dynamic"` ranges of each epoch are leased to the workers as they ask for them.
-    Every sample comes once in each epoch, the last batch may be smaller, and what a worker that
-    ended had not finished goes to another: in Sync exactly that, in Async with what some servers
-    have had already; `LeaseReport.repeated` counts it. A loop ends when all ranks have finished.
-    Every batch must be stepped with, or the loop left. The coordinator knows what a worker that was
-    started again has done.
+    With `shards="dynamic"` ranges of each epoch are leased to the workers as they ask for them;
+    what that means stands in `paramserve.pytorch.loader`.
 
     Args:
         dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
@@ -308,11 +309,8 @@ def load(
         resume: with static shards, False for a loader that is not stepped with, as for evaluation,
             if it is iterated before the training loader has come to its place.
         prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of them.
-            While one batch is computed the next one is loaded, and its rows are on their way. They
-            are read before the present batch is pushed, so they are one step older: not even
-            this worker's last push is in them. One pair serves one pull: a module that is called
-            twice needs two. A module's padding gets no row if the module is named, not its table.
-            Under `torch.no_grad()`, and for modules in `eval()`, no row is created.
+            While one batch is computed the next one is loaded, and its rows are on their way, one
+            step older: see `prefetching.ahead`. On a table under `ps.Sync` it gains nothing.
         dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
             `batch_sampler` and `drop_last`.
     Raises:

@@ -25,8 +25,17 @@ def ahead(
 ) -> Generator[T, None, None]:
     """The same batches; each comes when the rows of the one behind it have been asked for.
 
-    All rows of a batch are asked for in one message to each shard. Those that nobody has read when
-    the next batch is asked for, or at the end, are let go.
+    All rows of a batch are asked for in one message to each shard, before the present batch is
+    pushed: they are one step older, and not even this worker's last push is in them. Those that
+    nobody has read when the batch after theirs is asked for, or at the end, are let go. One pair
+    serves one pull: a module that is called twice needs two.
+
+    A forward pass pulls anew, and nothing is gained, where steps have ended more than one clock on
+    a table since its rows were asked for, or under a policy whose workers all read the values of
+    one clock (`ps.Sync`) any; see `Table.prefetch`.
+
+    Where a module is named, and not its table, its padding gets no row. Under `torch.no_grad()`,
+    and for modules in `eval()`, no row is created.
 
     Args:
         batch_of: what `keys_of` is given of each.

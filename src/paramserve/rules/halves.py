@@ -4,6 +4,9 @@ Stochastic rounding takes the upper neighbour with the chance that the exact val
 towards it, so that many small updates add up to what they should: rounding to the nearest loses
 every update below half a step. What is drawn depends on (stream, key, count, element) only.
 
+A finite value beyond the largest of 16 bits becomes the largest, with its sign: Inf would stay for
+ever, and make NaN of all that it meets. NaN and Inf stay what they are.
+
 Imports Numba: import this lazily. Kernels take any row; none checks sizes.
 """
 
@@ -28,11 +31,7 @@ BFLOAT16 = 1
 """In `RowLayout.half`; 2 is float16."""
 
 BFLOAT_INF, BFLOAT_MAX, BFLOAT_QUIET = U(0x7F80), U(0x7F7F), U(0x0040)
-BFLOAT_TOO_LARGE = U(0x7F7F8000)
-"""From here on rounding to the nearest gives Inf."""
 FLOAT_INF, FLOAT_MAX, FLOAT_QUIET = U(0x7C00), U(0x7BFF), U(0x0200)
-FLOAT_TOO_LARGE = U(0x477FF000)
-"""65520, as above."""
 FLOAT_NORMAL = U(0x38800000)
 """2**-14: below it, float16 has steps of 2**-24."""
 FLOAT_BIAS = U(112 << 23)
@@ -59,12 +58,12 @@ def noise_of(stream: Any, key: int, count: int) -> Any:
 
 @kernel
 def round_bfloat16(bits: Any, noise: Any) -> Any:
-    """The bfloat16 of a float32's bits. NaN and Inf stay; Inf is made where the nearest would."""
+    """The bfloat16 of a float32's bits. NaN and Inf stay; what is finite stays finite."""
     size = U(bits) & ~SIGN
     sign = (U(bits) >> U16) & HALF_SIGN
     if size > INF:
         return sign | (size >> U16) | BFLOAT_QUIET
-    if size >= BFLOAT_TOO_LARGE:
+    if size == INF:
         return sign | BFLOAT_INF
     return sign | min((size + (U(noise) & LOW16)) >> U16, BFLOAT_MAX)
 
@@ -77,7 +76,7 @@ def round_float16(bits: Any, noise: Any) -> Any:
     if size > INF:
         payload = (size >> U13) & FLOAT_MANTISSA
         return sign | FLOAT_INF | FLOAT_QUIET | payload
-    if size >= FLOAT_TOO_LARGE:
+    if size == INF:
         return sign | FLOAT_INF
     if size >= FLOAT_NORMAL:
         near = (size - FLOAT_BIAS + (U(noise) & FLOAT_DROPPED)) >> U13

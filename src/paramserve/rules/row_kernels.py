@@ -3,7 +3,7 @@
 Imports Numba: import this lazily, and `load` before the first call, as with `rules.kernels`. The
 maths of a rule stands there, once; here is what goes round it: which words of a row are what, the
 rows of 16 bits, the row's update count, and memory asked for ahead of its use. Numba does not see
-that a kernel over there has changed: touch this file as well, or its cache keeps the old one.
+that a kernel over there has changed: its cache goes by the text of this file. See `EDITION`.
 
 No kernel checks sizes or slots: `rules.rows` does.
 """
@@ -24,6 +24,8 @@ from paramserve.rules.kernels import kernel
 from paramserve.rules.layout import RowView
 from paramserve.rules.prefetch import LINE, prefetch_to_write
 
+EDITION = 2
+"""Of `kernels` and `halves`: to be raised when they change, so that this text changes as well."""
 AHEAD = 8
 """Rows. Measured with 512 bytes a row, random in 4 GiB."""
 LANES = 16

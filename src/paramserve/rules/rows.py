@@ -134,7 +134,23 @@ def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: 
     if is_built_in(rule):
         cast(RowRule, rule).apply_rows(view, given, hyper, push)
     else:
-        _Copies(view, given, hyper, push).update(rule)
+        draft_rows(rule, view, given, hyper, push).write(view)
+
+
+def draft_rows(
+    rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo
+) -> RowDraft:
+    """Compute an update of some rows with a rule that is not built in, and write nothing.
+
+    Args:
+        gradients: float32 [n, dim] for the rows of `view`; not changed.
+    Raises:
+        As `apply_rows`.
+    """
+    check_rows(rule, view.layout, hyper)
+    draft = RowDraft(view, np.require(gradients, FLOAT, ("C", "A", "W")), hyper, push)
+    draft.compute(rule, view)
+    return draft
 
 
 def _called(rule: Rule) -> str:
@@ -149,7 +165,7 @@ def _counted(rule: Rule, hyper: Hyper) -> bool:
     return not isinstance(rule, CustomRule)
 
 
-class _Copies:
+class RowDraft:
     """Copies of some rows, those with the same count side by side, for a rule without kernels."""
 
     def __init__(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
@@ -158,15 +174,19 @@ class _Copies:
         if layout.counted:
             counts = view.words[view.slots, layout.count_at]
             order = np.argsort(counts, kind="stable")
-            view = view._replace(slots=view.slots[order], keys=view.keys[order])
             gradients, counts = gradients[order], counts[order]
         else:
+            order = np.arange(view.slots.size)
             counts = np.zeros(view.slots.size, np.uint32)
-        self._view, self._gradients, self._counts = view, gradients, counts
-        self._values, self._states = self._gathered()
+        self._order, self._layout = order, view.layout
+        self._gradients, self._counts = gradients, counts
+        self._values, self._states = self._gathered(view)
 
-    def _gathered(self) -> tuple[Array, tuple[Array, ...]]:
-        view, layout = self._view, self._view.layout
+    def _ordered(self, view: RowView) -> RowView:
+        return view._replace(slots=view.slots[self._order], keys=view.keys[self._order])
+
+    def _gathered(self, view: RowView) -> tuple[Array, tuple[Array, ...]]:
+        view, layout = self._ordered(view), self._layout
         values = np.empty((view.slots.size, layout.dim), FLOAT)
         kernels = compiled_rows()
         kernels.gather(kernels.rows_of(view, self._gradients), values)
@@ -176,8 +196,12 @@ class _Copies:
         )
         return values, states
 
-    def update(self, rule: Rule) -> None:
-        """Compute the update, check it, and write it to the rows."""
+    def compute(self, rule: Rule, view: RowView) -> None:
+        """Compute the update, and check it.
+
+        Args:
+            view: the rows that it was made from, as they were then.
+        """
         if getattr(rule, "whole_rows", False):
             assert isinstance(rule, CustomRule), "row_layout takes no other"
             rule.apply_whole_rows(
@@ -185,8 +209,15 @@ class _Copies:
             )
         else:
             self._apply(rule)
-        self._check(rule)
-        view = self._view
+        self._check(rule, view)
+
+    def write(self, view: RowView) -> None:
+        """Make the update the rows' values and state, and count it.
+
+        Args:
+            view: rows of the same keys in the same order, wherever they lie by now.
+        """
+        view = self._ordered(view)
         kernels = compiled_rows()
         kernels.scatter(kernels.rows_of(view, self._gradients), self._values)
         for at, new in zip(view.layout.state_at, self._states, strict=True):
@@ -210,7 +241,7 @@ class _Copies:
 
     def _runs(self, separate: bool) -> Sequence[Run]:
         """Rows with one count as one run; with `separate`, each row is one."""
-        dim, counts = self._view.layout.dim, self._counts
+        dim, counts = self._layout.dim, self._counts
         new = np.ones(counts.size, bool)
         if not separate:
             new[1:] = counts[1:] != counts[:-1]
@@ -221,12 +252,12 @@ class _Copies:
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
 
-    def _check(self, rule: Rule) -> None:
+    def _check(self, rule: Rule, view: RowView) -> None:
         finite = compiled().finite
         names = ("value", *rule.states(rule.hyper()))
         for name, new in zip(names, (self._values, *self._states), strict=True):
             if finite(new.reshape(-1)):
                 continue
-            values, states = self._gathered()  # nothing is written yet
+            values, states = self._gathered(view)  # nothing is written yet
             if all(finite(each.reshape(-1)) for each in (values, *states, self._gradients)):
                 raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
 
-from paramserve.config import PolicySpec
+from paramserve.config import Limits, PolicySpec
 from paramserve.core.answering import gathered
 from paramserve.core.consistency import Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.core.keyed.options import LRU, Constant, TableOptions
@@ -23,7 +23,7 @@ from paramserve.core.keyed.parts import (
     within,
 )
 from paramserve.core.policies import spec as policy_spec
-from paramserve.errors import ParamServeError, ShapeMismatch
+from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
 from paramserve.loading import load_kernels, load_table
 from paramserve.messages import (
     Assign,
@@ -286,6 +286,29 @@ def test_scan_from_anywhere_gives_rows_or_nothing() -> None:
         (-3, (4, 4)),
     ):
         assert done(one.send(ME, Scan(0, 0, cursor, 4, -1, 0, 0))).counts == expected  # fmt: skip
+
+
+def test_read_of_no_rows_is_good_wherever_they_were_to_go() -> None:
+    one = rig()
+    for place in (
+        Place(0, 99, -64, Keys(0, 99, 7, 0, True)),
+        Place(0, 1, 0, Keys(0, 1, 0, 5, True)),
+    ):
+        done(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, {1: np.zeros(64, np.uint8)}))
+
+
+def test_scan_beyond_what_a_frame_may_hold_is_refused_before_memory_is_taken() -> None:
+    one = rig(table_spec(Adam()), limits=Limits(payload_bytes_max=1 << 16))
+    done(push(one, list(range(10))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one.shards[0], "allocate", None)
+        for rows, width in ((1 << 40, -1), (1 << 60, 2 * DIM), (1700, 2 * DIM)):
+            error = refused(one.send(ME, Scan(0, 0, 0, rows, width, 0, 0)))
+            assert isinstance(error, Overloaded)
+            assert re.search(
+                r"rows of table 'users' need .* payload_bytes_max is 65536", error.failed
+            )
+    assert done(one.send(ME, Scan(0, 0, 0, 1300, 2 * DIM, 0, 0))).counts == (10, -1)
 
 
 def test_put_of_what_is_not_finite_is_refused() -> None:

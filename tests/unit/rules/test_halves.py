@@ -74,20 +74,22 @@ def test_rounding_gives_neighbours_and_the_value_on_average(half: int, value: fl
 
 
 @pytest.mark.parametrize(
-    ("half", "largest", "first_too_large"),
-    [(FLOAT16, 65504.0, 65520.0), (BFLOAT16, 3.3895313892515355e38, 3.3961775292304957e38)],
+    ("half", "largest", "beyond"),
+    [
+        (FLOAT16, 65504.0, [65504.1, 65519.0, 65520.0, 1e6, 3.4e38]),
+        (BFLOAT16, 3.3895313892515355e38, [3.39e38, 3.3961775292304957e38, 3.4028234663852886e38]),
+    ],
     ids=["float16", "bfloat16"],
 )
-def test_overflow_is_where_the_nearest_would_be_inf(
-    half: int, largest: float, first_too_large: float
+def test_finite_value_beyond_the_largest_becomes_the_largest_and_inf_stays(
+    half: int, largest: float, beyond: list[float]
 ) -> None:
-    below = np.nextafter(np.float32(first_too_large), np.float32(0))
-    values = np.array([below, -below, first_too_large, -first_too_large], np.float32)
-    for noise in range(50):
-        got = widened(rounded(values, half, noise), half, 4)
-        np.testing.assert_array_equal(
-            got, np.array([largest, -largest, np.inf, -np.inf], np.float32)
-        )
+    values = np.array([*beyond, *(-each for each in beyond), np.inf, -np.inf], np.float32)
+    n = len(beyond)
+    expected = np.array([largest] * n + [-largest] * n + [np.inf, -np.inf], np.float32)
+    for noise in (0, 2**64 - 1, *range(1, 30)):
+        got = widened(rounded(values, half, noise), half, values.size)
+        np.testing.assert_array_equal(got, expected)
 
 
 @KINDS

@@ -42,6 +42,11 @@ class _Generation:
         counts[slots >= 0] = self.counts.array[slots[slots >= 0]]
         return counts
 
+    def reserve(self, more: int) -> None:
+        """Have room for so many more keys."""
+        self.counts.reserve(len(self) + more)
+        self.index.reserve(more)
+
     def put(self, keys: Keys, slots: Keys, counts: npt.NDArray[np.int64]) -> None:
         """Set counts of keys, whose slots are known or -1."""
         new = slots < 0
@@ -65,6 +70,8 @@ class Candidates:
         self._limit = limit
         self._young = _Generation()
         self._old = _Generation()
+        self._next: list[_Generation] = []
+        """Those that `reserve` has made for the count to come."""
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +82,24 @@ class Candidates:
         """Which of these keys, each once, a push of them all would give a row. Changes nothing."""
         return self._counts(keys, self._young.find(keys)) + 1 >= self._needed
 
+    def reserve(self, keys: Keys) -> None:
+        """Have the memory to count a push of these keys, each once.
+
+        Raises:
+            MemoryError: the system has not. All counts are as they were.
+        """
+        self._next = []
+        for start in range(0, keys.size, self._limit):
+            part = keys[start : start + self._limit]
+            if start == 0:
+                more = int((self._young.find(part) < 0).sum())
+                if len(self._young) + more <= self._limit:
+                    self._young.reserve(more)
+                    continue
+            fresh = _Generation()  # a part behind the first finds a generation that is full
+            fresh.reserve(part.size)
+            self._next.append(fresh)
+
     def count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
         """Count one push of each of these keys; those that get a row by it begin again at 0."""
         for start in range(0, keys.size, self._limit):
@@ -84,7 +109,8 @@ class Candidates:
     def _count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
         slots = self._young.find(keys)
         if len(self._young) + int((slots < 0).sum()) > self._limit:
-            self._young, self._old = _Generation(), self._young
+            fresh = self._next.pop(0) if self._next else _Generation()
+            self._young, self._old = fresh, self._young
             slots = self._young.find(keys)
         counts = self._counts(keys, slots) + 1
         counts[admitted] = 0

@@ -6,8 +6,8 @@ with their gradients; a read names keys, and the places where their rows go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,23 @@ from paramserve.core.keyed.parts import Records, RowGradient
 from paramserve.core.keyed.store import Purpose, RowStore
 from paramserve.core.ruled import Ruled
 from paramserve.core.shard_session import Memory
-from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch, TableFull
+from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
 from paramserve.messages import BlockSpec, Gradient, Place, Put, Scan, TableReport
 from paramserve.rules.base import Hyper, PushInfo, Rule
 from paramserve.rules.compiled import compiled
-from paramserve.rules.rows import apply_rows, check_rows, initial_state, row_layout
+from paramserve.rules.registry import is_built_in
+from paramserve.rules.rows import (
+    RowDraft,
+    RowView,
+    apply_rows,
+    check_rows,
+    draft_rows,
+    initial_state,
+    row_layout,
+)
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 class KeyedBlock(Ruled):
@@ -48,6 +58,7 @@ class KeyedBlock(Ruled):
         super().__init__(spec, rule, attempt)
         self.table = spec.table
         self.clock = 0
+        self._draft: tuple[object, RowGradient, Hyper, PushInfo, RowDraft | None] | None = None
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
@@ -56,7 +67,7 @@ class KeyedBlock(Ruled):
             state = initial_state(rule, self.layout)
         stream = stream_of(self.table.seed, spec.group_name)
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
-        self.store = RowStore(self.layout, state, options, stream)
+        self.store = RowStore(self.layout, state, options, stream, f"table {self._names()}")
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +115,9 @@ class KeyedBlock(Ruled):
     def gradient(self, memory: Memory, header: Gradient, offset: int) -> RowGradient:
         """A gradient that lies in a request's memory.
 
+        Each key is to stand there once, as our clients send it. Nobody looks: for one that stands
+        there twice the rule runs twice, or of the two the later one holds. No other row is touched.
+
         Raises:
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
@@ -145,25 +159,98 @@ class KeyedBlock(Ruled):
         admits them.
 
         Raises:
-            TableFull: there is no room for the new ones. RuleFailed: the rule is not one of ours,
-                and failed. In both cases nothing was applied.
+            TableFull: there is no room for the new ones; nothing was changed. RuleFailed: the rule
+                is not one of ours, and failed; nothing was applied, and new keys have rows with
+                their initial values.
         """
         assert self.rule is not None, "a table has one"
         assert out is None, "rows are read by `read`"
-        keys, values = gradient
+        rows, keys, values = self._admitted(gradient)
         if not keys.size:
             return
+        self._updated(apply_rows, rows, keys, values, hyper, push)
+
+    def _updated(
+        self,
+        update: Callable[[Rule, RowView, Array, Hyper, PushInfo], T],
+        rows: Array,
+        keys: Array,
+        values: Array,
+        hyper: Hyper | None,
+        push: PushInfo,
+    ) -> T:
+        """What the rule makes of some rows; its failure keeps no view of them.
+
+        Errors are kept until they are told, and with them all that the frames behind them know; and
+        memory that somebody has a view of cannot grow in place. So no view is a variable here.
+        """
+        assert self.rule is not None, "a table has one"
+        chosen = hyper if hyper is not None else self.hyper
+        try:
+            with guarded(self._about("failed"), self.rule):
+                return update(self.rule, self.store.view(rows, keys), values, chosen, push)
+        except RuleFailed as failed:
+            failed.__context__ = None
+            raise failed.with_traceback(None) from None
+
+    def _admitted(self, gradient: RowGradient) -> tuple[Array, Array, Array]:
+        """Rows for the keys of a gradient, [m], their keys, and their gradients [m, dim]: without
+        those that the table does not admit yet."""
+        keys, values = gradient
+        if not keys.size:
+            return keys, keys, values
         taken = self.store.take(keys, self.clock, Purpose.PUSH)
         rows = taken.rows
         if taken.dropped:
             self.unadmitted += taken.dropped
             there = np.flatnonzero(rows >= 0)
             rows, keys, values = rows[there], keys[there], values[there]
-            if not keys.size:
-                return
-        with guarded(self._about("failed"), self.rule):
-            view = self.store.view(rows, keys)
-            apply_rows(self.rule, view, values, hyper if hyper is not None else self.hyper, push)
+        return rows, keys, values
+
+    def draft(
+        self,
+        gradient: RowGradient,
+        active: Sequence[int] | None,
+        hyper: Hyper | None,
+        push: PushInfo,
+        key: object = None,
+    ) -> None:
+        """Make sure of an update, for `keep_draft`: its rows are there from now on, at their
+        initial values, and a rule that is not ours has been run on copies.
+
+        Args:
+            key: what the update belongs to; see `has_draft`.
+        Raises:
+            As `apply`.
+        """
+        assert self.rule is not None, "a table has one"
+        self._draft = None
+        chosen = hyper if hyper is not None else self.hyper
+        rows, keys, values = self._admitted(gradient)
+        computed = None
+        if keys.size and not is_built_in(self.rule):
+            computed = self._updated(draft_rows, rows, keys, values, hyper, push)
+        self._draft = (key, RowGradient(keys, values), chosen, push, computed)
+
+    def has_draft(self, key: object) -> bool:
+        """Whether the last draft was made under this key, and has not been kept yet."""
+        return self._draft is not None and self._draft[0] == key
+
+    def keep_draft(self) -> None:
+        """Make the last draft the rows' values and state."""
+        assert self.rule is not None, "a table has one"
+        assert self._draft is not None, "draft() comes first"
+        _, (keys, values), hyper, push, computed = self._draft
+        self._draft = None
+        if not keys.size:
+            return
+        # Rows may lie elsewhere by now; one that was evicted in between begins anew.
+        rows = self.store.take(keys, self.clock, Purpose.PUT).rows
+        view = self.store.view(rows, keys)
+        if computed is not None:
+            computed.write(view)
+        else:
+            apply_rows(self.rule, view, values, hyper, push)
 
     # --- reads -----------------------------------------------------------------------------------
 
@@ -211,13 +298,13 @@ class KeyedBlock(Ruled):
         """
         keys, places = self._keys(memory, place, offset)
         assert place.keys is not None
+        if not keys.size:  # there may be no memory for the rows of none
+            return
         out = inline
         if out is None:
             count = place.keys.total * self.dim
             out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
-        if not keys.size:
-            return
         if places is not None:  # its client could have changed them since they were checked
             places = np.clip(places, 0, len(out) - 1)
         purpose = Purpose.PULL if place.keys.create else Purpose.READ
@@ -271,14 +358,11 @@ class KeyedBlock(Ruled):
         """Overwrite rows, or create them.
 
         Raises:
-            TableFull: there is no room for the new ones. NonFinite: nothing was applied.
+            NonFinite: they hold what the table's rows cannot hold. TableFull: there is no room for
+                the new ones. In both cases nothing was changed.
         """
         if not given.keys.size:
             return
-        if not np.isfinite(given.values).all():
-            raise NonFinite(
-                f"rows that were put into table {self._names()} hold NaN or Inf",
-                fix="look at where they come from",
-            )
+        parts.check_records(given, self.spec)
         taken = self.store.take(given.keys, self.clock, Purpose.PUT)
         self.store.write(taken.rows, given.values, given.state, given.counts)

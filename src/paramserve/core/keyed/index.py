@@ -69,6 +69,14 @@ class Index:
             absent = index_kernels().find(self._new, keys, rows)
         return int(absent)
 
+    def reserve(self, more: int) -> None:
+        """Have room for so many more keys: entering them then needs no memory.
+
+        Raises:
+            MemoryError: the system has no memory for a larger array. All keys are as they were.
+        """
+        self._make_room(more)
+
     def insert(self, keys: Keys, rows: Keys) -> None:
         """Enter keys that are not there, each once.
 
@@ -76,7 +84,7 @@ class Index:
             MemoryError: the system has no memory for a larger array. No key was entered.
         """
         self.move(MOVED_PER_KEY * keys.size)
-        self._make_room(keys.size)
+        self.reserve(keys.size)
         if self._moving:
             index_kernels().insert_moving(self._new, self._old, self._mark, keys, rows)
             self._in_old += keys.size

@@ -15,7 +15,12 @@ from typing import Any
 from paramserve.config import PolicySpec
 
 FLOAT32_MAX = 3.4028234663852886e38
-FLOAT16_MAX = 65504.0
+BEYOND: Mapping[str, float] = {
+    "float32": math.inf,
+    "bfloat16": float(2**128 - 2**119),
+    "float16": 65520.0,
+}
+"""By the dtype of rows: the nearest of their values to a number from there on would be Inf."""
 
 
 def _number(owner: object, name: str, low: float = -FLOAT32_MAX) -> float:
@@ -230,8 +235,8 @@ class TableOptions:
             largest = abs(init.mean) + SIGMAS_MAX * init.std
         elif isinstance(init, Constant):
             largest = abs(init.value)
-        if dtype == "float16" and largest > FLOAT16_MAX:
-            raise ValueError(f"float16 rows cannot hold what {init!r} gives: change dtype or init")
+        if largest >= BEYOND[dtype]:
+            raise ValueError(f"{dtype} rows cannot hold what {init!r} gives: change dtype or init")
 
     def of_shard(self, shards: int) -> TableOptions:
         """The part of one of so many shards: of `LRU.rows`, which is meant for the whole table."""

@@ -6,13 +6,16 @@ payload. Both ends measure by these functions.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.errors import ShapeMismatch
-from paramserve.messages import ALIGN
+from paramserve.core.keyed.options import BEYOND
+from paramserve.errors import NonFinite, ShapeMismatch
+from paramserve.messages import ALIGN, BlockSpec
+from paramserve.rules.registry import BUILT_IN
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -48,6 +51,44 @@ class Records(NamedTuple):
             None if state is None else state[:rows].copy(),
             None if counts is None else counts[:rows].copy(),
         )
+
+
+def check_records(records: Records, table: BlockSpec) -> None:
+    """Refuse rows that a table cannot hold, before anything is written.
+
+    In the state only a rule of the user's may have Inf: ours begin with none and make NaN of it.
+
+    Raises:
+        NonFinite: with the key. Nothing was applied.
+    """
+    assert table.table is not None
+    assert table.rule is not None
+    keys, values, state, _ = records
+    name, dtype = table.group_name, table.table.dtype
+    bad = _first_bad(keys, values, BEYOND[dtype])
+    if bad is not None:
+        limit = "NaN or Inf" if math.isinf(BEYOND[dtype]) else f"NaN, Inf or {BEYOND[dtype]:g}"
+        raise NonFinite(
+            f"the values for key {bad[0]} of table {name!r} hold {bad[1]}: {dtype} has no {limit}",
+            fix="look at where they come from",
+        )
+    beyond = math.inf if table.rule.name in BUILT_IN else math.nan
+    bad = None if state is None else _first_bad(keys, state, beyond)
+    if bad is not None:
+        raise NonFinite(
+            f"the state for key {bad[0]} of table {name!r} holds {bad[1]}",
+            fix="put what scan(state=True) gave, or leave the state out",
+        )
+
+
+def _first_bad(keys: Array, rows: Array, beyond: float) -> tuple[int, float] | None:
+    """The first key whose row has NaN, or a number whose size is not below `beyond` (NaN: any may
+    be); and that number."""
+    good = ~np.isnan(rows) if math.isnan(beyond) else np.abs(rows) < beyond
+    if good.all():
+        return None
+    row = int(np.flatnonzero(~good.all(1))[0])
+    return int(keys[row]), float(rows[row][~good[row]][0])
 
 
 def padded(nbytes: int) -> int:

@@ -22,6 +22,8 @@ from paramserve.rules.halves import BFLOAT16, GOLDEN, round_bfloat16, round_floa
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import LINE, prefetch
 
+EDITION = 2
+"""Of `rules.halves`: to be raised when it changes. Numba's cache goes by the text of this file."""
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 """What `draw` draws."""
 TILE = 64

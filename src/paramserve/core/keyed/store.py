@@ -75,12 +75,18 @@ class RowStore:
         options: `max_bytes` and `LRU.rows` are limits of this store: the caller has divided what is
             meant for the whole table.
         stream: what initial values are drawn from (`hashing.stream_of`).
+        name: of the table, for errors.
     Raises:
         ValueError: `max_bytes` has no room for a row, or initial values do not fit the dtype.
     """
 
     def __init__(
-        self, layout: RowLayout, state: Floats, options: TableOptions, stream: int
+        self,
+        layout: RowLayout,
+        state: Floats,
+        options: TableOptions,
+        stream: int,
+        name: str = "this table",
     ) -> None:
         options.check_dtype(layout.dtype)
         if state.shape != (layout.state_words,):
@@ -88,6 +94,7 @@ class RowStore:
         self.layout = layout
         self.options = options
         self.stream = stream
+        self._name = name
         self.created = self.evicted = self.dropped = 0
         self._state = np.ascontiguousarray(state, np.float32)
         self._drawing = drawing(options.init, stream, layout.dim)
@@ -150,7 +157,8 @@ class RowStore:
             keys: int64 [n], contiguous. They may repeat, and then have the same row.
             clock: of the request. The latest one so far is what a TTL counts from.
         Raises:
-            TableFull: there is no room for the rows to create. Nothing was changed.
+            TableFull: there is no room for the rows to create, or the system has no memory for
+                them. Nothing was changed.
         """
         self._clock = max(self._clock, clock)
         self._index.move(keys.size)
@@ -184,16 +192,28 @@ class RowStore:
         return absent
 
     def _create(self, keys: Keys, rows: Keys, absent: int, purpose: Purpose) -> tuple[int, int]:
-        """Rows for the keys that have none. How many were made, how many keys still have none."""
+        """Rows for the keys that have none. How many were made, how many keys still have none.
+
+        All memory is taken before anything is changed.
+        """
         kernels = index_kernels()
-        which, fresh, chains = self._spare(keys.size, absent, 2 * absent)
-        chains[:] = 0
-        fresh = fresh[: kernels.distinct(keys, rows, chains, fresh, which)]
-        admitted = None
-        if self._candidates is not None and purpose is Purpose.PUSH:
-            admitted = self._candidates.admitted(fresh)
-        wanted = fresh if admitted is None else fresh[admitted]
-        self._make_room(wanted.size, rows)
+        try:
+            which, fresh, chains = self._spare(keys.size, absent, 2 * absent)
+            chains[:] = 0
+            fresh = fresh[: kernels.distinct(keys, rows, chains, fresh, which)]
+            admitted = None
+            if self._candidates is not None and purpose is Purpose.PUSH:
+                admitted = self._candidates.admitted(fresh)
+            wanted = fresh if admitted is None else fresh[admitted]
+            over = self._over(wanted.size, rows)
+            self._reserve(wanted.size, over)
+            if self._candidates is not None and admitted is not None:
+                self._candidates.reserve(fresh)
+        except MemoryError:
+            raise self._no_memory(absent) from None
+        if self._use is not None:
+            self._use.touch(rows, self._clock)
+            self._evict(self._use.oldest(over))
         if self._candidates is not None and admitted is not None:
             self._candidates.count(fresh, admitted)
         made = self._new_rows(wanted)
@@ -210,8 +230,12 @@ class RowStore:
         ends = np.cumsum(sizes).tolist()
         return [self._scratch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _make_room(self, more: int, rows: Keys) -> None:
-        """Evict what has to go for `more` rows, and mark `rows` as used."""
+    def _over(self, more: int, rows: Keys) -> int:
+        """How many rows have to go for `more` rows, besides those past their TTL and `rows`.
+
+        Raises:
+            TableFull: that cannot be.
+        """
         over = len(self) + more - self.rows_max
         if over > 0:
             if self._use is not None and self._ttl is not None:
@@ -220,10 +244,23 @@ class RowStore:
             wanted = more + np.unique(rows[rows >= 0]).size
             if over > 0 and (self.options.lru is None or wanted > self.rows_max):
                 raise self._full(more, wanted)
+        return max(over, 0)
+
+    def _reserve(self, more: int, over: int) -> None:
+        """Have the memory for `more` rows when `over` are gone, and for all to be free one day."""
+        end = self._begun + more - min(self._free_rows + over, more)
+        self._rows.reserve(end)
+        self._keys.reserve(end)
         if self._use is not None:
-            self._use.touch(rows, self._clock)
-            if over > 0:
-                self._evict(self._use.oldest(over))
+            self._use.reserve(end)
+            self._free.reserve(end)
+        self._index.reserve(more)
+
+    def _no_memory(self, more: int) -> TableFull:
+        return TableFull(
+            f"the server has no memory for {more} more rows of {self._name}, which has {len(self)}",
+            fix="let rows go with evict=ps.LRU(rows=...), or start more servers on more machines",
+        )
 
     def _full(self, more: int, wanted: int) -> TableFull:
         limit = f"{self.rows_max} rows" + (
@@ -235,24 +272,20 @@ class RowStore:
             failed = f"the table is full: it has {len(self)} of {limit}, {more} more were asked for"
             fix = "raise max_bytes, let rows go with evict=ps.LRU(), or start more servers"
         else:
-            failed = f"a request needs {wanted} rows at once, the table has room for {limit}"
+            failed = f"a request needs {wanted} rows at once, {self._name} has room for {limit}"
             fix = "raise max_bytes or LRU(rows=...), or ask for fewer keys at once"
         return TableFull(failed, fix=fix)
 
     def _new_rows(self, keys: Keys) -> Keys:
-        """Make rows for keys that have none: freed ones, the last freed first, then new ones."""
+        """Make rows for keys that have none: freed ones, the last freed first, then new ones. There
+        is memory for them."""
         again = min(self._free_rows, keys.size)
         rows = np.arange(self._begun - again, self._begun - again + keys.size, dtype=np.int64)
-        end = self._begun + keys.size - again
-        self._rows.reserve(end)
-        self._keys.reserve(end)
-        if self._use is not None:
-            self._use.reserve(end)
         if again:
             rows[:again] = self._free.array[self._free_rows - again : self._free_rows][::-1]
         self._index.insert(keys, rows)
         self._free_rows -= again
-        self._begun = end
+        self._begun += keys.size - again
         row_kernels().fill(
             *self._drawing, self._rows.array, self._words(), self.layout.half,
             self._state, keys, rows, self._keys.array,
@@ -264,10 +297,10 @@ class RowStore:
     def _evict(self, rows: Keys) -> None:
         if self._use is None or not rows.size:
             return
+        keys = self._keys.array[rows]
+        end = self._free_rows + rows.size  # `_reserve` has seen to it
         self._use.drop(rows)
-        self._index.remove(self._keys.array[rows])
-        end = self._free_rows + rows.size
-        self._free.reserve(end)
+        self._index.remove(keys)
         self._free.array[self._free_rows : end] = rows
         self._free_rows = end
         self._free_most = max(self._free_most, end)

@@ -88,7 +88,7 @@ class Model:
             return None
         for key in counted:
             self.pushes[key] = self.pushes.get(key, 0) + 1
-        for key in new:
+        for key in new if counted else ():  # a row that was put takes back no push
             self.pushes.pop(key, None)
         for key in keys:
             if key in self.used:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.core.keyed.rig import keys_of
 
+from paramserve.core.keyed import admission
 from paramserve.core.keyed.admission import BYTES_MAX, Candidates
 
 
@@ -57,6 +59,18 @@ class Generations:
                 count = self.young.get(key, self.old.get(key, 0)) + 1
                 self.young[key] = 0 if admitted else count
         return got
+
+
+@settings(max_examples=12)
+@given(st.lists(st.lists(st.integers(-9, 9), max_size=12, unique=True), max_size=25))
+def test_counting_takes_no_memory_once_it_is_reserved(pushes: list[list[int]]) -> None:
+    candidates, model = Candidates(3, 5), Generations(3, 5)
+    for keys in pushes:
+        candidates.reserve(keys_of(keys))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(admission, "_Generation", None)
+            assert push(candidates, keys) == model.push(keys)
+        assert not candidates._next
 
 
 PUSHES = st.lists(st.lists(st.integers(-9, 9), max_size=12, unique=True), max_size=25)

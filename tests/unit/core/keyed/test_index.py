@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,3 +138,23 @@ def test_index_without_memory_to_grow_stays_as_it_was(monkeypatch: pytest.Monkey
     assert rows_of(index, keys_of(range(13))) == [*range(12), -1]
     index.insert(keys_of([12]), keys_of([12]))
     assert rows_of(index, keys_of(range(13))) == list(range(13))
+
+
+def test_index_with_room_reserved_enters_keys_without_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index, model = Index(), dict[int, int]()
+    for more in (3, 12, 13, 50, 7, 2000, 1):
+        new = range(len(model), len(model) + more)
+        with monkeypatch.context() as patch:
+            index.reserve(more)
+            places = index_module.zeros
+
+            def refuse(rows: int, columns: int, places: Any = places) -> Keys:
+                assert rows == 0, "this was to be reserved"
+                return places(rows, columns)
+
+            patch.setattr(index_module, "zeros", refuse)
+            index.insert(keys_of(new), keys_of(new))
+        model |= dict(zip(new, new, strict=True))
+        assert rows_of(index, keys_of(range(len(model) + 9))) == [*model, *[-1] * 9]

@@ -126,10 +126,17 @@ def test_spec_from_a_stranger_with_other_arguments_is_a_type_error(options: Any)
         TableOptions.from_spec(PolicySpec("TableOptions", options))
 
 
-@pytest.mark.parametrize("init", [Constant(65505.0), Uniform(-7e4, 0), Normal(0.0, 1e4)])
+@pytest.mark.parametrize("init", [Constant(65520.0), Uniform(-7e4, 0), Normal(0.0, 1e4)])
 def test_float16_does_not_take_what_it_cannot_hold(init: Any) -> None:
     options = TableOptions(init)
     options.check_dtype("float32")
     options.check_dtype("bfloat16")
     with pytest.raises(ValueError, match="float16"):
         options.check_dtype("float16")
+
+
+def test_16_bits_take_what_rounds_to_their_largest_and_bfloat16_has_one_too() -> None:
+    TableOptions(Constant(65519.0)).check_dtype("float16")
+    TableOptions(Constant(-3.396e38)).check_dtype("bfloat16")
+    with pytest.raises(ValueError, match="bfloat16"):
+        TableOptions(Constant(3.397e38)).check_dtype("bfloat16")

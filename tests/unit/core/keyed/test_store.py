@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.core.keyed.rig import STATE, STREAM, Model, contents, keys_of, read, store_of
 
+from paramserve.core.keyed import index as index_module
+from paramserve.core.keyed import memory
 from paramserve.core.keyed import store as store_module
 from paramserve.core.keyed.options import LRU, TTL, MinCount, Normal, TableOptions, Zeros
 from paramserve.core.keyed.store import Purpose, RowStore
@@ -42,6 +46,7 @@ def living(store: RowStore, model: Model) -> dict[int, Any]:
 
 
 @settings(max_examples=15)
+@example([([0], 0, PUSH), ([0], 0, PUT), ([], 2, READ), ([0], 0, PUSH)], 2, 1, None, False)
 @given(
     REQUESTS,
     st.sampled_from([1, 2, 3]),
@@ -175,6 +180,71 @@ def test_full_table_counts_no_push_that_it_refuses() -> None:
             with pytest.raises(TableFull):
                 store.take(new, 0, PUSH)
     assert store.take(new, 0, PULL).rows.tolist() == [-1] * 50
+
+
+class Refusing:
+    """A system that gives memory a few times, and then none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, times: int) -> None:
+        self.times = times
+        reserve, zeros = memory.Growing.reserve, index_module.zeros
+
+        def growth(growing: memory.Growing, rows: int) -> None:
+            self._ask(rows > growing.capacity)
+            reserve(growing, rows)
+
+        def places(rows: int, columns: int) -> Any:
+            self._ask(rows > 0)
+            return zeros(rows, columns)
+
+        patch.setattr(memory.Growing, "reserve", growth)
+        patch.setattr(index_module, "zeros", places)
+
+    def _ask(self, more: bool) -> None:
+        self.times -= more
+        if self.times < 0:
+            raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("purpose", "count", "least"),
+    [(PULL, 1, 5), (PUSH, 1, 5), (PUT, 1, 5), (PULL, 2, 0), (PUSH, 2, 2), (PUT, 2, 5)],
+)
+def test_request_without_memory_for_its_rows_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, purpose: Purpose, count: int, least: int
+) -> None:
+    """Wherever memory ends: rows, keys, order of use, free rows, index, keys that wait."""
+    monkeypatch.setattr(memory, "SMALL_BYTES", mmap.PAGESIZE)
+    new = np.array([5, *range(2000, 3100)])  # some were pushed once, and many have to go
+
+    def used() -> RowStore:
+        store = store_of(limits(count, None, 1300))
+        store.take(np.arange(500), 0, PUT)
+        store.take(np.arange(2000, 2100), 0, PUSH)
+        return store
+
+    def seen(store: RowStore) -> Any:
+        return contents(store), store.created, store.evicted, store.dropped, store.memory_bytes
+
+    before, good = seen(used()), used()
+    expected = good.take(new, 1, purpose).rows.tolist()
+    for refused in range(20):
+        store = used()
+        with pytest.MonkeyPatch.context() as patch:
+            Refusing(patch, refused)
+            try:
+                rows = store.take(new, 1, purpose).rows
+            except TableFull as full:
+                text = str(full)
+            else:
+                break
+        assert re.search(r"no memory for 1\d+ more rows of this table, which has [56]00\.", text)
+        assert "Applied: no." in text
+        assert seen(store)[:4] == before[:4]
+        assert store.take(new, 1, purpose).rows.tolist() == expected
+    assert refused >= least
+    assert rows.tolist() == expected
+    assert seen(store) == seen(good)
 
 
 def test_request_of_more_keys_than_an_lru_holds_is_refused() -> None:

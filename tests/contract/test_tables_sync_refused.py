@@ -1,0 +1,121 @@
+"""A synchronous clock that one shard cannot apply is refused on all; the next one goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tests.contract.conftest import MakeCluster
+from tests.contract.test_tables import ones, users
+from tests.contract.test_tables_limits import SMALL, keys_of, room
+
+from paramserve.client import Client
+from paramserve.client.table import Table
+from paramserve.core.consistency import Sync
+from paramserve.core.keyed import memory
+from paramserve.errors import ParamServeError, RuleFailed, TableFull
+from paramserve.rules.custom import CustomRule
+
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
+
+@dataclass(frozen=True)
+class Careful(CustomRule):
+    """value -= gradient; but no gradient above 100."""
+
+    name: ClassVar[str] = "Careful"
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        if float(np.abs(gradient).max(initial=0.0)) > 100.0:
+            raise ArithmeticError("too steep")
+        value -= gradient
+
+
+def step(table: Table, keys: Any, gradients: Any) -> None:
+    table.push(keys, gradients)
+    table.client.tick("users").result()
+
+
+def values(table: Table, keys: Any) -> list[float]:
+    return [float(each) for each in table.pull(keys, create=False)[:, 0]]
+
+
+def refusal(table: Table, keys: Any, gradients: Any, kind: type[ParamServeError]) -> str:
+    table.push(keys, gradients)
+    ticket = table.client.tick("users")
+    with pytest.raises(kind) as found:
+        ticket.result()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_clock_that_finds_a_shard_full_is_refused_whole(
+    make_cluster: MakeCluster, servers: int
+) -> None:
+    cluster = make_cluster("unix", servers=servers, workers=1)
+    table = users(cluster.client(rank=0), consistency=Sync(), max_bytes=SMALL)
+    most = room(cluster)
+    last = servers - 1
+    there = keys_of(cluster, last, most)
+    other = int(keys_of(cluster, 0, 1)[0]) if servers > 1 else int(there[0])
+    step(table, there, ones(most))
+    step(table, [other], ones(1))
+    before = values(table, [other])
+    new = int(keys_of(cluster, last, most + 1)[-1])
+    text = refusal(table, [other, new], ones(2), TableFull)
+    assert "Applied: no" in text
+    assert values(table, [other]) == before, "no shard has applied its part"
+    step(table, [other], ones(1))
+    assert values(table, [other]) == [before[0] - 0.5], "the next clock goes on"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_clock_whose_rule_fails_on_one_shard_is_refused_whole(
+    make_cluster: MakeCluster, servers: int
+) -> None:
+    cluster = make_cluster("unix", servers=servers, workers=1, registers=[Careful])
+    table = users(cluster.client(rank=0), consistency=Sync(), rule=Careful())
+    one, two = int(keys_of(cluster, 0, 1)[0]), int(keys_of(cluster, servers - 1, 2)[1])
+    step(table, [one, two], ones(2))
+    text = refusal(table, [one, two], np.array([[1.0] * 4, [1000.0] * 4]), RuleFailed)
+    assert "too steep" in text
+    assert "Applied: no" in text
+    assert values(table, [one, two]) == [0.0, 0.0]
+    step(table, [one, two], ones(2))
+    assert values(table, [one, two]) == [-1.0, -1.0]
+
+
+def test_server_without_memory_refuses_the_clock_and_goes_on(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=1)
+    table = users(cluster.client(rank=0), consistency=Sync())
+    step(table, [1, 2, 3], ones(3))
+    before = values(table, [1, 2, 3])
+
+    def none_left(*given: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.Growing, "reserve", none_left)
+        text = refusal(table, [1, 2, 3, *range(100, 5000)], ones(4903), TableFull)
+    assert "no memory" in text
+    assert values(table, [1, 2, 3]) == before
+    step(table, [1, 2, 3, 4], ones(4))
+    assert values(table, [1, 2, 3, 4]) == [*(each - 0.5 for each in before), 0.5]
+
+
+def test_answers_that_were_read_are_kept_by_no_server(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", servers=1)
+    client: Client = cluster.client()
+    table = users(client)
+    table.push(np.arange(400), ones(400)).result()
+    for _ in range(3):
+        assert sum(part.keys.size for part in table.scan(rows=8)) == 400
+    (session,) = (
+        each for each in cluster.servers[0].role.shard.sessions.values() if each.client == client.id
+    )
+    kept = [each for each in session._outcomes.values() if each.payload is not None]
+    assert len(kept) <= 2
