@@ -50,7 +50,7 @@ def test_parquet_file_holds_rows_and_says_what_they_are(
 
 
 def test_parquet_file_is_read_by_pandas(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
+    pandas = needs("pandas")
     table = table_of(make_cluster())
     train(table)
     table.to_parquet(tmp_path / "users.parquet")

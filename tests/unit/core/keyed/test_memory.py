@@ -39,7 +39,7 @@ def test_growing_without_memory_stays_as_it_was() -> None:
 
 
 def test_growing_where_nothing_can_be_resized_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoResize(memory.mmap.mmap):  # type: ignore[misc]  # its stub says final
+    class NoResize(memory.mmap.mmap):
         def resize(self, newsize: int) -> None:
             raise SystemError("mmap: resizing not available--no mremap()")
 

@@ -76,19 +76,19 @@ def test_number_out_of_range_is_a_value_error(make: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Uniform("0", 1.0),  # type: ignore[arg-type]
+        lambda: Uniform("0", 1.0),
         lambda: Constant(True),
-        lambda: Normal(None),  # type: ignore[arg-type]
-        lambda: MinCount(2.5),  # type: ignore[arg-type]
+        lambda: Normal(None),
+        lambda: MinCount(2.5),
         lambda: MinCount(True),
-        lambda: TTL("3"),  # type: ignore[arg-type]
-        lambda: TTL(3) | TTL(4),  # type: ignore[operator]
-        lambda: LRU(3) | MinCount(4),  # type: ignore[operator]
-        lambda: TableOptions(0.0),  # type: ignore[arg-type]
-        lambda: TableOptions(Zeros),  # type: ignore[arg-type]
-        lambda: TableOptions(Zeros(), TTL(3)),  # type: ignore[arg-type]
-        lambda: TableOptions(Zeros(), None, MinCount(3)),  # type: ignore[arg-type]
-        lambda: TableOptions(Zeros(), max_bytes="1 GB"),  # type: ignore[arg-type]
+        lambda: TTL("3"),
+        lambda: TTL(3) | TTL(4),
+        lambda: LRU(3) | MinCount(4),
+        lambda: TableOptions(0.0),
+        lambda: TableOptions(Zeros),
+        lambda: TableOptions(Zeros(), TTL(3)),
+        lambda: TableOptions(Zeros(), None, MinCount(3)),
+        lambda: TableOptions(Zeros(), max_bytes="1 GB"),
     ],
 )
 def test_option_of_another_kind_is_a_type_error(make: Any) -> None:

@@ -36,7 +36,7 @@ INIT = Normal(std=1.0)
 def limits(count: int, ttl: int | None, lru: int | None, max_bytes: int = 0) -> TableOptions:
     admit = MinCount(count) if count > 1 else None
     both = [each for each in (ttl and TTL(ttl), lru and LRU(lru)) if each]
-    evict = both[0] | both[1] if len(both) == 2 else (both or [None])[0]  # type: ignore[operator]
+    evict = both[0] | both[1] if len(both) == 2 else (both or [None])[0]
     return TableOptions(INIT, admit, evict, max_bytes)
 
 
