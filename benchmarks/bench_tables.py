@@ -159,7 +159,11 @@ def _growth(contest: harness.Contest, load: TableLoad) -> list[Row]:
     found = contest.run("growth", contestants, grown)
     alone = contest.run("store growth", {"ours": "benchmarks.tables_kernels:growth"}, grown)
     store = _scaled(alone.samples("longest"), lambda seconds: seconds * 1e3)
-    note = f"within one process {figure(median(store['ours']))} ms" if store else ""
+    note = f"within one process {figure(median(store['ours']))} ms; " if store else ""
+    note += (
+        "memory that was touched is freed before each request: the first touch of a page that a "
+        "virtual machine's host has taken back costs more than all else"
+    )
     held = alone.median("ours", "resident")
     return [
         Row(
