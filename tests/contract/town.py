@@ -28,7 +28,7 @@ class Town:
 
     def goes_on(self) -> None:
         """The citizen is served, and nothing was raised out of the servers' loop."""
-        self.citizen.push_pull({"w": np.zeros(8)}, tick=True, timeout_s=WAIT_S)
+        self.citizen.push_pull({"b": np.zeros(3)}, tick=True, timeout_s=WAIT_S)
         assert len(self.citizen.reports()) == len(self.cluster.servers)
         assert self.cluster.serving.errors == []
 
