@@ -27,6 +27,11 @@ from benchmarks import bench_tables, tables_redis
 
 LOAD = TableLoad(rows=3_000, dim=4, batch=400, zipf_keys=100, calls=3, fill=1_000)
 
+needs_redis = pytest.mark.skipif(
+    tables_redis.server_program() is None,
+    reason="THE RIVAL ON REDIS IS NOT TESTED: redis-server, or valkey-server, has to be in PATH",
+)
+
 
 class InMemory:
     """A table in a dict."""
@@ -191,16 +196,14 @@ def test_rpc_server_is_adagrad(how: str) -> None:
     check(LOAD, InProcess(pull, push), Batches(LOAD, dense=True))
 
 
+@needs_redis
 def test_redis_client_is_adagrad(tmp_path: Path) -> None:
-    if tables_redis.server_program() is None:
-        pytest.skip("no redis-server")
     figures = tables_redis.table(LOAD, tmp_path)
     assert all(value > 0 for value in figures.values())
 
 
+@needs_redis
 def test_redis_unknown_key_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tables_redis.server_program() is None:
-        pytest.skip("no redis-server")
     monkeypatch.setattr(tables_redis, "ANSWER_S", 0.5)
     with tables_redis.servers(1, tmp_path) as sockets:
         client = tables_redis.Client(LOAD, [tables_redis.Connection(sockets[0], 4)])

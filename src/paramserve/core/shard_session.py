@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.messages import Done, ShardReply, ShardRequest
+from paramserve.messages import Done, Refused, ShardReply, ShardRequest
 
 Array = npt.NDArray[Any]
 Memory = Mapping[int, npt.NDArray[np.uint8]]
@@ -97,7 +97,8 @@ class ShardSession:
 
     def record(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
-        seq = getattr(answer.message, "seq")  # noqa: B009  # Waiting has none and never comes here
+        assert isinstance(answer.message, Done | Refused), "all else answers no number"
+        seq = answer.message.seq
         self._outcomes[seq] = answer
         self.forget(seq - self.requests + 1)
 

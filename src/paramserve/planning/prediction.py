@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from paramserve.planning.setting import GBPS, Setting
@@ -81,11 +82,9 @@ def staleness_figures(counts: Mapping[int, int]) -> StalenessFigures:
     if not total:
         return StalenessFigures(0.0, 0, 0)
     mean = sum(staleness * count for staleness, count in counts.items()) / total
-    seen, p95 = 0, 0
-    for p95, count in sorted(counts.items()):  # noqa: B007  # the last one is what is asked for
-        seen += count
-        if seen >= 0.95 * total:
-            break
+    ordered = sorted(counts)
+    seen = accumulate(counts[staleness] for staleness in ordered)
+    p95 = next(s for s, pushes in zip(ordered, seen, strict=True) if pushes >= 0.95 * total)
     return StalenessFigures(mean, p95, max(counts))
 
 

@@ -10,15 +10,16 @@ import numpy as np
 
 from paramserve.rules.allowed import FLAG, NOT_NEGATIVE, Allowed, check_hyper
 from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import RowView
 
 _STARTS: Mapping[str, Allowed] = {"initial_accumulator_value": NOT_NEGATIVE}
 """What is fixed when a parameter is defined, and does not travel with a push."""
 
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(BuiltIn):
     """value -= lr * gradient / root of the sum of all squared gradients so far.
 
     In this order: `maximize` negates the gradient g; g += weight_decay * value; sum += g * g; in
@@ -43,6 +44,7 @@ class Adagrad:
     maximize: bool = False
 
     name: ClassVar[str] = "Adagrad"
+    kernel: ClassVar[str] = "adagrad"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "lr_decay": NOT_NEGATIVE,
@@ -50,33 +52,14 @@ class Adagrad:
         "eps": NOT_NEGATIVE,
         "maximize": FLAG,
     }
-    hyper_names: ClassVar[tuple[str, ...]] = tuple(allowed)
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def __post_init__(self) -> None:
-        self.check(self.hyper())
+        super().__post_init__()
         check_hyper(self.name, _STARTS, (float(self.initial_accumulator_value),))
-
-    def hyper(self) -> Hyper:
-        return (
-            float(self.lr),
-            float(self.lr_decay),
-            float(self.weight_decay),
-            float(self.eps),
-            float(self.maximize),
-        )
-
-    def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, self.allowed, hyper)
-
-    def states(self, hyper: Hyper) -> tuple[str, ...]:
-        return self.state_names
 
     def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         return (np.full(size, self.initial_accumulator_value, dtype),)
-
-    def prepare(self, dtype: np.dtype[Any]) -> None:
-        compiled().load(dtype, compiled().adagrad)
 
     def apply(
         self,
@@ -101,9 +84,6 @@ class Adagrad:
         """With `lr_decay`."""
         return hyper[1] != 0.0
 
-    def prepare_rows(self, layout: RowLayout) -> None:
-        compiled_rows().load(compiled_rows().adagrad)
-
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
         lr, lr_decay, decay, eps, maximize = hyper
         rows = compiled_rows()
@@ -114,7 +94,7 @@ class Adagrad:
 
 
 @dataclass(frozen=True)
-class RowAdagrad:
+class RowAdagrad(BuiltIn):
     """Adagrad with one sum for each row of a table: of the mean of its squared gradients.
 
     In this order: `maximize` negates the row's gradient g; g += weight_decay * value;
@@ -139,6 +119,7 @@ class RowAdagrad:
     maximize: bool = False
 
     name: ClassVar[str] = "RowAdagrad"
+    kernel: ClassVar[str] = "row_adagrad"
     whole_rows: ClassVar[bool] = True
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
@@ -146,26 +127,11 @@ class RowAdagrad:
         "eps": NOT_NEGATIVE,
         "maximize": FLAG,
     }
-    hyper_names: ClassVar[tuple[str, ...]] = tuple(allowed)
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def __post_init__(self) -> None:
-        self.check(self.hyper())
+        super().__post_init__()
         check_hyper(self.name, _STARTS, (float(self.initial_accumulator_value),))
-
-    def hyper(self) -> Hyper:
-        return (
-            float(self.lr),
-            float(self.weight_decay),
-            float(self.eps),
-            float(self.maximize),
-        )
-
-    def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, self.allowed, hyper)
-
-    def states(self, hyper: Hyper) -> tuple[str, ...]:
-        return self.state_names
 
     def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         raise ValueError(NO_ROWS.format(self.name))
@@ -192,12 +158,6 @@ class RowAdagrad:
     def initial_row(self, dim: int) -> Array:
         """The initial accumulator value."""
         return np.full(1, self.initial_accumulator_value, np.float32)
-
-    def counted(self, hyper: Hyper) -> bool:
-        return False
-
-    def prepare_rows(self, layout: RowLayout) -> None:
-        compiled_rows().load(compiled_rows().row_adagrad)
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
         lr, decay, eps, maximize = hyper

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-from paramserve.rules.allowed import FLAG, FRACTION, NOT_NEGATIVE, Allowed, check_hyper
+from paramserve.rules.allowed import FLAG, FRACTION, NOT_NEGATIVE, Allowed
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import RowView
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(BuiltIn):
     """value -= lr * mean of gradients / root of their mean square, each corrected for its start.
 
     In this order: `maximize` negates the gradient g; weight decay is g += weight_decay * value,
@@ -42,6 +41,7 @@ class Adam:
     maximize: bool = False
 
     name: ClassVar[str] = "Adam"
+    kernel: ClassVar[str] = "adam"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "beta1": FRACTION,
@@ -51,12 +51,11 @@ class Adam:
         "decoupled": FLAG,
         "maximize": FLAG,
     }
-    hyper_names: ClassVar[tuple[str, ...]] = tuple(allowed)
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        self.check(self.hyper())
+        super().__post_init__()
 
     def hyper(self) -> Hyper:
         return (
@@ -67,18 +66,6 @@ class Adam:
             float(self.decoupled),
             float(self.maximize),
         )
-
-    def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, self.allowed, hyper)
-
-    def states(self, hyper: Hyper) -> tuple[str, ...]:
-        return self.state_names
-
-    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        return tuple(np.zeros(size, dtype) for _ in self.state_names)
-
-    def prepare(self, dtype: np.dtype[Any]) -> None:
-        compiled().load(dtype, compiled().adam)
 
     def apply(
         self,
@@ -107,9 +94,6 @@ class Adam:
     def counted(self, hyper: Hyper) -> bool:
         """Each row is corrected for its own start: what is called lazy Adam."""
         return True
-
-    def prepare_rows(self, layout: RowLayout) -> None:
-        compiled_rows().load(compiled_rows().adam)
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
         lr, beta1, beta2, eps, weight_decay, decoupled, maximize = hyper

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-from paramserve.rules.allowed import check_hyper
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import RowView
 
 
 @dataclass(frozen=True)
-class Add:
+class Add(BuiltIn):
     """value += gradient
 
     Example:
@@ -24,23 +22,7 @@ class Add:
     """
 
     name: ClassVar[str] = "Add"
-    hyper_names: ClassVar[tuple[str, ...]] = ()
-    state_names: ClassVar[tuple[str, ...]] = ()
-
-    def hyper(self) -> Hyper:
-        return ()
-
-    def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, {}, hyper)
-
-    def states(self, hyper: Hyper) -> tuple[str, ...]:
-        return ()
-
-    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        return ()
-
-    def prepare(self, dtype: np.dtype[Any]) -> None:
-        compiled().load(dtype, compiled().add)
+    kernel: ClassVar[str] = "add"
 
     def apply(
         self,
@@ -56,12 +38,6 @@ class Add:
         target = out if out is not None else value[:0]
         for start, stop, *_ in runs:
             add(value, gradient, target, start, stop, push.scale)
-
-    def counted(self, hyper: Hyper) -> bool:
-        return False
-
-    def prepare_rows(self, layout: RowLayout) -> None:
-        compiled_rows().load(compiled_rows().add)
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
         rows = compiled_rows()

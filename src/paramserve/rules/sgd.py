@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-from paramserve.rules.allowed import FINITE, FLAG, NOT_NEGATIVE, Allowed, check_hyper
+from paramserve.rules.allowed import FINITE, FLAG, NOT_NEGATIVE, Allowed
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import RowView
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(BuiltIn):
     """value -= lr * gradient, with weight decay, momentum and Nesterov's momentum.
 
     In this order: `maximize` negates the gradient g; g += weight_decay * value; with momentum,
@@ -41,6 +40,7 @@ class SGD:
     maximize: bool = False
 
     name: ClassVar[str] = "SGD"
+    kernel: ClassVar[str] = "sgd"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "momentum": NOT_NEGATIVE,
@@ -49,24 +49,10 @@ class SGD:
         "nesterov": FLAG,
         "maximize": FLAG,
     }
-    hyper_names: ClassVar[tuple[str, ...]] = tuple(allowed)
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
-    def __post_init__(self) -> None:
-        self.check(self.hyper())
-
-    def hyper(self) -> Hyper:
-        return (
-            float(self.lr),
-            float(self.momentum),
-            float(self.dampening),
-            float(self.weight_decay),
-            float(self.nesterov),
-            float(self.maximize),
-        )
-
     def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, self.allowed, hyper)
+        super().check(hyper)
         _, momentum, dampening, _, nesterov, _ = hyper
         if nesterov and (momentum == 0.0 or dampening != 0.0):
             raise ValueError(
@@ -77,14 +63,9 @@ class SGD:
     def states(self, hyper: Hyper) -> tuple[str, ...]:
         return self.state_names if hyper[1] != 0.0 else ()
 
-    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        return tuple(np.zeros(size, dtype) for _ in self.states(self.hyper()))
-
-    def prepare(self, dtype: np.dtype[Any]) -> None:
-        kernels = compiled()
-        kernels.load(dtype, kernels.sgd)
-        if self.states(self.hyper()):
-            kernels.load(dtype, kernels.sgd_momentum)
+    def kernels(self) -> tuple[str, ...]:
+        """With momentum, the one without as well: a push may turn it off."""
+        return ("sgd", "sgd_momentum") if self.states(self.hyper()) else ("sgd",)
 
     def apply(
         self,
@@ -127,12 +108,6 @@ class SGD:
     def counted(self, hyper: Hyper) -> bool:
         """With dampening, whose first update is unlike all others."""
         return hyper[1] != 0.0 and hyper[2] != 0.0
-
-    def prepare_rows(self, layout: RowLayout) -> None:
-        rows = compiled_rows()
-        rows.load(rows.sgd)
-        if layout.widths:
-            rows.load(rows.sgd_momentum)
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
         lr, momentum, dampening, decay, nesterov, maximize = hyper
