@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Ruled(ABC):
         """
         if self.rule is None:
             raise ParamServeError(
-                f"{self._names()} has no rule: it cannot be pushed to",
+                f"{self._names} has no rule: it cannot be pushed to",
                 fix="define it with a rule, or use assign",
             )
         if active is not None:
@@ -55,7 +56,7 @@ class Ruled(ABC):
             given = dict(zip(self.rule.hyper_names, hyper, strict=True))
             raise ParamServeError(
                 f"{type(self.rule).__name__} with {given} "
-                f"needs the state {', '.join(needed)}, but {self._names()} was defined without it",
+                f"needs the state {', '.join(needed)}, but {self._names} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
         self._checked = hyper
@@ -67,9 +68,11 @@ class Ruled(ABC):
         """How a failure of the rule is told."""
         assert self.rule is not None
         group = self.spec.group_name
-        return f"rule {self.rule.name!r} {what} on {self._names()} of group {group!r}"
+        return f"rule {self.rule.name!r} {what} on {self._names} of group {group!r}"
 
+    @cached_property
     def _names(self) -> str:
+        """For messages that are put together before it is known whether they are needed."""
         names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])
         more = len(self.spec.pieces) - 3
         return names + (f" and {more} more" if more > 0 else "")

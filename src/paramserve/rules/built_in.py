@@ -26,7 +26,8 @@ class BuiltIn:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.hyper_names = tuple(cls.allowed)
+        if "allowed" in cls.__dict__:
+            cls.hyper_names = tuple(cls.allowed)
 
     def __post_init__(self) -> None:
         self.check(self.hyper())

@@ -7,7 +7,7 @@ the same information many times over, and bytes that were overwritten show.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
-from paramserve.rules.allowed import FRACTION, check_hyper
+from paramserve.rules.allowed import FRACTION, Allowed
 from paramserve.rules.compiled import compiled
 from paramserve.testing.history import Applied, Row
 
@@ -54,15 +54,9 @@ class AddWhole(Add):
     """
 
     name: ClassVar[str] = "AddWhole"
-    hyper_names: ClassVar[tuple[str, ...]] = ("momentum",)
+    allowed: ClassVar[Mapping[str, Allowed]] = {"momentum": FRACTION}
     told: ClassVar[list[Applied] | None] = None
     momentum: float = 0.9
-
-    def hyper(self) -> Hyper:
-        return (self.momentum,)
-
-    def check(self, hyper: Hyper) -> None:
-        check_hyper(self.name, {"momentum": FRACTION}, hyper)
 
     def apply(
         self,

@@ -8,6 +8,7 @@ from tests.unit.client.fakes import block_of
 
 from paramserve.client.names import NamedPiece, Names, as_tensors
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
+from paramserve.loading import load_kernels
 
 
 @pytest.fixture
@@ -132,5 +133,6 @@ def test_read_copies_unless_told_otherwise(names: Names) -> None:
 
 
 def test_fill_of_what_overflows_the_parameters_dtype_is_not_finite() -> None:
+    load_kernels(np.dtype(np.float32))
     piece = NamedPiece(block_of({"w": (2,)}, dtype="float32"), 0)
     assert not piece.fill(np.zeros(2, np.float32), np.full(2, 1e200), False)

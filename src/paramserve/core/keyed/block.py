@@ -67,7 +67,7 @@ class KeyedBlock(Ruled):
             state = initial_state(rule, self.layout)
         stream = stream_of(self.table.seed, spec.group_name)
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
-        self.store = RowStore(self.layout, state, options, stream, f"table {self._names()}")
+        self.store = RowStore(self.layout, state, options, stream, f"table {self._names}")
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class KeyedBlock(Ruled):
 
     def _check_active(self, active: Sequence[int]) -> None:
         raise ShapeMismatch(
-            f"the pieces {list(active)} were named for table {self._names()}, which has rows",
+            f"the pieces {list(active)} were named for table {self._names}, which has rows",
             fix="name the rows by their keys",
         )
 
@@ -122,7 +122,7 @@ class KeyedBlock(Ruled):
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
         nbytes = self.gradient_bytes(header) if header.rows >= 0 else -1
-        what = f"gradients of {header.rows} rows of table {self._names()}"
+        what = f"gradients of {header.rows} rows of table {self._names}"
         whole = parts.within(memory.get(header.arena), offset, nbytes, what)
         return parts.gradient_at(whole, offset, header.rows, self.dim)
 
@@ -267,11 +267,11 @@ class KeyedBlock(Ruled):
             return
         assert place.keys is not None
         total = place.keys.total
-        what = f"{total} rows of table {self._names()}"
+        what = f"{total} rows of table {self._names}"
         parts.within(memory.get(place.arena), place.offset, 4 * self.dim * max(total, 0), what)
         if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
             raise ShapeMismatch(
-                f"rows of table {self._names()} were to go to places {int(places.min())} to "
+                f"rows of table {self._names} were to go to places {int(places.min())} to "
                 f"{int(places.max())} of {total}",
                 fix="name places within the array",
             )
@@ -281,9 +281,9 @@ class KeyedBlock(Ruled):
         asked = place.keys
         if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
             raise ShapeMismatch(
-                f"a read of table {self._names()} names no keys", fix="name the keys of the rows"
+                f"a read of table {self._names} names no keys", fix="name the keys of the rows"
             )
-        what = f"keys of {asked.rows} rows of table {self._names()}"
+        what = f"keys of {asked.rows} rows of table {self._names}"
         if asked.arena == 0:
             whole = parts.within(memory.get(0), offset, parts.padded(8 * asked.rows), what)
             return parts.lying(whole, np.int64, asked.rows, offset), None
@@ -305,8 +305,6 @@ class KeyedBlock(Ruled):
             count = place.keys.total * self.dim
             out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
-        if places is not None:  # its client could have changed them since they were checked
-            places = np.clip(places, 0, len(out) - 1)
         purpose = Purpose.PULL if place.keys.create else Purpose.READ
         try:
             taken = self.store.take(keys, self.clock, purpose)
@@ -320,7 +318,7 @@ class KeyedBlock(Ruled):
         if message.width in (-1, self.layout.state_words) and message.rows >= 0:
             return None if message.width < 0 else message.width
         raise ShapeMismatch(
-            f"rows with {message.width} elements of state were named for table {self._names()}, "
+            f"rows with {message.width} elements of state were named for table {self._names}, "
             f"whose rule {self.spec.rule} keeps {self.layout.state_words}",
             fix="use the same rule, or leave the state out",
         )
@@ -336,7 +334,7 @@ class KeyedBlock(Ruled):
             ShapeMismatch: they do not lie there. Nothing was applied.
         """
         nbytes, width = self.records_bytes(message), self._width(message)
-        what = f"{message.rows} whole rows of table {self._names()}"
+        what = f"{message.rows} whole rows of table {self._names}"
         whole = parts.within(memory, offset, nbytes, what)
         return parts.records_at(whole, offset, message.rows, self.dim, width)
 

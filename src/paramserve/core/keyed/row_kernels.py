@@ -159,7 +159,8 @@ def ask(base: Any, row: int, row_bytes: int, wanted: int) -> None:
 def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -> int:
     """out[positions[i]] = values of rows[i], of float32; without positions, out[i].
 
-    Where the row is -1 nothing is written; says how often.
+    Where the row is -1 nothing is written; says how often. Nor at a position that `out` does not
+    have: clients can write to the memory that positions lie in, also after they were checked.
     """
     floats, out = borrowed(floats), borrowed(out)
     base, row_bytes, n = floats.ctypes.data, floats.shape[1] * 4, rows.size
@@ -172,13 +173,13 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
         if i + ahead < n:
             ask(base, rows[i + ahead], row_bytes, dim * 4)
         row = rows[i]
-        if row >= 0:
-            to = out[positions[i]] if placed else out[i]
-            source = floats[row]
+        at = positions[i] if placed else i
+        if row < 0:
+            absent += 1
+        elif 0 <= at < out.shape[0]:
+            source, to = floats[row], out[at]
             for j in range(dim):
                 to[j] = source[j]
-        else:
-            absent += 1
     return absent
 
 
@@ -194,10 +195,11 @@ def gather_half(words: Array, half: int, rows: Array, positions: Array, out: Arr
     for i in range(n):
         if i + ahead < n:
             ask(base, rows[i + ahead], row_bytes, bytes_of_values)
-        if rows[i] >= 0:
-            decode(words[rows[i]], half, out[positions[i]] if placed else out[i])
-        else:
+        at = positions[i] if placed else i
+        if rows[i] < 0:
             absent += 1
+        elif 0 <= at < out.shape[0]:
+            decode(words[rows[i]], half, out[at])
     return absent
 
 
@@ -225,8 +227,9 @@ def gather_initial(
     packed = line.view(np.uint32)
     placed = positions.size > 0
     for i in range(rows.size):
-        if rows[i] < 0:
-            to = out[positions[i]] if placed else out[i]
+        at = positions[i] if placed else i
+        if rows[i] < 0 and 0 <= at < out.shape[0]:
+            to = out[at]
             draw(stream, kind, a, b, keys[i], to, work)
             if half:
                 pack(to, half, packed)

@@ -324,7 +324,7 @@ class RowStore:
         Args:
             rows: int64 [n], from `take` of `keys`.
             out: float32 [m, dim], contiguous.
-            positions: int32 [n], below m.
+            positions: int32 [n]; at those that `out` does not have, nothing is written.
         """
         at = EVERYWHERE if positions is None else positions
         kernels, layout = row_kernels(), self.layout

@@ -16,6 +16,8 @@ from paramserve.core.keyed.options import Constant, Init, Normal, TableOptions, 
 from paramserve.core.keyed.store import Purpose, RowStore
 from paramserve.rules.layout import RowLayout
 
+NONE = np.empty(0, np.float32)
+
 MANY = 4000
 
 
@@ -104,8 +106,7 @@ def test_initial_value_depends_on_the_key_only(keys: list[int], dtype: str) -> N
 def test_initial_value_of_another_table_is_another() -> None:
     layout = RowLayout(8, "float32")
     stores = [
-        RowStore(layout, np.empty(0, np.float32), TableOptions(Normal()), stream)
-        for stream in (1, 2, 2**64 - 1)
+        RowStore(layout, NONE, TableOptions(Normal()), stream) for stream in (1, 2, 2**64 - 1)
     ]
     got = [read(store, [5]).tobytes() for store in stores]
     assert len(set(got)) == 3
@@ -123,3 +124,14 @@ def test_initial_values_go_where_positions_say() -> None:
     store.read(rows, keys, out, np.array([3, 0, 2], np.int32))
     assert (out[[3, 0, 2]] == read(store, keys.tolist())).all()
     assert (out[[1, 4]] == 9.0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("purpose", [Purpose.PULL, Purpose.READ])
+def test_nothing_is_written_at_positions_that_are_not_there(dtype: str, purpose: Purpose) -> None:
+    """Clients can change them after they were checked."""
+    store, keys = RowStore(RowLayout(3, dtype), NONE, TableOptions(Normal()), 1), keys_of(range(4))
+    rows = store.take(keys, 0, purpose).rows
+    memory = np.full((4, 3), 9.0, np.float32)
+    store.read(rows, keys, memory[1:3], np.array([-1, 2, 2**31 - 1, -(2**31)], np.int32))
+    assert (memory == 9.0).all()
