@@ -104,7 +104,9 @@ class ChangingClient(DefiningClient):
         """Take part in a group from now on, if this worker joined late or rests.
 
         The next step does the same by itself. To enter before the gradient is computed, and to pull
-        then, is better under a policy that collects: that gradient comes from present values.
+        then, is better under a policy that collects: that gradient comes from present values. Where
+        several groups collect, only the one that this worker steps first can be entered ahead: it
+        has to be known from the steps that it has made, or else nothing happens here.
 
         Returns:
             Whether it took no part before: then the values may have changed since the last pull.
@@ -114,7 +116,7 @@ class ChangingClient(DefiningClient):
         """
         self._check()
         with self._lock:
-            return self._steps.enter(self._defined_in(group), self._limit(timeout_s))
+            return self._steps.enter_ahead(self._defined_in(group), self._limit(timeout_s))
 
 
 def _undecided(

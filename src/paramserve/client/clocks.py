@@ -11,7 +11,7 @@ from paramserve.core.partition import Block
 from paramserve.core.policies import Terms
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
-from paramserve.messages import GroupPolicy
+from paramserve.messages import UNDER_WAY, GroupPolicy
 
 
 class ClientClocks:
@@ -34,6 +34,12 @@ class ClientClocks:
         self._inside: set[str] = set()
         """Groups that a late worker has entered."""
         self._resting: set[str] = set()
+        self._asking: dict[str, int] = {}
+        """By group where this client does not know its clock: its steps that are on their way, and
+        whose answers say it."""
+        self._stepped: dict[str, int] = {}
+        """Groups that collect and that this client has ended a step of, numbered in the order in
+        which they first came."""
         self._terms = terms
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
@@ -41,6 +47,10 @@ class ClientClocks:
     def is_guest(self, group: str) -> bool:
         """Whether nobody waits for this worker in a group: it came late there, or rests."""
         return group in self._resting or (self.joined_late and group not in self._inside)
+
+    @property
+    def _may_be_guest(self) -> bool:
+        return self.joined_late or bool(self._resting)
 
     def rests(self, group: str) -> None:
         """The shards have been told that this worker rests in a group, until it enters again."""
@@ -51,8 +61,25 @@ class ClientClocks:
         self._inside.add(group)
         self._resting.discard(group)
 
+    def _ask_clock(self, group: str) -> None:
+        """This worker's clock of a group is what the shards say: it does not know."""
+        with self._heard_lock:
+            self._asking.setdefault(group, 0)
+
+    def _clock_of_step(self, group: str, tick: bool) -> int:
+        """What a step that is about to be sent says of its clock."""
+        with self._heard_lock:
+            if not tick or group not in self._asking:
+                return self.clocks.get(group, 0)
+            self._asking[group] += 1
+            return UNDER_WAY
+
     def _hear(self, operation: Operation, group: str | None, after: int) -> None:
-        """Take what the answers say besides; of a step (`group`) also where it goes on."""
+        """Take what the answers say besides; of a step (`group`) also where it goes on.
+
+        Args:
+            after: the clock after it, as this client knows; or `UNDER_WAY`.
+        """
         replies = operation.replies.values()
         with self._heard_lock:
             for reply in replies:
@@ -62,11 +89,16 @@ class ClientClocks:
             if group is None:
                 return
             own = max(self.clocks.get(group, 0), after)
-            at = max(reply.at for reply in replies)
+            at = max((reply.at for reply in replies), default=-1)
             if at > own:
                 self.clocks[group] = at
-                if any(reply.skipped for reply in replies) and not self.is_guest(group):
+                known = group not in self._asking and not self.is_guest(group)
+                if any(reply.skipped for reply in replies) and known:
                     self.missed += at - own
+            if after == UNDER_WAY and group in self._asking:
+                self._asking[group] -= 1
+                if not self._asking[group] and at >= 0:
+                    del self._asking[group]
 
     def go_on(self, group: str, clock: int) -> None:
         """This client's clock of a group is at least this from now on."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paramserve.client.clocks import ClientClocks
+from paramserve.client.entering import Entering
 from paramserve.client.exchange import Exchange, Slot, again
 from paramserve.client.late import late
 from paramserve.client.pushes import BlockPush, check_push
@@ -16,7 +16,7 @@ from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import ParamServeError, PullTimeout, PushTimeout
-from paramserve.messages import Gradient, Place, ShardRequest, Step
+from paramserve.messages import UNDER_WAY, Gradient, Place, ShardRequest, Step
 
 ENTERING_WEIGHT = 1e-30
 """Of an empty step: it counts for nothing in a mean, and must be above 0."""
@@ -24,7 +24,7 @@ PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
 
 
-class Steps(ClientClocks):
+class Steps(Entering):
     """Sends steps of this client. The caller holds the client's lock.
 
     `versions` has the version read last by group number and shard.
@@ -89,14 +89,15 @@ class Steps(ClientClocks):
         captured = [slot for _, slot in pushes]
         slots: list[Slot] = []
         try:
-            if options.tick:
-                self.enter(block, self.timeout_s)
+            enters = self.enter((block,), self.timeout_s) if options.tick else ()
             for each in pull:
                 slots.append(self._exchange.take(each.nbytes))
             push_parts = () if options.skip else [self._gradient_parts(*each) for each in pushes]
             pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
             places = tuple(zip(pull, slots, strict=True))
-            sent = self._prepare(what, block, push_parts, pull_parts, options, captured, places)
+            sent = self._prepare(
+                what, block, push_parts, pull_parts, options, captured, places, enters=enters
+            )
             self._exchange.submit(sent.requests, sent.operation)
         except (ParamServeError, ValueError):
             self._exchange.give_back([*captured, *slots])
@@ -113,11 +114,12 @@ class Steps(ClientClocks):
         given, parts = parts, sorted(parts, key=StepParts.order)
         prepared, values = list[Prepared](), list[Slot]()
         try:
+            ticks = [each.block for each in parts if each.options.tick]
+            enters = self.enter(ticks, self.timeout_s)
             for each in parts:
-                if each.options.tick:
-                    self.enter(each.block, self.timeout_s)
-            for each in parts:
-                prepared.append(self._prepare_parts(each, values))
+                names = enters if each.options.tick and self.terms_of(each.block).collects else ()
+                prepared.append(self._prepare_parts(each, values, names))
+                enters = () if names else enters
             if len(prepared) == 1:
                 self._exchange.submit(prepared[0].requests, prepared[0].operation)
             else:
@@ -135,11 +137,14 @@ class Steps(ClientClocks):
         at = {id(each): number for number, each in enumerate(parts)}
         return [prepared[at[id(each)]].ticket for each in given]
 
-    def _prepare_parts(self, parts: StepParts, values: list[Slot]) -> Prepared:
+    def _prepare_parts(
+        self, parts: StepParts, values: list[Slot], enters: tuple[int, ...]
+    ) -> Prepared:
         """One group's part of a call as it is about to be sent.
 
         Args:
             values: gets the slots that are taken for what is pulled.
+            enters: groups that it names.
         """
         block, options = parts.block, parts.options
         push_parts = [] if options.skip else [self._gradient_parts(*each) for each in parts.pushes]
@@ -154,7 +159,15 @@ class Steps(ClientClocks):
         captured = parts.slots + [each.keys for each in parts.row_pulls]
         marked = block.table is None or parts.leased
         return self._prepare(
-            parts.what, block, push_parts, pull_parts, options, captured, places, marked=marked
+            parts.what,
+            block,
+            push_parts,
+            pull_parts,
+            options,
+            captured,
+            places,
+            marked=marked,
+            enters=enters,
         )
 
     def _prepare(
@@ -168,18 +181,22 @@ class Steps(ClientClocks):
         places: Sequence[tuple[Block, Slot]],
         *,
         marked: bool = True,
+        enters: tuple[int, ...] = (),
     ) -> Prepared:
         """A step as it is about to be sent; its ticket is bound to the answers.
 
         Args:
             captured: slots that go back when all shards have answered.
             marked: whether it may have leased samples in it.
+            enters: groups that it names.
         """
         name, group = block.group_name, block.group
-        clock = self.clocks.get(name, 0)
         tick, weight, skip, clip_norm = options
         marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
+        clock = self._clock_of_step(name, tick)
+        if tick:
+            self._steps_in(block)
         requests = [
             Step(
                 0,
@@ -194,13 +211,15 @@ class Steps(ClientClocks):
                 clip_norm,
                 self.factor,
                 mark,
+                enters=enters,
             )
             for shard, base in enumerate(self.versions[group])
         ]
         operation = Operation(self._shards)
         ticket = Ticket(self, what, group, places)
         ticket.operation = operation
-        self._bind(ticket, operation, captured, name, clock + tick)
+        after = clock + tick if clock != UNDER_WAY else UNDER_WAY
+        self._bind(ticket, operation, captured, name, after)
         return Prepared(ticket, requests, operation, name, clock)
 
     def _ended(self, sent: Prepared) -> None:
@@ -209,31 +228,14 @@ class Steps(ClientClocks):
         for staged in self._staged.pop(sent.group, ()):
             staged.operation = sent.operation
 
-    def enter(self, block: Block, limit_s: float) -> bool:
-        """Be waited for in a block's group from now on, at the clock under way.
+    def _defined(self) -> Iterator[Block]:
+        return iter(self._exchange.blocks.values())
 
-        Where gradients are collected, a guest's step counts only if all shards have it in time. So
-        an empty one goes first, again until it was in time: no gradient is dropped on the way in.
-
-        Returns:
-            Whether this worker was a guest: the values may have changed since it read them.
-        Raises:
-            PushTimeout: the others' clock was not decided in `limit_s`.
-        """
-        name = block.group_name
-        if not self.is_guest(name):
-            return False
-        until = time.monotonic() + limit_s
-        while self.terms_of(block).collects and not self._knock(block, until):
-            pass
-        self._entered(name)
-        return True
-
-    def _knock(self, block: Block, until: float) -> bool:
+    def _knock(self, block: Block, until: float, enters: tuple[int, ...] = ()) -> bool:
         """End one clock with nothing, not with leased samples either; whether it was in time."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self.begin(max(until - time.monotonic(), 0.0))
-        sent = self._prepare("step", block, (), (), options, [], (), marked=False)
+        sent = self._prepare("step", block, (), (), options, [], (), marked=False, enters=enters)
         self._exchange.submit(sent.requests, sent.operation)
         self.go_on(sent.group, sent.clock + 1)
         return not sent.ticket.result(max(until - time.monotonic(), 0.0)).skipped
@@ -257,16 +259,15 @@ class Steps(ClientClocks):
         """What happens when the answers are there, whoever reads them.
 
         Args:
-            after: the clock of this client after the step, if the answers say nothing else.
+            after: as `_hear` takes it.
         """
 
         def complete() -> None:
             if slots:
                 self._exchange.give_back(slots)
-            for reply in operation.replies.values():
-                if reply.at >= 0 or reply.retire or reply.news:
-                    self._hear(operation, group, after)
-                    break
+            replies = operation.replies.values()
+            if after == UNDER_WAY or any(r.at >= 0 or r.retire or r.news for r in replies):
+                self._hear(operation, group, after)
             if operation.error is not None and ticket.what != "pull":
                 self._unread[ticket] = None  # a pull that failed has changed nothing
 

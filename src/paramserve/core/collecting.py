@@ -77,6 +77,7 @@ def alone(
     if len(group.clocks) != 1 or session.rank not in group.clocks:
         return None
     plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
+    plain = plain and not step.enters
     if not plain or group.collect.held or group.buffered or step.clock != group.committed:
         return None
     may_fail = any(block.guarded or isinstance(block, KeyedBlock) for block, _, _ in parts)

@@ -29,7 +29,6 @@ from paramserve.core.policies import build as build_policy
 from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import (
-    AWAITED,
     ENDED,
     SESSION_KEEP_S,
     refusal,
@@ -43,6 +42,7 @@ from paramserve.errors import (
 )
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
+    UNDER_WAY,
     Assign,
     Define,
     Done,
@@ -250,6 +250,11 @@ class Shard(ShardChanges):
         group = self.group(step.group)
         if group.table is not None:
             group.table.clock = group.slowest
+        asked = request
+        if step.clock == UNDER_WAY:
+            session.asks_clock.add(group.id)
+            step = structs.replace(step, clock=group.clocks.get(session.rank, group.start))
+            request = request._replace(message=step)
         try:
             parts = stepping.gradients(self, step, request.memory)
         except (ParamServeError, ValueError, TypeError):
@@ -257,7 +262,7 @@ class Shard(ShardChanges):
             raise
         paused = group.changes.paused
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
-            self._hold(group, session, request)
+            self._hold(group, session, asked)
             return None
         guest = session.rank not in group.clocks and self._may_enter(session)
         steps = bool(step.push or step.tick or step.skip)
@@ -314,14 +319,6 @@ class Shard(ShardChanges):
         group.ticked(session.rank, step.clock)
         if group.slowest != slowest:
             self._release_waiting(group)
-
-    def _may_enter(self, session: ShardSession) -> bool:
-        """Whether this is a live worker, which begins to count with its first step: where gradients
-        are collected, with the first that is in a clock, so that all shards count it alike."""
-        if session.rank == NO_RANK or self.workers.get(session.rank) is not session:
-            return False
-        member = self.members.get(session.rank)
-        return member is not None and member.state in AWAITED
 
     # --- time ------------------------------------------------------------------------------------
 

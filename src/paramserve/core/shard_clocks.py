@@ -17,7 +17,7 @@ from paramserve.core.group import Group, Proposed
 from paramserve.core.shard_members import AWAITED
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
-from paramserve.core.two_stroke import lead_of
+from paramserve.core.two_stroke import Contribution, lead_of
 from paramserve.errors import PolicyFailed
 from paramserve.messages import (
     Commit,
@@ -201,6 +201,8 @@ class ShardClocks(ShardWaiting):
         collecting.apply_commit(group, commit, chosen)
         for each in chosen.values():  # also of those who have left since
             group.mark(each.client, each.step.mark)
+        for each in held:
+            self._enter_with(group, each, commit)
         group.commit(rank for rank in chosen if self.members[rank].state in AWAITED)
         waiting = []
         for each in held:
@@ -214,6 +216,22 @@ class ShardClocks(ShardWaiting):
         for session in waiting:
             self._drain(session)
         self._clocks_changed(group)
+
+    def _enter_with(self, group: Group, brought: Contribution, commit: Commit) -> None:
+        """Wait for a worker from now on in the groups that its step names, if this clock had to
+        wait for it, or took it in.
+
+        All shards do so before anybody who steps in both groups can go on in the others: they agree
+        on the clock there.
+        """
+        session = self.sessions.get(brought.client)
+        if not brought.step.enters or session is None or not self._may_enter(session):
+            return
+        if session.rank in group.clocks or brought.client in commit.contributors:
+            others = (self.groups.get(number) for number in brought.step.enters)
+            for other in others:
+                if other is not None and session.rank not in other.clocks:
+                    other.enter(session.rank)
 
     def _from_shard(self, message: PeerMessage) -> None:
         number = message.change.group if isinstance(message, Switch) else message.group

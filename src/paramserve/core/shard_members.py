@@ -81,6 +81,14 @@ class ShardMembers(ABC):
         """Ranks that a synchronous clock waits for, in order."""
         return [r for r, m in sorted(self.members.items()) if m.state in AWAITED]
 
+    def _may_enter(self, session: ShardSession) -> bool:
+        """Whether this is a live worker, which begins to count with its first step: where gradients
+        are collected, with the first that is in a clock, so that all shards count it alike."""
+        if session.rank == NO_RANK or self.workers.get(session.rank) is not session:
+            return False
+        member = self.members.get(session.rank)
+        return member is not None and member.state in AWAITED
+
     def group(self, number: int) -> Group:
         """The group of this number.
 

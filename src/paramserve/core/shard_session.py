@@ -70,6 +70,8 @@ class ShardSession:
         self.fenced = False
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
+        self.asks_clock: set[int] = set()
+        """Groups where the client does not know its clock: the next answer says it."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self._outcomes: dict[int, Answer] = {}

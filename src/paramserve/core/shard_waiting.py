@@ -31,11 +31,13 @@ class ShardWaiting(ShardMembers):
     def _with_news(
         self, group: Group, session: ShardSession, answer: Answer, guest: bool = False
     ) -> Answer:
-        """Tell a client that did not count yet where it goes on, and each one that its group has
-        another policy."""
+        """Tell a client that did not count yet, or asks, where it goes on, and each one that its
+        group has another policy."""
         message = answer.message
         assert isinstance(message, Done)
-        if guest and message.at < 0:
+        asks = group.id in session.asks_clock
+        session.asks_clock.discard(group.id)
+        if (guest or asks) and message.at < 0:
             message = structs.replace(message, at=group.clocks.get(session.rank, group.start))
         told = session.told.get(group.id, 0)
         if told < group.changes.number:

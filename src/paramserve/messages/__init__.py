@@ -51,6 +51,7 @@ from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, Lease
 from paramserve.messages.opening import Hello, Welcome
 from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Propose, Ready, Switch
 from paramserve.messages.requests import (
+    UNDER_WAY,
     AskReport,
     Assign,
     Bye,
@@ -92,6 +93,7 @@ Message = (
 __all__ = [
     # how they lie in bytes
     "PROTOCOL_VERSION",
+    "UNDER_WAY",
     "ALIGN",
     "Message",
     "encode",

@@ -58,6 +58,10 @@ class Define(Struct, frozen=True, array_like=True, tag="define"):
     offset: int
 
 
+UNDER_WAY = -1
+"""As the clock of a step: the one at which this worker is waited for. The answer says `at`."""
+
+
 class Step(Struct, frozen=True, array_like=True, tag="step"):
     """Push, tick and pull of one group in one message; each may be absent.
 
@@ -66,7 +70,8 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
     leased to it, with this step. `oldest`: every request with a lower number has been answered,
-    and will not be asked for again.
+    and will not be asked for again. `enters`: groups where this worker is waited for as well, from
+    the clock on that is under way there when this step's clock, which collects, is decided.
     """
 
     seq: int
@@ -82,6 +87,7 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     factor: float = 1.0
     mark: tuple[int, int] | None = None
     oldest: int = 0
+    enters: tuple[int, ...] = ()
 
 
 class Rest(Struct, frozen=True, array_like=True, tag="rest"):

@@ -1,0 +1,157 @@
+"""How a guest comes into several groups: what is sent first, and what the first step names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.unit.client.fakes import block_of
+
+from paramserve.client.entering import Entering
+from paramserve.core.consistency import Async, Sync
+from paramserve.core.partition import Block
+from paramserve.core.policies import spec
+from paramserve.core.session import Operation
+from paramserve.core.terms import GroupTerms
+from paramserve.messages import UNDER_WAY, Done, GroupPolicy
+
+FREE, A, BB, CCC = (
+    block_of({f"of {group}": (1,)}, number=number, group=group)
+    for number, group in enumerate(("asynchronous", "a", "bb", "ccc"))
+)
+"""The group's number is the length of its name; all but the first collect."""
+
+
+class Guest(Entering):
+    """Knocks that are answered at once, as `in_time` says; then all are."""
+
+    def __init__(self, *blocks: Block) -> None:
+        terms = GroupTerms(spec(Sync()))
+        terms.changed(GroupPolicy(FREE.group, 1, 0, spec(Async())))
+        super().__init__(terms)
+        self.blocks = blocks
+        self.in_time: list[bool] = []
+        self.knocks: list[tuple[str, tuple[int, ...]]] = []
+
+    def _knock(self, block: Block, until: float, enters: tuple[int, ...] = ()) -> bool:
+        self.knocks.append((block.group_name, enters))
+        self._steps_in(block)
+        return self.in_time.pop(0) if self.in_time else True
+
+    def _defined(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def guests(self) -> list[str]:
+        return [each.group_name for each in self.blocks if self.is_guest(each.group_name)]
+
+    def step(self, *blocks: Block) -> tuple[int, ...]:
+        """A call that ends a clock of each."""
+        enters = self.enter(blocks, 1.0)
+        for each in blocks:
+            self._steps_in(each)
+        return enters
+
+
+def late(*blocks: Block) -> Guest:
+    guest = Guest(*blocks)
+    guest.joined_late = True
+    return guest
+
+
+def test_worker_that_is_waited_for_everywhere_sends_nothing_first() -> None:
+    worker = Guest(A, BB)
+    assert (worker.step(A, BB), worker.knocks) == ((), [])
+
+
+def test_late_worker_knocks_at_the_first_group_until_it_is_in_time_and_names_the_others() -> None:
+    worker = late(FREE, A, BB, CCC)
+    worker.in_time = [False, False, True]
+    assert worker.step(FREE, A, BB) == (BB.group, CCC.group)
+    assert worker.knocks == [("a", ())] * 3
+    assert worker.guests() == []
+    assert worker.step(FREE, A, BB) == ()
+
+
+def test_groups_that_do_not_collect_are_entered_by_their_step() -> None:
+    worker = late(FREE)
+    assert (worker.step(FREE), worker.knocks, worker.guests()) == ((), [], [])
+
+
+def test_step_of_a_group_where_the_others_wait_names_those_where_it_rests() -> None:
+    worker = Guest(A, BB)
+    worker.step(A, BB)
+    worker.rests("bb")
+    assert (worker.step(A, BB), worker.knocks, worker.guests()) == ((BB.group,), [], [])
+
+
+@pytest.mark.parametrize("call", [(A, BB), (A,)])
+def test_guest_of_the_first_group_enters_with_an_empty_step_where_the_others_wait(
+    call: Sequence[Block],
+) -> None:
+    """In the same call, or in another one: they would not come to its clock before."""
+    worker = Guest(A, BB)
+    worker.step(A, BB)
+    worker.rests("a")
+    assert worker.step(*call) == ()
+    assert (worker.knocks, worker.guests()) == ([("bb", (A.group,))], [])
+
+
+def test_group_that_was_never_stepped_is_none_where_the_others_wait() -> None:
+    worker = Guest(A, BB)
+    worker.rests("a")
+    assert (worker.step(A), worker.knocks) == ((), [("a", ())])
+
+
+# --- ahead ---------------------------------------------------------------------------------------
+
+
+def test_only_group_that_collects_is_entered_ahead() -> None:
+    worker = late(FREE, A)
+    assert [worker.enter_ahead(each, 1.0) for each in (A, A, FREE)] == [True, False, True]
+    assert (worker.knocks, worker.guests()) == ([("a", ())], [])
+
+
+def test_late_worker_that_has_stepped_none_of_several_groups_enters_none_ahead() -> None:
+    worker = late(A, BB)
+    assert worker.enter_ahead(A, 1.0)
+    assert (worker.knocks, worker.guests()) == ([], ["a", "bb"])
+
+
+def test_of_several_groups_the_one_that_was_stepped_first_is_entered_ahead() -> None:
+    worker = Guest(A, BB)
+    worker.step(BB)
+    worker.step(A)
+    for name in ("a", "bb"):
+        worker.rests(name)
+    assert [worker.enter_ahead(each, 1.0) for each in (A, BB)] == [True, True]
+    assert (worker.knocks, worker.guests()) == ([("bb", ())], ["a"])
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+
+def answer(worker: Guest, at: int, skipped: bool = False) -> None:
+    """Two shards answer a step of group bb that asked for its clock."""
+    operation = Operation(2)
+    for shard in range(2):
+        operation.answered(shard, Done(0, at=at, skipped=skipped))
+    worker._hear(operation, "bb", UNDER_WAY)
+
+
+def test_steps_ask_for_their_clock_until_no_answer_that_says_it_is_on_its_way() -> None:
+    worker = late(A, BB)
+    worker.step(A)
+    assert [worker._clock_of_step("bb", tick) for tick in (True, False, True)] == [-1, 0, -1]
+    answer(worker, 8)
+    assert (worker.clocks["bb"], worker._clock_of_step("bb", True)) == (8, UNDER_WAY)
+    answer(worker, 9)
+    answer(worker, 10)
+    assert worker._clock_of_step("bb", True) == 10
+
+
+def test_clock_that_was_asked_for_is_not_missed() -> None:
+    worker = late(A, BB)
+    worker.step(A)
+    worker._clock_of_step("bb", True)
+    answer(worker, 8, skipped=True)
+    assert (worker.missed, worker._clock_of_step("bb", True)) == (0, 8)
