@@ -61,7 +61,7 @@ def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: PolicySpec, rules
 def _needed_for_table(
     table: TableSpec, described: PolicySpec, rules: Rules
 ) -> Callable[[], None] | None:
-    with contextlib.suppress(ParamServeError, ValueError, TypeError):
+    with contextlib.suppress(Exception, SystemExit):  # a user's code; its block tells
         rule = build_rule(described, rules)
         layout = row_layout(rule, table.dim, table.dtype)
         if not table_loaded(rule, layout):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -56,6 +57,23 @@ def dense(client: Client) -> None:
     ticket.release()
 
 
+def three(client: Client) -> None:
+    """A step of two tables and of dense values, in one call."""
+    block = next(b for b in client._exchange.blocks.values() if b.group_name == "default")
+    slot = client.gradient_slot(block)
+    slot[:] = 1.0
+    pushes = [TablePush(client.table(name), [1], ROW) for name in NAMES]
+    ticket = client.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
+    ticket.result()
+    ticket.release()
+
+
+def later(client: Client) -> None:
+    """A step of a group that is there since all workers are."""
+    client.push("later", np.ones(2))
+    client.tick("later").result()
+
+
 def ahead(client: Client) -> None:
     """As `tables`, one step ahead of the answers, as with overlap."""
     ticket = client.push_tables([TablePush(client.table(name), [1], ROW) for name in NAMES])
@@ -84,12 +102,15 @@ GROUPS: dict[Step, Sequence[str]] = {
     ahead: NAMES,
     dense: ("words", "default"),
     apart: ("default", *NAMES),
+    three: (*NAMES, "default"),
 }
 STEPS = 5
 
 
 @contextmanager
-def others_step(client: Client, step: Step) -> Iterator[list[int]]:
+def others_step(
+    client: Client, step: Step, groups: Sequence[str] | None = None
+) -> Iterator[list[int]]:
     """Steps of another worker, until the block is left; how many there were."""
     stop, made = threading.Event(), [0]
     failed: list[Exception] = []
@@ -99,7 +120,7 @@ def others_step(client: Client, step: Step) -> Iterator[list[int]]:
             while not stop.is_set():
                 step(client)
                 made[0] += 1
-            for group in GROUPS[step]:
+            for group in groups or GROUPS[step]:
                 client.rest(group)
         except Exception as error:
             failed.append(error)
@@ -155,6 +176,98 @@ def test_worker_that_rested_in_one_of_two_groups_steps_in_both_again(
         for name in NAMES:
             resting.rest(name)
     assert other.table(NAMES[rests]).pull([1]).tolist() == [[made[0] + STEPS] * 2]
+
+
+ALL = ("words", "films", "default")
+
+
+@pytest.mark.parametrize("step", [three, apart])
+@pytest.mark.parametrize(
+    "rest", [c for n in (1, 2) for c in combinations(ALL, n)], ids=lambda c: " ".join(c)
+)
+def test_worker_that_rested_in_some_of_three_groups_steps_in_all_again(
+    make: Made, step: Step, rest: Sequence[str]
+) -> None:
+    """It ends the others' round with nothing, so its own steps are fewer than the clocks."""
+    cluster = make(2)
+    clients = [define(cluster.client(rank)) for rank in range(2)]
+    tickets = [threading.Thread(target=step, args=(client,)) for client in clients]
+    for thread in tickets:
+        thread.start()
+    for thread in tickets:
+        thread.join()
+    for group in rest:
+        clients[1].rest(group)
+    with others_step(clients[0], step) as made:
+        for _ in range(STEPS):
+            step(clients[1])
+        for group in ALL:
+            clients[1].rest(group)
+    assert clients[1].missed == 0
+    for name in NAMES:
+        assert clients[0].table(name).pull([1]).tolist() == [[2 + made[0] + STEPS] * 2]
+
+
+def test_late_worker_counts_from_the_start_in_a_group_that_comes_later(make: Made) -> None:
+    cluster = make(1)
+    first = define(cluster.client(0))
+    tables(first)
+    scale(cluster, 2)
+    late = define(cluster.client(1))
+    with others_step(first, tables):
+        for _ in range(STEPS):
+            tables(late)
+        for name in NAMES:
+            late.rest(name)
+    for client in (first, late):
+        client.define("later", np.zeros(2), rule=Add(), group="later")
+    with others_step(first, later, ["later"]) as made:
+        for _ in range(STEPS):
+            later(late)
+        late.rest("later")
+    assert first.pull("later").tolist() == [STEPS + made[0]] * 2
+
+
+def test_rest_in_one_group_stays_while_another_one_is_stepped(make: Made) -> None:
+    """The others go on there without this worker until it steps there."""
+    cluster = make(2)
+    other, resting = (define(cluster.client(rank)) for rank in range(2))
+    resting.rest(NAMES[0])
+    first, second = (
+        [TablePush(client.table(name), [1], ROW) for name in NAMES] for client in (other, resting)
+    )
+    for clock in range(3):
+        both = [other.push_tables(first), resting.push_tables(second[1:])]
+        for ticket in both:
+            ticket.result()
+        assert other.table(NAMES[0]).pull([1]).tolist() == [[clock + 1] * 2]
+    with others_step(other, tables) as made:
+        for _ in range(STEPS):
+            tables(resting)
+        for name in NAMES:
+            resting.rest(name)
+    assert other.table(NAMES[0]).pull([1]).tolist() == [[3 + made[0] + STEPS] * 2]
+
+
+@pytest.mark.parametrize("own", [tables, ahead])
+def test_group_where_nobody_steps_the_others_is_entered_as_well(make: Made, own: Step) -> None:
+    """Shards may then be a clock apart: of two servers, one decides it without this worker."""
+    cluster = make(2)
+    other, guest = (define(cluster.client(rank)) for rank in range(2))
+    other.rest(NAMES[0])
+    for name in NAMES:
+        guest.rest(name)
+
+    def alone(client: Client) -> None:
+        client.push_tables([TablePush(client.table(NAMES[1]), [1], ROW)]).result()
+
+    with others_step(other, alone, NAMES[1:]) as made:
+        for _ in range(3 * STEPS):
+            own(guest)
+        for name in NAMES:
+            guest.rest(name)
+    assert guest.table(NAMES[0]).pull([1]).tolist() == [[3 * STEPS] * 2]
+    assert guest.table(NAMES[1]).pull([1]).tolist() == [[3 * STEPS + made[0]] * 2]
 
 
 @pytest.mark.parametrize("step", [tables, dense, apart])

@@ -179,14 +179,28 @@ def test_weight_that_is_no_positive_number_is_refused(table: Table, weight: floa
 def test_hyper_that_the_rule_refuses_is_named_and_changes_nothing(table: Table) -> None:
     bad = SGD(0.5).hyper()
     bad = (-1.0, *bad[1:])
-    with pytest.raises((ValueError, ParamServeError), match="lr"):
-        table.push([1], ones(1), hyper=bad).result()
+    with pytest.raises(ValueError, match="lr"):
+        table.push([1], ones(1), hyper=bad)
+    with pytest.raises(ValueError, match=r"needs the state momentum.*Applied: no"):
+        table.push([1], ones(1), hyper=SGD(0.5, momentum=0.9).hyper())
+    with pytest.raises(ValueError):
+        table.push([1], ones(1), hyper=(0.5,))
     assert unchanged(table)
-    with pytest.raises(ParamServeError, match="needs the state momentum"):
-        table.push([1], ones(1), hyper=SGD(0.5, momentum=0.9).hyper()).result()
-    with pytest.raises((ValueError, ParamServeError)):
-        table.push([1], ones(1), hyper=(0.5,)).result()
-    assert unchanged(table)
+
+
+def test_hyper_that_the_rule_refuses_leaves_the_synchronous_clock_as_it_was(
+    make_cluster: MakeCluster,
+) -> None:
+    """A step that was counted here, and by no server, could never be ended."""
+    client = make_cluster("unix", servers=2, workers=1).client(0)
+    table = users(client, consistency=Sync())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lr"):
+            client.push_tables([TablePush(table, [1], ones(1), (-1.0, *SGD(0.5).hyper()[1:]))])
+        with pytest.raises(ValueError, match="lr"):
+            table.push([1], ones(1), hyper=(-1.0, *SGD(0.5).hyper()[1:]))
+        client.push_tables([TablePush(table, [1], ones(1))]).result(5.0)
+    assert table.pull([1])[0].tolist() != table.pull([2])[0].tolist()
 
 
 def test_scan_and_put_refuse_numbers_and_states_that_do_not_fit(two: RoleCluster) -> None:

@@ -11,6 +11,7 @@ from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
 from paramserve.client import BlockPush, Client, Ticket, keyed
 from paramserve.client.table import Table, TablePush
+from paramserve.config import Limits
 from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
 from paramserve.core.decisions import Policy
 from paramserve.core.keyed.options import Normal, Zeros
@@ -64,10 +65,20 @@ class Frames:
 def test_too_many_tables_in_one_step_are_refused(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keyed, "REQUESTS", 2)
     words, films = two_tables(make_cluster("unix").client())
+    monkeypatch.setattr(words.client._exchange, "requests", 2)
     with pytest.raises(ValueError, match="2 tables, at most 1 go in one"):
         words.client.push_tables([TablePush(words), TablePush(films)])
+    words.client.push_tables([TablePush(words)]).result()
+
+
+def test_servers_with_a_low_limit_of_requests_take_reads_in_more_messages(
+    make_cluster: MakeCluster,
+) -> None:
+    limits = Limits(outstanding_max=8)
+    words, _ = two_tables(make_cluster("unix", limits=limits).client(limits=limits))
+    reads = words.client.prefetch_tables([(words, [key]) for key in range(20)])
+    assert len(reads) == 20
     words.client.push_tables([TablePush(words)]).result()
 
 

@@ -30,7 +30,7 @@ def two_tables(client: Client) -> list[Table]:
     ("bad", "raised", "told"),
     [
         (np.nan, NonFinite, r"gradient of 'w' on rank 0 holds NaN.*Applied: no"),
-        (None, ValueError, r"step of table '\w+' was not sent: ValueError.*Applied: no"),
+        (None, ValueError, r"step of group '\w+' was not sent: ValueError.*Applied: no"),
     ],
 )
 def test_dense_gradient_that_is_refused_fails_the_kept_pushes_of_all_its_tables(

@@ -6,6 +6,7 @@ Its own steps say so, and what the shards' answers say besides. Nothing is sent 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from paramserve.core.partition import Block
 from paramserve.core.policies import Terms
@@ -29,11 +30,14 @@ class ClientClocks:
         """Clocks that this client had no part in, because the others went on without it."""
         self.retiring = False
         """Whether the run wants this worker to end."""
-        self.joined_late = False
-        """Whether the others were there first: nobody waits for this worker until it enters."""
-        self._inside: set[str] = set()
-        """Groups that a late worker has entered."""
-        self._resting: set[str] = set()
+        self._came_late: set[str] = set()
+        """Groups that were there before this worker, which has not entered them yet."""
+        self._resting: dict[str, int] = {}
+        """The groups where it rests, and since which of its rests: those that follow each other
+        without a step in between are one."""
+        self._rests = 0
+        self._rested = False
+        """Whether nothing was stepped since the last rest."""
         self._asking: dict[str, int] = {}
         """By group where this client does not know its clock: its steps that are on their way, and
         whose answers say it."""
@@ -46,20 +50,26 @@ class ClientClocks:
 
     def is_guest(self, group: str) -> bool:
         """Whether nobody waits for this worker in a group: it came late there, or rests."""
-        return group in self._resting or (self.joined_late and group not in self._inside)
+        return group in self._resting or group in self._came_late
 
     @property
     def _may_be_guest(self) -> bool:
-        return self.joined_late or bool(self._resting)
+        return bool(self._came_late or self._resting)
+
+    def came_late(self, groups: Iterable[str]) -> None:
+        """The others were in these groups first: nobody waits for this worker until it enters."""
+        self._came_late.update(groups)
 
     def rests(self, group: str) -> None:
         """The shards have been told that this worker rests in a group, until it enters again."""
-        self._resting.add(group)
+        self._rests += not self._rested
+        self._rested = True
+        self._resting[group] = self._rests
 
     def _entered(self, group: str) -> None:
         """This worker is waited for in a group from now on."""
-        self._inside.add(group)
-        self._resting.discard(group)
+        self._came_late.discard(group)
+        self._resting.pop(group, None)
 
     def _ask_clock(self, group: str) -> None:
         """This worker's clock of a group is what the shards say: it does not know."""

@@ -19,27 +19,30 @@ from collections.abc import Iterator, Sequence
 
 from paramserve.client.clocks import ClientClocks
 from paramserve.core.partition import Block
+from paramserve.errors import PushTimeout
 
 
 class Entering(ClientClocks):
     """The part of `steps.Steps` that takes part in groups again."""
 
     @abstractmethod
-    def _knock(self, block: Block, until: float, enters: tuple[int, ...] = ()) -> bool:
-        """End one clock of a group with nothing; whether it was in time."""
+    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
+        """End one clock of a group with nothing, naming others; whether it was in time."""
 
     @abstractmethod
     def _defined(self) -> Iterator[Block]:
         """A block of each group, at least."""
 
-    def enter(self, blocks: Sequence[Block], limit_s: float) -> tuple[int, ...]:
-        """Before a call that ends clocks of these groups, in this order: be waited for in all that
-        this worker knows.
+    def enter(self, blocks: Sequence[Block], limit_s: float) -> tuple[Block, ...]:
+        """Before a call that ends clocks of these groups, in this order: be waited for in them, and
+        in those where this worker is a guest as well and has not rested longer.
 
         Returns:
-            The groups that the first step of the call is to name.
+            A block of each group that the first step of the call is to name; `named` follows, when
+            it is on its way.
         Raises:
-            PushTimeout: the others' clock was not decided in `limit_s`.
+            PushTimeout: the others' clock was not decided in `limit_s`. Nothing of the call was
+                sent.
         """
         if not self._may_be_guest:
             return ()
@@ -48,15 +51,35 @@ class Entering(ClientClocks):
         if not collecting:
             return ()
         first, until = collecting[0], time.monotonic() + limit_s
+        guests = self._guests(collecting)
         if self.is_guest(first.group_name):
-            leader = self._leader(collecting)
-            if leader is not None:  # the others wait for this worker there
-                self._knock(leader, until, self._named(leader))
-                return ()
-            while not self._knock(first, until):
+            guests = tuple(each for each in guests if each.group != first.group)
+            try:
+                self._come_in(first, self._round(collecting), until)
+            except PushTimeout as error:
+                error.applied = "no"  # of this call
+                raise
+        for each in guests:
+            self._ask_clock(each.group_name)
+        return guests
+
+    def _come_in(self, first: Block, others: Sequence[Block], until: float) -> None:
+        """Enter the first group of a call. Where the others wait for this worker in their round of
+        groups, it ends that round with nothing: the last one names the group."""
+        *before, last = others or [first]
+        for each in before:
+            while not self._knock(each, until):
                 pass
-            self._entered(first.group_name)
-        return self._named(first)
+        while not self._knock(last, until, (first,) if others else ()):
+            pass
+        if others:
+            self._ask_clock(first.group_name)
+        self._entered(first.group_name)
+
+    def named(self, guests: Sequence[Block]) -> None:
+        """A step that names these groups is on its way."""
+        for each in guests:
+            self._entered(each.group_name)
 
     def enter_ahead(self, block: Block, limit_s: float) -> bool:
         """Be waited for in one group, before the step that does the same, if no other one that
@@ -75,14 +98,13 @@ class Entering(ClientClocks):
             each.group != block.group and self.terms_of(each).collects for each in self._defined()
         )
         comes_first = self._stepped.get(name) == 0 if self._stepped else not others
-        if self.is_guest(name) and comes_first and self._leader([block]) is None:
-            while not self._knock(block, until):
-                pass
-            self._entered(name)
+        if self.is_guest(name) and comes_first and not self._round([block]):
+            self._come_in(block, [], until)
         return True
 
     def _steps_in(self, block: Block) -> None:
         """This worker ends a clock of a block's group."""
+        self._rested = False
         name = block.group_name
         if name not in self._stepped and self.terms_of(block).collects:
             self._stepped[name] = len(self._stepped)
@@ -93,29 +115,38 @@ class Entering(ClientClocks):
             if not self.terms_of(each).collects:
                 self._entered(each.group_name)
 
-    def _guests(self) -> list[Block]:
-        """One block of each group that collects, and where nobody waits for this worker."""
-        found = {
+    def _guests(self, stepped: Sequence[Block]) -> tuple[Block, ...]:
+        """One block of each group that collects and where nobody waits for this worker: of those
+        that are stepped, and of those that it has not rested in for longer than in these."""
+        since = [self._resting.get(each.group_name) for each in stepped]
+        found: dict[int, Block] = {}
+        for each in (*stepped, *self._defined()):
+            name = each.group_name
+            known = each in stepped or self._resting.get(name) in (None, *since)
+            if known and self.is_guest(name) and self.terms_of(each).collects:
+                found.setdefault(each.group, each)
+        return tuple(found.values())
+
+    def _round(self, stepped: Sequence[Block]) -> list[Block]:
+        """The groups in whose clocks this worker is, in the order in which the others come to them
+        after the first of this call's: those of the call, then those that it steps in other ones.
+        One that it has never stepped may be one that nobody steps."""
+        in_call = {each.group for each in stepped}
+        numbers = [self._stepped.get(each.group_name, -1) for each in stepped]
+        elsewhere = {
             each.group: each
             for each in self._defined()
-            if self.is_guest(each.group_name) and self.terms_of(each).collects
+            if each.group not in in_call and each.group_name in self._stepped
         }
-        return list(found.values())
-
-    def _leader(self, blocks: Sequence[Block]) -> Block | None:
-        """A group in whose clocks this worker is, of these blocks' or else one that it has stepped:
-        there, the others wait for it."""
-        stepped = (each for each in self._defined() if each.group_name in self._stepped)
-        for each in (*blocks, *stepped):
-            if not self.is_guest(each.group_name) and self.terms_of(each).collects:
-                return each
-        return None
-
-    def _named(self, leader: Block) -> tuple[int, ...]:
-        """The groups to enter with a step of this one; this client does not know its clocks there
-        until an answer says them."""
-        guests = [each for each in self._guests() if each.group != leader.group]
-        for each in guests:
-            self._entered(each.group_name)
-            self._ask_clock(each.group_name)
-        return tuple(each.group for each in guests)
+        later = sorted(
+            elsewhere.values(),
+            key=lambda each: (
+                self._stepped[each.group_name] < max(numbers),
+                self._stepped[each.group_name],
+            ),
+        )
+        return [
+            each
+            for each in (*stepped, *later)
+            if not self.is_guest(each.group_name) and self.terms_of(each).collects
+        ]

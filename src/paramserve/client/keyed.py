@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import done
-from paramserve.client.links import REQUESTS
+from paramserve.client.pushes import check_row_hyper
 from paramserve.client.reading import ReadingClient
 from paramserve.client.rows import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import StepOptions, StepParts
@@ -42,6 +42,8 @@ class KeyedClient(ReadingClient):
         """By table, under a policy that collects: gradients of the step under way."""
         self._weights: dict[str, float] = {}
         """By group: what was said of the step that gradients are put together for."""
+        self._good_hyper: dict[int, Hyper] = {}
+        """By table's block: hyper-parameters that were found good last."""
 
     # --- pushes ----------------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class KeyedClient(ReadingClient):
         check_weight(weight)
         self._check_said(name, weight)
         keys, values = _checked(push)
-        self._one_hyper(name, [*self._staged_rows.get(name, ()), push])
+        self._check_hyper(block, self._one_hyper(name, [*self._staged_rows.get(name, ()), push]))
         if not np.isfinite(values).all() and self._refuses(block):
             row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
             raise self._bad_row(block, int(keys[row]))
@@ -140,10 +142,11 @@ class KeyedClient(ReadingClient):
         names = [push.table.name for push in pushes]
         if len(set(names)) != len(names):
             raise ValueError(f"a step names the tables {names}: name each of them once")
-        if len(names) >= REQUESTS:
+        most = self._exchange.requests - 1
+        if len(names) > most:
             raise ValueError(
-                f"a step names {len(names)} tables, at most {REQUESTS - 1} go in one: put fields "
-                "with rows of one width into one table, their keys hashed with the field's name"
+                f"a step names {len(names)} tables, at most {most} go in one: put fields with rows "
+                "of one width into one table, their keys hashed with the field's name"
             )
         for table in (push.table for push in pushes):
             if table.client is not self:
@@ -156,6 +159,12 @@ class KeyedClient(ReadingClient):
                 f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
                 "a step has one weight; give it with one push, or with tick"
             )
+
+    def _check_hyper(self, block: Block, hyper: Hyper | None) -> None:
+        """As `check_row_hyper`; most steps bring those of the one before."""
+        if hyper is not None and self._good_hyper.get(block.id) != hyper:
+            check_row_hyper(block, hyper)
+            self._good_hyper[block.id] = hyper
 
     def _one_hyper(self, table: str, pushes: Sequence[TablePush]) -> Hyper | None:
         """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
@@ -183,6 +192,7 @@ class KeyedClient(ReadingClient):
         for push in pushes:
             staged = self._staged_rows.get(push.table.name, []) if tick else []
             hyper = self._one_hyper(push.table.name, [*staged, push])
+            self._check_hyper(push.table.block, hyper)
             ready.append((push.table.block, hyper, *_checked(push)))
         self._steps.begin(requests=len(pushes) + 1)
         parts: list[StepParts] = []
@@ -211,17 +221,10 @@ class KeyedClient(ReadingClient):
     def _unsent(
         self, parts: Sequence[StepParts], tables: Sequence[str], why: BaseException
     ) -> None:
-        """Captured parts are not sent, nor are the rows that waited for the tick of these tables:
-        their tickets say so, and are not answered by the next step."""
+        """Captured parts are not sent, nor rows that waited for the tick of these tables."""
         self._exchange.give_back([slot for each in parts for slot in each.slots])
         for table in tables:
-            error = why
-            if not isinstance(error, ParamServeError):
-                error = ParamServeError(
-                    f"the step of table {table!r} was not sent: {type(why).__name__}: {why}",
-                    fix="mend what the step was refused for, and push these gradients again",
-                )
-            self._steps.fail_staged(table, error)
+            self._steps.fail_staged(table, why)
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
         push = lay_push(self._exchange, block, keys, values, hyper)

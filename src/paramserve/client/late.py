@@ -19,6 +19,16 @@ TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(R
 """What is raised when an answer is late; for all else `PushTimeout`."""
 
 
+def not_sent(group: str, why: BaseException) -> ParamServeError:
+    """What the tickets of pushes say whose step was not sent."""
+    if isinstance(why, ParamServeError):
+        return why
+    return ParamServeError(
+        f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
+        fix="mend what the step was refused for, and push these gradients again",
+    )
+
+
 def late(
     exchange: Exchange, rank: int, what: str, group: int | None, waited_s: float
 ) -> ParamServeError:

@@ -80,7 +80,6 @@ class ClientLife:
             self._terms = GroupTerms(joined.consistency)
             self._steps = Steps(self._exchange, rank, deadlines.request_s, self._terms)
             self._gradients = Gradients(self._exchange, self._names, self._refuses, rank)
-            self._steps.joined_late = self.late
             if joined.incarnation > 1 or joined.late:
                 self._resume(deadlines.start_s)
         except BaseException:
@@ -115,6 +114,8 @@ class ClientLife:
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self._steps.learn(news)
             self._steps.go_on(name, found.clock)
+            if self.late and any(self.rank not in dict(each.clocks) for each in by_name[name]):
+                self._steps.came_late([name])
             self.repeated = max(self.repeated, found.repeated)
 
     @classmethod

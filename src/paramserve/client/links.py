@@ -53,7 +53,8 @@ slot needs more: so few arenas hold a large model, and little is allocated for n
 WINDOW = 4
 """Calls of this client that one shard may have unanswered."""
 REQUESTS = 256
-"""Requests of these calls together: a step of a model with tables has one for each."""
+"""Requests of these calls together, if the cluster's limits allow as many: a step of a model with
+tables has one for each."""
 
 POLL_SLICE_S = 0.25
 """A waiting thread looks this often whether the client was closed by another."""
@@ -104,10 +105,10 @@ class Slot:
 class ReachedShard:
     """One shard as this client reaches it."""
 
-    def __init__(self, number: int, addresses: Sequence[str]) -> None:
+    def __init__(self, number: int, addresses: Sequence[str], requests: int) -> None:
         self.number = number
         self.addresses = addresses
-        self.session = ClientSession(number, WINDOW, REQUESTS)
+        self.session = ClientSession(number, WINDOW, requests)
         self.link: Link | None = None
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
@@ -130,7 +131,11 @@ class Links:
     ) -> None:
         self.blocks: dict[int, Block] = {}
         """By id: what the parts of a request are measured by."""
-        self.shards = [ReachedShard(k, each) for k, each in enumerate(joined.servers)]
+        self.requests = max(WINDOW, min(REQUESTS, limits.outstanding_max))
+        """That one shard may have unanswered."""
+        self.shards = [
+            ReachedShard(k, each, self.requests) for k, each in enumerate(joined.servers)
+        ]
         self.io_timeout_s = deadlines.request_s
         """A payload of which a server takes nothing for this long is sent again, on a new
         connection; so that no call waits much longer for it than its own deadline."""
@@ -141,7 +146,7 @@ class Links:
             rank,
             WINDOW,
             cluster=joined.cluster,
-            requests=REQUESTS,
+            requests=self.requests,
         )
         self._credentials = credentials
         self._limits = limits

@@ -12,6 +12,7 @@ from paramserve.errors import ParamServeError
 from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.registry import build as build_rule
+from paramserve.rules.rows import check_rows, row_layout
 
 Array = npt.NDArray[Any]
 
@@ -59,3 +60,19 @@ def check_push(push: BlockPush) -> None:
                 f"{block.pieces[0].name!r} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
+
+
+def check_row_hyper(block: Block, hyper: Hyper) -> None:
+    """Refuse hyper-parameters that the shards would refuse for a table's rows, before anything is
+    sent: a synchronous clock that only some count cannot be ended any more.
+
+    Raises:
+        ValueError: one is out of range, or needs more than the rows hold. Of a rule that is not
+            built in, which need not be known here, nothing is checked.
+    """
+    described = check_rule(block)
+    if described.name in BUILT_IN:
+        assert block.table is not None
+        rule = build_rule(described)
+        rule.check(hyper)
+        check_rows(rule, row_layout(rule, block.table.dim, block.table.dtype), hyper)

@@ -223,7 +223,7 @@ class ReadingClient(ChangingClient):
         Returns:
             The reads, for `drop_prefetched`.
         Raises:
-            As `Table.prefetch`. Nothing was asked for.
+            As `Table.prefetch`. None of them is read ahead.
         """
         wanted: list[tuple[Block, Array, bool]] = []
         for table, keys, create in (TableRead(*each) for each in reads):
@@ -236,14 +236,19 @@ class ReadingClient(ChangingClient):
         self._check()
         asked: list[RowRead] = []
         with self._lock:
-            for some in _parts([each for each in wanted if each[1].size]):
-                looked = [self._look(block, keys.copy(), create) for block, keys, create in some]
-                for read in self._begin(looked, None):
-                    asked.append(read)
-                    kept = self._usable(read.block)
-                    kept.append(read)
-                    if len(kept) > PREFETCHED_MAX:
-                        self._forget_read(kept.popleft())
+            most = min(TOGETHER_MAX, self._exchange.requests)
+            try:
+                for some in _parts([each for each in wanted if each[1].size], most):
+                    looked = [self._look(block, keys.copy(), new) for block, keys, new in some]
+                    for read in self._begin(looked, None):
+                        asked.append(read)
+                        kept = self._usable(read.block)
+                        kept.append(read)
+                        if len(kept) > PREFETCHED_MAX:
+                            self._forget_read(kept.popleft())
+            except BaseException:
+                self.drop_prefetched(asked)
+                raise
         return asked
 
     def drop_prefetched(self, reads: Iterable[RowRead]) -> None:
@@ -364,7 +369,7 @@ def _among(held: Array, keys: Array) -> Array:
 
 
 def _parts(
-    wanted: Sequence[tuple[Block, Array, bool]],
+    wanted: Sequence[tuple[Block, Array, bool]], most: int
 ) -> Iterator[Sequence[tuple[Block, Array, bool]]]:
-    for start in range(0, len(wanted), TOGETHER_MAX):
-        yield wanted[start : start + TOGETHER_MAX]
+    for start in range(0, len(wanted), most):
+        yield wanted[start : start + most]

@@ -8,7 +8,7 @@ from typing import Any
 
 from paramserve.client.entering import Entering
 from paramserve.client.exchange import Exchange, Slot, again
-from paramserve.client.late import late
+from paramserve.client.late import late, not_sent
 from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
 from paramserve.client.ticket import Ticket
@@ -99,54 +99,52 @@ class Steps(Entering):
                 what, block, push_parts, pull_parts, options, captured, places, enters=enters
             )
             self._exchange.submit(sent.requests, sent.operation)
-        except (ParamServeError, ValueError):
+        except BaseException:
             self._exchange.give_back([*captured, *slots])
             raise
         if options.tick:
-            self._ended(sent)
+            self._ended(sent, enters)
         return sent.ticket
 
     def send_together(self, parts: Sequence[StepParts]) -> list[Ticket]:
-        """Send steps of several groups in one frame to every shard, or none; else as `send`.
-
-        Their tickets come in the order given.
-        """
+        """Send steps of several groups in one frame to every shard, or none; else as `send`. Their
+        tickets come in the order given."""
         given, parts = parts, sorted(parts, key=StepParts.order)
         prepared, values = list[Prepared](), list[Slot]()
         try:
             ticks = [each.block for each in parts if each.options.tick]
             enters = self.enter(ticks, self.timeout_s)
             for each in parts:
-                names = enters if each.options.tick and self.terms_of(each.block).collects else ()
-                prepared.append(self._prepare_parts(each, values, names))
-                enters = () if names else enters
+                prepared.append(self._prepare_parts(each, values, enters))
             if len(prepared) == 1:
                 self._exchange.submit(prepared[0].requests, prepared[0].operation)
             else:
                 self._exchange.submit_together([(p.requests, p.operation) for p in prepared])
-        except (ParamServeError, ValueError) as error:
+        except BaseException as error:
             for each in parts:
                 self._exchange.give_back([*each.slots, *each.read_slots])
-                if each.options.tick and isinstance(error, ParamServeError):
+                if each.options.tick:
                     self.fail_staged(each.block.group_name, error)
             self._exchange.give_back(values)
             raise
         for each, sent in zip(parts, prepared, strict=True):
             if each.options.tick:
-                self._ended(sent)
+                self._ended(sent, enters)
         at = {id(each): number for number, each in enumerate(parts)}
         return [prepared[at[id(each)]].ticket for each in given]
 
     def _prepare_parts(
-        self, parts: StepParts, values: list[Slot], enters: tuple[int, ...]
+        self, parts: StepParts, values: list[Slot], enters: Sequence[Block]
     ) -> Prepared:
         """One group's part of a call as it is about to be sent.
 
         Args:
             values: gets the slots that are taken for what is pulled.
-            enters: groups that it names.
+            enters: groups that it names if it ends a clock that collects.
         """
         block, options = parts.block, parts.options
+        if not (options.tick and enters and self.terms_of(block).collects):
+            enters = ()
         push_parts = [] if options.skip else [self._gradient_parts(*each) for each in parts.pushes]
         push_parts += [] if options.skip else [each.headers for each in parts.row_pushes]
         places = []
@@ -181,7 +179,7 @@ class Steps(Entering):
         places: Sequence[tuple[Block, Slot]],
         *,
         marked: bool = True,
-        enters: tuple[int, ...] = (),
+        enters: Sequence[Block] = (),
     ) -> Prepared:
         """A step as it is about to be sent; its ticket is bound to the answers.
 
@@ -211,7 +209,7 @@ class Steps(Entering):
                 clip_norm,
                 self.factor,
                 mark,
-                enters=enters,
+                enters=tuple(each.group for each in enters),
             )
             for shard, base in enumerate(self.versions[group])
         ]
@@ -222,8 +220,9 @@ class Steps(Entering):
         self._bind(ticket, operation, captured, name, after)
         return Prepared(ticket, requests, operation, name, clock)
 
-    def _ended(self, sent: Prepared) -> None:
-        """A step with a tick was sent."""
+    def _ended(self, sent: Prepared, enters: Sequence[Block]) -> None:
+        """A step with a tick was sent, which names groups."""
+        self.named(enters)
         self.go_on(sent.group, sent.clock + 1)
         for staged in self._staged.pop(sent.group, ()):
             staged.operation = sent.operation
@@ -231,7 +230,7 @@ class Steps(Entering):
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
 
-    def _knock(self, block: Block, until: float, enters: tuple[int, ...] = ()) -> bool:
+    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
         """End one clock with nothing, not with leased samples either; whether it was in time."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self.begin(max(until - time.monotonic(), 0.0))
@@ -246,10 +245,10 @@ class Steps(Entering):
         self._staged.setdefault(block.group_name, []).append(ticket)
         return ticket
 
-    def fail_staged(self, group: str, error: ParamServeError) -> None:
-        """The step that these pushes were part of was not sent: their tickets say so."""
+    def fail_staged(self, group: str, why: BaseException) -> None:
+        """The step of these pushes was not sent: their tickets say so, and not the next step's."""
         operation = Operation(1)
-        operation.failed(error)
+        operation.failed(not_sent(group, why))
         for ticket in self._staged.pop(group, ()):
             ticket.operation = operation
 

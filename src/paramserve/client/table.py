@@ -132,7 +132,7 @@ class Table:
         Returns:
             Ticket of the outcome.
         Raises:
-            TypeError, ValueError: the keys, or the weight. ShapeMismatch, DtypeMismatch: the
+            TypeError, ValueError: the keys, the weight or hyper. ShapeMismatch, DtypeMismatch: the
                 gradients. NonFinite: one of them, with its key. In all cases nothing was applied.
             TableFull: from the ticket: a server has no room for the new keys, and applied nothing.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from paramserve.client.exchange import Slot, again, done
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
-from paramserve.errors import ClientClosed, ParamServeError
+from paramserve.errors import ClientClosed, ParamServeError, Timeout
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +44,7 @@ class Waits(Protocol):
     def poll(self, operation: Operation) -> bool: ...
     def read_versions(self, group: int, operation: Operation) -> None: ...
     def give_back(self, slots: Sequence[Slot]) -> None: ...
+    def forget(self, ticket: Ticket) -> None: ...
     def error_was_read(self, ticket: Ticket) -> None: ...
 
 
@@ -84,8 +86,15 @@ class Ticket:
         """
         if self._outcome is not None:
             return self._outcome
-        for other in self.others:
-            other.result(timeout_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            for other in self.others:
+                other.result(timeout_s)
+                timeout_s = None if until is None else max(until - time.monotonic(), 0.0)
+        except ParamServeError as error:
+            if self._places and not isinstance(error, Timeout):  # after one it may be waited for
+                self._client.forget(self)
+            raise
         operation = self.operation
         if operation is None:
             raise ClientClosed(

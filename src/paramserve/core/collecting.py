@@ -18,6 +18,7 @@ from paramserve.core.stepping import Part, apply_parts, finite
 from paramserve.core.two_stroke import Contribution, refusal_of, total
 from paramserve.errors import (
     NotAMember,
+    Overloaded,
     ParamServeError,
     ProtocolError,
     RuleFailed,
@@ -115,10 +116,16 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
         )
     squared = 0.0
     skip = any(step.skip for step in steps)
-    if clip > 0.0 and finite and not refusal and not skip:
-        squared = _squared_norm(group, held)
-    elif finite and not refusal and not skip and held:
-        refusal = _draft(group, held)
+    if finite and not refusal and not skip and held:
+        try:
+            if clip > 0.0:
+                squared = _squared_norm(group, held)
+            else:
+                _draft(group, held)
+        except ParamServeError as error:
+            refusal = (type(error).__name__, error.failed, error.fix)
+        except MemoryError:
+            refusal = (type(full := _full(group)).__name__, full.failed, full.fix)
     return Ready(
         group.id,
         group.committed,
@@ -143,25 +150,26 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
     return squared
 
 
-def _draft(group: Group, held: list[Contribution]) -> tuple[str, ...]:
-    """Compute what a guarded rule makes of a clock before it is decided: (kind, failed, fix) if a
-    rule fails, so that no shard applies it; else empty."""
-    try:
-        scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
-        key = _key(group, scale, held)
-        push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
-        for number, block in sorted(group.blocks.items()):
-            having = [each for each in held if number in each.gradients]
-            if having and (block.guarded or isinstance(block, KeyedBlock)):
-                gradient, active = total(having, block, keep=True)
-                hyper = having[0].gradients[number][0].hyper
-                block.draft(gradient, active, hyper, push, key)
-    except ParamServeError as error:
-        return (type(error).__name__, error.failed, error.fix)
-    except MemoryError:
-        failed = f"a server has no memory for an update of group {group.name!r}"
-        return ("Overloaded", failed, "use more servers on more machines, or smaller parameters")
-    return ()
+def _draft(group: Group, held: list[Contribution]) -> None:
+    """Compute what a guarded rule makes of a clock before it is decided: if it fails, no shard
+    applies it."""
+    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
+    key = _key(group, scale, held)
+    push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
+    for number, block in sorted(group.blocks.items()):
+        having = [each for each in held if number in each.gradients]
+        if having and (block.guarded or isinstance(block, KeyedBlock)):
+            gradient, active = total(having, block, keep=True)
+            hyper = having[0].gradients[number][0].hyper
+            block.draft(gradient, active, hyper, push, key)
+
+
+def _full(group: Group) -> Overloaded:
+    return Overloaded(
+        f"a server has no memory for an update of group {group.name!r}",
+        applied="unknown",
+        fix="use more servers on more machines, or smaller parameters",
+    )
 
 
 def _key(group: Group, scale: float, contributors: list[Contribution]) -> object:
@@ -189,11 +197,13 @@ def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) ->
     }
     try:
         _apply(group, commit, contributors, pushed)
-    except (RuleFailed, TableFull) as error:
-        error.__context__ = error.__cause__ = None  # their frames would hold the clients' memory
-        error = error.with_traceback(None)
+    except (RuleFailed, TableFull, MemoryError) as error:
+        failure = _full(group) if isinstance(error, MemoryError) else error
+        # The frames behind it would hold the clients' memory.
+        failure.__context__ = failure.__cause__ = None
+        failure = failure.with_traceback(None)
         for number in pushed:
-            group.blocks[number].failure = (commit.clock, error)
+            group.blocks[number].failure = (commit.clock, failure)
     for rank, _ in chosen:
         group.staleness.setdefault(rank, Staleness()).add(0)
     if pushed:

@@ -31,6 +31,7 @@ from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import (
     ENDED,
     SESSION_KEEP_S,
+    no_memory,
     refusal,
 )
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
@@ -140,12 +141,8 @@ class Shard(ShardChanges):
             wrong = ParamServeError(str(error), fix="correct the argument")
             answer = Answer(refusal(request.message.seq, wrong))
         except MemoryError:
-            full = Overloaded(
-                f"shard {self.number} has no memory for a {type(request.message).__name__}",
-                applied="unknown",
-                fix="use more servers on more machines, smaller parameters, or max_bytes of tables",
-            )
-            answer = Answer(refusal(request.message.seq, full))
+            what = f"a {type(request.message).__name__}"
+            answer = Answer(refusal(request.message.seq, no_memory(self.number, what, "unknown")))
         if answer is not None:
             self._answer(session, answer)
 
@@ -253,6 +250,7 @@ class Shard(ShardChanges):
         asked = request
         if step.clock == UNDER_WAY:
             session.asks_clock.add(group.id)
+            session.asked = request
             step = structs.replace(step, clock=group.clocks.get(session.rank, group.start))
             request = request._replace(message=step)
         try:

@@ -14,7 +14,7 @@ from paramserve.core import asking, collecting, stepping
 from paramserve.core.changes import Since
 from paramserve.core.decisions import ADMIT, Admit
 from paramserve.core.group import Group, Proposed
-from paramserve.core.shard_members import AWAITED
+from paramserve.core.shard_members import AWAITED, no_memory, refusal
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
 from paramserve.core.two_stroke import Contribution, lead_of
@@ -204,15 +204,27 @@ class ShardClocks(ShardWaiting):
         for each in held:
             self._enter_with(group, each, commit)
         group.commit(rank for rank in chosen if self.members[rank].state in AWAITED)
-        waiting = []
+        waiting, again = list[ShardSession](), list[tuple[ShardSession, Request]]()
         for each in held:
             session = self.sessions.get(each.client)
             if session is not None and session.held is not None:
                 waiting.append(session)
-                answer = collecting.after_commit(self, group, commit, each.step, session)
+                if session.asked is not None and _decided_without(each, commit):
+                    again.append((session, session.asked))
+                    session.held = None
+                    continue
+                try:
+                    answer = collecting.after_commit(self, group, commit, each.step, session)
+                except MemoryError:
+                    full = no_memory(self.number, "the values that a step reads", "no")
+                    if each.client in commit.contributors:
+                        full.applied = "yes"
+                    answer = Answer(refusal(each.step.seq, full))
                 if isinstance(answer.message, Done):
                     answer = self._with_news(group, session, answer)
                 self._answer(session, answer)
+        for session, request in again:
+            self._execute(session, request)
         for session in waiting:
             self._drain(session)
         self._clocks_changed(group)
@@ -221,16 +233,17 @@ class ShardClocks(ShardWaiting):
         """Wait for a worker from now on in the groups that its step names, if this clock had to
         wait for it, or took it in.
 
-        All shards do so before anybody who steps in both groups can go on in the others: they agree
-        on the clock there.
+        All shards do so before anybody else of this clock who steps in both groups can go on in the
+        others: they agree on the clock there. Where there is nobody else, one shard may be a clock
+        behind; a step of that clock is made again (`_decided_without`).
         """
         session = self.sessions.get(brought.client)
         if not brought.step.enters or session is None or not self._may_enter(session):
             return
         if session.rank in group.clocks or brought.client in commit.contributors:
-            others = (self.groups.get(number) for number in brought.step.enters)
-            for other in others:
-                if other is not None and session.rank not in other.clocks:
+            for number in brought.step.enters:
+                other = self.groups.get(number)
+                if other is not None and other is not group and session.rank not in other.clocks:
                     other.enter(session.rank)
 
     def _from_shard(self, message: PeerMessage) -> None:
@@ -252,3 +265,8 @@ class ShardClocks(ShardWaiting):
                 self._on_paused(group, message)
             case Switch():
                 self._on_switch(group, message)
+
+
+def _decided_without(brought: Contribution, commit: Commit) -> bool:
+    """Whether a clock has gone on with others."""
+    return bool(commit.contributors) and brought.client not in commit.contributors

@@ -17,7 +17,14 @@ from paramserve.core.group import Group
 from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import flush
-from paramserve.errors import ClientClosed, Overloaded, ParamServeError, UnknownName, WorkerFenced
+from paramserve.errors import (
+    Applied,
+    ClientClosed,
+    Overloaded,
+    ParamServeError,
+    UnknownName,
+    WorkerFenced,
+)
 from paramserve.ids import NO_RANK
 from paramserve.messages import Done, Member, Members, Refused, Step
 from paramserve.rules.registry import NONE
@@ -267,10 +274,19 @@ class ShardMembers(ABC):
         if session.rank in self._retiring and isinstance(message, Done):
             answer = Answer(structs.replace(message, retire=True), answer.payload)
         session.record(answer)
-        session.held = session.done = None
+        session.held = session.done = session.asked = None
         self._effects.replies.append((session.client, answer))
 
 
 def refusal(seq: int, error: ParamServeError) -> Refused:
     """An error as the reply that carries it."""
     return Refused(seq, type(error).__name__, error.failed, error.applied, error.fix)
+
+
+def no_memory(shard: int, what: str, applied: Applied) -> Overloaded:
+    """The system has no memory for something that a client asked of a shard."""
+    return Overloaded(
+        f"shard {shard} has no memory for {what}",
+        applied=applied,
+        fix="use more servers on more machines, smaller parameters, or max_bytes of tables",
+    )

@@ -70,6 +70,8 @@ class ShardSession:
         self.fenced = False
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
+        self.asked: Request | None = None
+        """What is held, as it came, if it did not say its clock."""
         self.asks_clock: set[int] = set()
         """Groups where the client does not know its clock: the next answer says it."""
         self.gone_at: float | None = None

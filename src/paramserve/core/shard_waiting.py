@@ -12,7 +12,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.decisions import Pull, Wait
 from paramserve.core.events import Inquired
 from paramserve.core.group import Group
-from paramserve.core.shard_members import ShardMembers, refusal
+from paramserve.core.shard_members import ShardMembers, no_memory, refusal
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.two_stroke import lead_of
 from paramserve.errors import ParamServeError, PolicyFailed
@@ -129,6 +129,9 @@ class ShardWaiting(ShardMembers):
             answer = self._read(session, group, held, done)
         except ParamServeError as error:
             answer = Answer(refusal(step.seq, error))
+        except MemoryError:
+            full = no_memory(self.number, "the values that a step reads", "yes")
+            answer = Answer(refusal(step.seq, full))
         if answer is None:
             return False
         if isinstance(answer.message, Done):

@@ -267,7 +267,7 @@ def _buffer(group: Group, parts: list[Part], how: Buffer, clock: int) -> None:
         buffer.add(parts, how.weight)
         try:
             buffer.apply(group.blocks, push)
-        except (RuleFailed, TableFull):  # of a table: those that were in the buffer are lost
+        except (RuleFailed, TableFull, MemoryError):  # those that were in the buffer may be lost
             group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + before
             raise
         group.advance()
@@ -284,6 +284,6 @@ def flush(group: Group) -> None:
     push = PushInfo(-1, group.slowest, group.version, 0, 1.0, 1.0 / count)
     try:
         buffer.apply(group.blocks, push)
-    except (RuleFailed, TableFull):
+    except (RuleFailed, TableFull, MemoryError):
         group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + count
     group.advance()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paramserve.errors import ParamServeError
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
@@ -138,13 +139,20 @@ class Hybrid(Adopted[AdoptedBlock]):
         return rows
 
     def _push(self, taken: list[TablePush]) -> None:
-        """Send the rows, and look at the push before, so that its error is not told much later."""
+        """Send the rows, and raise what became of the push before: these rows are sent all the
+        same, for the dense layers have made this step."""
         weight = self._weight()
         before, self._sent = self._sent, None
-        if before is not None:
-            before.result()
+        refused: ParamServeError | None = None
+        try:
+            if before is not None:
+                before.result()
+        except ParamServeError as error:
+            refused = error
         if taken:
             self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
+        if refused is not None:
+            raise refused
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""

@@ -33,8 +33,8 @@ class Guest(Entering):
         self.in_time: list[bool] = []
         self.knocks: list[tuple[str, tuple[int, ...]]] = []
 
-    def _knock(self, block: Block, until: float, enters: tuple[int, ...] = ()) -> bool:
-        self.knocks.append((block.group_name, enters))
+    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
+        self.knocks.append((block.group_name, tuple(each.group_name for each in enters)))
         self._steps_in(block)
         return self.in_time.pop(0) if self.in_time else True
 
@@ -44,17 +44,18 @@ class Guest(Entering):
     def guests(self) -> list[str]:
         return [each.group_name for each in self.blocks if self.is_guest(each.group_name)]
 
-    def step(self, *blocks: Block) -> tuple[int, ...]:
-        """A call that ends a clock of each."""
+    def step(self, *blocks: Block) -> tuple[str, ...]:
+        """A call that ends a clock of each; the groups that its first step names."""
         enters = self.enter(blocks, 1.0)
         for each in blocks:
             self._steps_in(each)
-        return enters
+        self.named(enters)
+        return tuple(each.group_name for each in enters)
 
 
 def late(*blocks: Block) -> Guest:
     guest = Guest(*blocks)
-    guest.joined_late = True
+    guest.came_late([block.group_name for block in blocks])
     return guest
 
 
@@ -66,7 +67,7 @@ def test_worker_that_is_waited_for_everywhere_sends_nothing_first() -> None:
 def test_late_worker_knocks_at_the_first_group_until_it_is_in_time_and_names_the_others() -> None:
     worker = late(FREE, A, BB, CCC)
     worker.in_time = [False, False, True]
-    assert worker.step(FREE, A, BB) == (BB.group, CCC.group)
+    assert worker.step(FREE, A, BB) == ("bb", "ccc")
     assert worker.knocks == [("a", ())] * 3
     assert worker.guests() == []
     assert worker.step(FREE, A, BB) == ()
@@ -81,7 +82,7 @@ def test_step_of_a_group_where_the_others_wait_names_those_where_it_rests() -> N
     worker = Guest(A, BB)
     worker.step(A, BB)
     worker.rests("bb")
-    assert (worker.step(A, BB), worker.knocks, worker.guests()) == ((BB.group,), [], [])
+    assert (worker.step(A, BB), worker.knocks, worker.guests()) == (("bb",), [], [])
 
 
 @pytest.mark.parametrize("call", [(A, BB), (A,)])
@@ -93,13 +94,43 @@ def test_guest_of_the_first_group_enters_with_an_empty_step_where_the_others_wai
     worker.step(A, BB)
     worker.rests("a")
     assert worker.step(*call) == ()
-    assert (worker.knocks, worker.guests()) == ([("bb", (A.group,))], [])
+    assert (worker.knocks, worker.guests()) == ([("bb", ("a",))], [])
 
 
 def test_group_that_was_never_stepped_is_none_where_the_others_wait() -> None:
     worker = Guest(A, BB)
     worker.rests("a")
     assert (worker.step(A), worker.knocks) == ((), [("a", ())])
+
+
+def test_guest_ends_the_round_of_the_others_and_the_last_group_names_the_first() -> None:
+    """They wait for it in each of them, one after the other, before they come back to the first."""
+    worker = Guest(CCC, BB, A, FREE)
+    for call in ((A,), (FREE, BB), (CCC,)):
+        worker.step(*call)
+    worker.rests("bb")
+    assert worker.step(FREE, BB) == ()
+    assert worker.knocks == [("ccc", ()), ("a", ("bb",))]
+
+
+def test_other_guest_of_the_call_is_named_by_its_first_step() -> None:
+    worker = Guest(A, BB, CCC)
+    worker.step(A, BB, CCC)
+    for name in ("a", "ccc"):
+        worker.rests(name)
+    assert worker.step(A, BB, CCC) == ("ccc",)
+    assert worker.knocks == [("bb", ("a",))]
+
+
+def test_rest_in_one_group_stays_while_another_one_is_stepped() -> None:
+    worker = Guest(A, BB, CCC)
+    worker.step(A, BB, CCC)
+    worker.rests("bb")
+    worker.step(A)
+    worker.rests("a")
+    worker.rests("ccc")
+    assert worker.step(A) == ("ccc",)
+    assert worker.guests() == ["bb"]
 
 
 # --- ahead ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ with their gradients; a read names keys, and the places where their rows go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,19 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 
+class Draft(NamedTuple):
+    """An update that is made sure of."""
+
+    key: object
+    gradient: RowGradient
+    hyper: Hyper
+    push: PushInfo
+    computed: RowDraft | None
+    """Of a rule that is not ours."""
+    dropped: Array
+    """Keys that are counted, and get no row."""
+
+
 class KeyedBlock(Ruled):
     """The part of a table that one shard holds.
 
@@ -58,7 +71,7 @@ class KeyedBlock(Ruled):
         super().__init__(spec, rule, attempt)
         self.table = spec.table
         self.clock = 0
-        self._draft: tuple[object, RowGradient, Hyper, PushInfo, RowDraft | None] | None = None
+        self._draft: Draft | None = None
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
@@ -165,10 +178,10 @@ class KeyedBlock(Ruled):
         """
         assert self.rule is not None, "a table has one"
         assert out is None, "rows are read by `read`"
-        rows, keys, values = self._admitted(gradient)
-        if not keys.size:
-            return
-        self._updated(apply_rows, rows, keys, values, hyper, push)
+        rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
+        self.unadmitted += dropped.size
+        if keys.size:
+            self._updated(apply_rows, rows, keys, values, hyper, push)
 
     def _updated(
         self,
@@ -193,19 +206,19 @@ class KeyedBlock(Ruled):
             failed.__context__ = None
             raise failed.with_traceback(None) from None
 
-    def _admitted(self, gradient: RowGradient) -> tuple[Array, Array, Array]:
+    def _admitted(
+        self, gradient: RowGradient, purpose: Purpose
+    ) -> tuple[Array, Array, Array, Array]:
         """Rows for the keys of a gradient, [m], their keys, and their gradients [m, dim]: without
-        those that the table does not admit yet."""
+        those that the table does not admit yet, whose keys come last."""
         keys, values = gradient
         if not keys.size:
-            return keys, keys, values
-        taken = self.store.take(keys, self.clock, Purpose.PUSH)
-        rows = taken.rows
-        if taken.dropped:
-            self.unadmitted += taken.dropped
-            there = np.flatnonzero(rows >= 0)
-            rows, keys, values = rows[there], keys[there], values[there]
-        return rows, keys, values
+            return keys, keys, values, keys
+        taken = self.store.take(keys, self.clock, purpose)
+        if not taken.dropped:
+            return taken.rows, keys, values, keys[:0]
+        there = np.flatnonzero(taken.rows >= 0)
+        return taken.rows[there], keys[there], values[there], keys[taken.rows < 0]
 
     def draft(
         self,
@@ -226,22 +239,25 @@ class KeyedBlock(Ruled):
         assert self.rule is not None, "a table has one"
         self._draft = None
         chosen = hyper if hyper is not None else self.hyper
-        rows, keys, values = self._admitted(gradient)
+        rows, keys, values, dropped = self._admitted(gradient, Purpose.DRAFT)
         computed = None
         if keys.size and not is_built_in(self.rule):
             computed = self._updated(draft_rows, rows, keys, values, hyper, push)
-        self._draft = (key, RowGradient(keys, values), chosen, push, computed)
+        self._draft = Draft(key, RowGradient(keys, values), chosen, push, computed, dropped)
 
     def has_draft(self, key: object) -> bool:
         """Whether the last draft was made under this key, and has not been kept yet."""
-        return self._draft is not None and self._draft[0] == key
+        return self._draft is not None and self._draft.key == key
 
     def keep_draft(self) -> None:
         """Make the last draft the rows' values and state."""
         assert self.rule is not None, "a table has one"
         assert self._draft is not None, "draft() comes first"
-        _, (keys, values), hyper, push, computed = self._draft
+        _, (keys, values), hyper, push, computed, dropped = self._draft
         self._draft = None
+        if dropped.size:
+            self.store.take(dropped, self.clock, Purpose.PUSH)
+            self.unadmitted += dropped.size
         if not keys.size:
             return
         # Rows may lie elsewhere by now; one that was evicted in between begins anew.
@@ -362,5 +378,6 @@ class KeyedBlock(Ruled):
         if not given.keys.size:
             return
         parts.check_records(given, self.spec)
+        self._draft = None  # of what the rows were
         taken = self.store.take(given.keys, self.clock, Purpose.PUT)
         self.store.write(taken.rows, given.values, given.state, given.counts)

@@ -48,6 +48,8 @@ class Purpose(Enum):
     """Creates, unless keys need to be admitted. Counts as use."""
     PUSH = "push"
     """Creates; a key that needs to be admitted is counted first. Counts as use."""
+    DRAFT = "draft"
+    """As PUSH, but a key that is not admitted by it is not counted: the push is still to come."""
     PUT = "put"
     """Creates always. Counts as use."""
 
@@ -60,7 +62,7 @@ class Taken(NamedTuple):
     created: int
     """Rows that were made for this."""
     dropped: int
-    """Of a PUSH: keys, counted as often as they stand there, that have no row."""
+    """Of a PUSH or DRAFT: keys, counted as often as they stand there, that have no row."""
 
 
 class RowStore:
@@ -95,7 +97,7 @@ class RowStore:
         self.options = options
         self.stream = stream
         self._name = name
-        self.created = self.evicted = self.dropped = 0
+        self.created = self.evicted = 0
         self._state = np.ascontiguousarray(state, np.float32)
         self._drawing = drawing(options.init, stream, layout.dim)
         self._index = Index()
@@ -168,11 +170,10 @@ class RowStore:
         waits = purpose is Purpose.PULL and self._candidates is not None
         if absent and purpose is not Purpose.READ and not waits:
             created, absent = self._create(keys, rows, absent, purpose)
-            dropped = absent if purpose is Purpose.PUSH else 0
+            dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
         elif self._use is not None and purpose is not Purpose.READ:
             self._use.touch(rows, self._clock)
         self.created += created
-        self.dropped += dropped
         return Taken(rows, created, dropped)
 
     def _find(self, keys: Keys, rows: Keys) -> int:
@@ -202,20 +203,23 @@ class RowStore:
             chains[:] = 0
             fresh = fresh[: kernels.distinct(keys, rows, chains, fresh, which)]
             admitted = None
-            if self._candidates is not None and purpose is Purpose.PUSH:
+            counted = fresh
+            if self._candidates is not None and purpose in (Purpose.PUSH, Purpose.DRAFT):
                 admitted = self._candidates.admitted(fresh)
+                counted = fresh if purpose is Purpose.PUSH else fresh[admitted]
             wanted = fresh if admitted is None else fresh[admitted]
             over = self._over(wanted.size, rows)
             self._reserve(wanted.size, over)
             if self._candidates is not None and admitted is not None:
-                self._candidates.reserve(fresh)
+                self._candidates.reserve(counted)
         except MemoryError:
             raise self._no_memory(absent) from None
         if self._use is not None:
             self._use.touch(rows, self._clock)
             self._evict(self._use.oldest(over))
         if self._candidates is not None and admitted is not None:
-            self._candidates.count(fresh, admitted)
+            known = admitted if counted is fresh else np.ones(counted.size, np.bool_)
+            self._candidates.count(counted, known)
         made = self._new_rows(wanted)
         if admitted is not None:
             every = np.full(fresh.size, -1, np.int64)
@@ -241,9 +245,12 @@ class RowStore:
             if self._use is not None and self._ttl is not None:
                 self._evict(self._use.oldest(over, self._clock - self._ttl))
                 over = len(self) + more - self.rows_max
-            wanted = more + np.unique(rows[rows >= 0]).size
-            if over > 0 and (self.options.lru is None or wanted > self.rows_max):
-                raise self._full(more, wanted)
+            if over > 0 and self.options.lru is None:
+                raise self._full(more, more)
+            if over > 0 and more + rows.size > self.rows_max:  # else they fit, however they repeat
+                wanted = more + np.unique(rows[rows >= 0]).size
+                if wanted > self.rows_max:
+                    raise self._full(more, wanted)
         return max(over, 0)
 
     def _reserve(self, more: int, over: int) -> None:

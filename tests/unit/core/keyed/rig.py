@@ -80,9 +80,11 @@ class Model:
         if self.count > 1 and purpose is Purpose.PULL:
             new = []
         counted: list[int] = []
-        if self.count > 1 and purpose is Purpose.PUSH:
+        pushes = purpose in (Purpose.PUSH, Purpose.DRAFT)
+        if self.count > 1 and pushes:
             counted = new
             new = [key for key in counted if self.pushes.get(key, 0) + 1 >= self.count]
+            counted = counted if purpose is Purpose.PUSH else new
         known = [key for key in dict.fromkeys(keys) if key in self.used]
         if self.lru is not None and len(new) + len(known) > self.lru:
             return None
@@ -101,5 +103,5 @@ class Model:
             self.used[key] = clock
         self.created += len(new)
         has = [key in self.used for key in keys]
-        self.dropped += has.count(False) if purpose is Purpose.PUSH else 0
+        self.dropped += has.count(False) if pushes else 0
         return has
