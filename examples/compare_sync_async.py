@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 import paramserve as ps
 import report
 from arguments import count
+from ending import exit_code
 from racing import SCENARIOS, Course, Entrant, Pace, prepare, race
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -241,20 +241,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Race, print a table for each scenario, write pictures and figures."""
     options = parse(argv)
     torch.set_num_threads(1)
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
-    try:
-        races = run(options, console)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    races = run(options, console)
     saved = report.save_races(races, options.out / time.strftime("compare-%Y%m%d-%H%M%S"))
     for scenario in options.scenario:
         console.print(report.race_table([one for one in races if one.scenario == scenario]))
@@ -265,7 +260,6 @@ def main(argv: list[str] | None = None) -> int:
             picture = f"consistency_{scenario}.png"
             (DOCS / picture).write_bytes((saved / picture).read_bytes())
     console.print(f"Figures and pictures: {saved}")
-    return 0
 
 
 if __name__ == "__main__":

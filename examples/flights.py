@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed
 from rich.console import Console
-from rich.markup import escape
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -32,10 +30,10 @@ from torch.utils.data import TensorDataset
 import paramserve as ps
 import table_data
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
+from table_data import Split
 
-HELD_OUT = 0.1
-"""Of the flights, drawn at random."""
 DIM = 16
 STD = 0.01
 """Of the rows' initial values."""
@@ -62,19 +60,13 @@ class Lateness(nn.Module):
         return self.layers(torch.cat([traits, *found], 1))[:, 0]
 
 
-class Data(NamedTuple):
-    """Flights to train on and held out: keys [n, 5], traits [n, 14], late [n] of each."""
-
-    train: tuple[np.ndarray, ...]
-    held_out: tuple[np.ndarray, ...]
-
-
-def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> float:
+def train(worker: ps.Worker, data: Split, options: argparse.Namespace) -> float:
     """What each worker does; returns the AUC at the end."""
 
     def rows(field: str) -> nn.Module:
         rule, init = ps.Adagrad(lr=RATE), ps.Normal(std=STD)
-        return ps.pytorch.Embedding(worker.client.table(field, dim=DIM, rule=rule, init=init))
+        table = worker.client.table(field, dim=DIM, rule=rule, init=init, seed=worker.seed)
+        return ps.pytorch.Embedding(table)
 
     worker.process_group()
     model = DistributedDataParallel(Lateness(rows, options.units))
@@ -100,30 +92,28 @@ def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> float:
     return area(model.module, data.held_out)
 
 
-def serial(data: Data, options: argparse.Namespace) -> float:
+def serial(data: Split, options: argparse.Namespace) -> float:
     """The same in this process, with torch's own modules and rules."""
     torch.manual_seed(options.seed)
-    parts = data.train[0], data.held_out[0]
-    numbers, size = table_data.numbered(np.concatenate(parts))
-    keys, held_out_keys = np.split(numbers, [len(parts[0])])
+    data, size = data.numbered()
     model = Lateness(
         lambda field: nn.Embedding(size, DIM, _weight=torch.randn(size, DIM) * STD), options.units
     )
     adam = torch.optim.Adam(model.layers.parameters(), lr=options.lr)
     adagrad = torch.optim.Adagrad(model.fields.parameters(), lr=RATE)
-    tensors = [*map(torch.from_numpy, (keys, *data.train[1:]))]
-    batch_size = options.batch_size * options.workers
-    steps = options.epochs * (len(keys) // batch_size)
+    tensors = [*map(torch.from_numpy, data.train)]
+    samples, batch_size = len(tensors[0]), options.batch_size * options.workers
+    steps = options.epochs * (samples // batch_size)
     schedule = LinearLR(adam, 1.0, 0.0, total_iters=steps)
     for _ in range(options.epochs):
-        for index in torch.randperm(len(keys))[: steps * batch_size].split(batch_size):
-            some, traits, late = (each[index] for each in tensors)
+        for index in torch.randperm(samples)[: steps * batch_size].split(batch_size):
+            keys, traits, late = (each[index] for each in tensors)
             model.zero_grad()
-            F.binary_cross_entropy_with_logits(model(some, traits), late).backward()
+            F.binary_cross_entropy_with_logits(model(keys, traits), late).backward()
             adam.step()
             adagrad.step()
             schedule.step()
-    return area(model, (held_out_keys, *data.held_out[1:]))
+    return area(model, data.held_out)
 
 
 def area(model: nn.Module, held_out: Iterable[np.ndarray]) -> float:
@@ -137,12 +127,10 @@ def area(model: nn.Module, held_out: Iterable[np.ndarray]) -> float:
     return float(roc_auc_score(late, scores.numpy()))
 
 
-def load(options: argparse.Namespace) -> Data:
-    """The flights that arrived, a tenth of them held out."""
+def load(options: argparse.Namespace) -> Split:
+    """The flights that arrived: keys [n, 5], traits [n, 14], late [n]."""
     flights = table_data.read_flights(table_data.fetch_flights(options.data))
-    order = np.random.default_rng(options.seed).permutation(len(flights.late))[: options.flights]
-    held_out, kept = np.split(order, [round(HELD_OUT * len(order))])
-    return Data(*(tuple(each[part] for each in flights) for part in (kept, held_out)))
+    return table_data.held_out(flights, options.seed, options.flights)
 
 
 def learn(options: argparse.Namespace, console: Console) -> None:
@@ -179,19 +167,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train and print how well late flights are told from others."""
     options = parse(argv)
     torch.set_num_threads(1)
-    console = Console()
-    try:
-        learn(options, console)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
-    return 0
+    learn(options, Console())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import numpy as np
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -26,6 +25,7 @@ from torch.utils.data import TensorDataset
 import paramserve as ps
 import table_data
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 from meeting import meet
 from table_data import Triples
@@ -65,7 +65,7 @@ def train(worker: ps.Worker, graph: Triples, options: argparse.Namespace) -> flo
 
     def rows(name: str) -> nn.Module:
         rule, init = ps.Adagrad(lr=options.lr), ps.Normal(std=STD)
-        table = worker.client.table(name, dim=options.dim, rule=rule, init=init)
+        table = worker.client.table(name, dim=options.dim, rule=rule, init=init, seed=worker.seed)
         return ps.pytorch.Embedding(table)
 
     model = DistMult(rows("entities"), rows("relations"))
@@ -161,19 +161,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train and print how well held-out facts are completed."""
     options = parse(argv)
     torch.set_num_threads(1)
-    console = Console()
-    try:
-        learn(options, console)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
-    return 0
+    learn(options, Console())
 
 
 if __name__ == "__main__":

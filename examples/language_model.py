@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -29,6 +28,7 @@ from torch.utils.data import TensorDataset
 import datasets
 import paramserve as ps
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[.,;:!?]")
@@ -184,20 +184,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train, showing how it gets on, and print the final perplexities."""
     options = parse(argv)
     torch.set_num_threads(1)
     console = Console()
-    try:
-        reached, base = learn(options, console)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    reached, base = learn(options, console)
     console.print(f"Held-out perplexity: {reached:,.1f}; of the unigram model: {base:,.1f}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 import paramserve as ps
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 
 BITS = 64
@@ -124,26 +124,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train, and print the table's size beside the workers'."""
     options = parse(argv)
     console = Console()
-    try:
-        result = ps.run(
-            train,
-            args=(options.limit_mb,),
-            workers=options.workers,
-            servers=options.servers,
-            engine=engine_of(options.engine),
-            consistency=ps.Async(),
-        )
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    result = ps.run(
+        train,
+        args=(options.limit_mb,),
+        workers=options.workers,
+        servers=options.servers,
+        engine=engine_of(options.engine),
+        consistency=ps.Async(),
+    )
     show([Outcome(*each) for each in result.returns.values()], options, console)
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ import datasets
 import paramserve as ps
 import report
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 from paramserve.observe import watch
 
@@ -173,22 +173,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train, print the table, write curves and picture into a new folder of `--out`."""
     options = parse(argv)
     torch.set_num_threads(1)
     console = Console()
-    try:
-        runs = train_all(options)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    runs = train_all(options)
     console.print(report.table(runs))
     saved = report.save(runs, options.out / time.strftime("mnist-%Y%m%d-%H%M%S"))
     console.print(f"Curves and picture: {saved}")
-    return 0
 
 
 def train_all(options: argparse.Namespace) -> list[report.Run]:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
@@ -32,11 +31,11 @@ from torch.utils.data import TensorDataset
 import paramserve as ps
 import table_data
 from arguments import count
+from ending import exit_code
 from engines import ENGINES, engine_of
 from meeting import meet
+from table_data import Split
 
-HELD_OUT = 0.1
-"""Of the ratings, drawn at random."""
 MEAN = 3.5
 """Stars, where the models begin."""
 
@@ -104,28 +103,24 @@ def tower(widths: Sequence[int]) -> nn.Sequential:
 MODELS = {"mf": Factorisation, "dlrm": DLRM}
 
 
-class Data(NamedTuple):
-    """Training and held-out ratings: keys [n, 5], traits [n, 23], stars [n] of each."""
-
-    train: tuple[np.ndarray, ...]
-    held_out: tuple[np.ndarray, ...]
-
-
 class Outcome(NamedTuple):
-    """Of one worker: its time, by the machine's clock, and the error with the values at its end."""
+    """Of one worker: its time, by the machine's clock, the samples that it trained on, and the
+    error with the values at its end."""
 
     began: float
     ended: float
+    samples: int
     rmse: float
 
 
-def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> Outcome:
+def train(worker: ps.Worker, data: Split, options: argparse.Namespace) -> Outcome:
     """What each worker does. The data comes with it, so that it may run on another machine."""
     kind = MODELS[options.model]
 
     def rows(name: str, dim: int, std: float) -> nn.Module:
         rule, init = ps.Adagrad(lr=kind.RATE), ps.Normal(std=std)
-        return ps.pytorch.Embedding(worker.client.table(name, dim=dim, rule=rule, init=init))
+        table = worker.client.table(name, dim=dim, rule=rule, init=init, seed=worker.seed)
+        return ps.pytorch.Embedding(table)
 
     model = kind(rows, options)
     optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=options.lr))
@@ -140,16 +135,15 @@ def train(worker: ps.Worker, data: Data, options: argparse.Namespace) -> Outcome
         optimizer.step()  # push gradients of rows and layers, pull the layers' values
         worker.log(loss=loss)
     ended = time.monotonic()
-    return Outcome(began, ended, error(model, data.held_out))
+    samples = len(batches) * options.batch_size
+    return Outcome(began, ended, samples, error(model, data.held_out))
 
 
-def serial(data: Data, options: argparse.Namespace) -> Outcome:
+def serial(data: Split, options: argparse.Namespace) -> Outcome:
     """The same in this process, with torch's own modules and rules."""
     torch.manual_seed(options.seed)
     kind = MODELS[options.model]
-    parts = data.train[0], data.held_out[0]
-    numbers, size = table_data.numbered(np.concatenate(parts))
-    train_keys, held_out_keys = np.split(numbers, [len(parts[0])])
+    data, size = data.numbered()
 
     def rows(name: str, dim: int, std: float) -> nn.Module:
         return nn.Embedding(size, dim, _weight=torch.randn(size, dim) * std)
@@ -158,16 +152,17 @@ def serial(data: Data, options: argparse.Namespace) -> Outcome:
     tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
     dense = [each for each in model.parameters() if all(each is not one for one in tables)]
     optimizers = torch.optim.Adagrad(tables, lr=kind.RATE), torch.optim.Adam(dense, lr=options.lr)
-    tensors = [*map(torch.from_numpy, (train_keys, *data.train[1:]))]
+    tensors = [*map(torch.from_numpy, data.train)]
     began = time.monotonic()
     for _ in range(epochs(options)):
-        for index in torch.randperm(len(train_keys)).split(options.batch_size):
+        for index in torch.randperm(len(tensors[0])).split(options.batch_size):
             model.zero_grad()
             penalised(model, *(each[index] for each in tensors)).backward()
             for optimizer in optimizers:
                 optimizer.step()
     ended = time.monotonic()
-    return Outcome(began, ended, error(model, (held_out_keys, *data.held_out[1:])))
+    samples = epochs(options) * len(tensors[0])
+    return Outcome(began, ended, samples, error(model, data.held_out))
 
 
 def penalised(
@@ -191,12 +186,16 @@ def epochs(options: argparse.Namespace) -> int:
     return options.epochs if options.epochs is not None else MODELS[options.model].EPOCHS
 
 
-def load(options: argparse.Namespace) -> Data:
-    """The ratings, a tenth of them held out."""
+def speed(outcomes: Sequence[Outcome]) -> float:
+    """Samples a second over all workers, from the first one's beginning to the last one's end."""
+    seconds = max(each.ended for each in outcomes) - min(each.began for each in outcomes)
+    return sum(each.samples for each in outcomes) / seconds
+
+
+def load(options: argparse.Namespace) -> Split:
+    """The ratings: keys [n, 5], traits [n, 23], stars [n]."""
     ratings = table_data.read_movielens(table_data.fetch_movielens(options.data))
-    order = np.random.default_rng(options.seed).permutation(len(ratings.stars))
-    held_out, kept = np.split(order, [round(HELD_OUT * len(order))])
-    return Data(*(tuple(each[part] for each in ratings) for part in (kept, held_out)))
+    return table_data.held_out(ratings, options.seed)
 
 
 def compare(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
@@ -205,8 +204,7 @@ def compare(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     found = {}
     if options.serial:
         alone = serial(data, options)
-        samples = epochs(options) * len(data.train[0])
-        found["one process, nn.Embedding"] = (alone.rmse, samples / (alone.ended - alone.began))
+        found["one process, nn.Embedding"] = alone.rmse, speed([alone])
     result = ps.run(
         train,
         args=(data, options),
@@ -217,11 +215,8 @@ def compare(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
         seed=options.seed,
     )
     outcomes = [Outcome(*each) for each in result.returns.values()]
-    last = max(outcomes, key=lambda each: each.ended)  # its values have all others' updates
-    steps = len(data.train[0]) // options.batch_size // options.workers * options.workers
-    samples = epochs(options) * steps * options.batch_size
-    seconds = last.ended - min(each.began for each in outcomes)
-    found[f"{options.workers} workers, tables"] = (last.rmse, samples / seconds)
+    last = max(outcomes, key=lambda each: each.ended)  # its rows and layers have all updates
+    found[f"{options.workers} workers, tables"] = last.rmse, speed(outcomes)
     return found
 
 
@@ -242,25 +237,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Train and print how well the held-out ratings are predicted, and how fast it went."""
     options = parse(argv)
     torch.set_num_threads(1)
     console = Console()
-    try:
-        found = compare(options)
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the job has said how far it got
-        return 130
+    found = compare(options)
     table = Table(title=f"MovieLens 100K, {options.model}", title_justify="left")
     for column in ("run", "held-out RMSE", "samples a second"):
         table.add_column(column, justify="right" if column != "run" else "left")
     for name, (rmse, speed) in found.items():
         table.add_row(name, f"{rmse:.4f}", f"{speed:,.0f}")
     console.print(table)
-    return 0
 
 
 if __name__ == "__main__":

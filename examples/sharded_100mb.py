@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import paramserve as ps
 from arguments import count, counts
+from ending import exit_code
 from engines import ENGINES, engine_of
 from meeting import meet
 
@@ -121,21 +121,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_code
+def main(argv: list[str] | None = None) -> None:
     """Run every K with every N, print the table and the arithmetic."""
     options = parse(argv)
     console = Console()
-    try:
-        pairs = [(servers, workers) for servers in options.servers for workers in options.workers]
-        rows = [measure(servers, workers, options) for servers, workers in pairs]
-    except ps.ParamServeError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except KeyboardInterrupt:  # the run has said how far it got
-        return 130
+    pairs = [(servers, workers) for servers in options.servers for workers in options.workers]
+    rows = [measure(servers, workers, options) for servers, workers in pairs]
     console.print(table(rows, options))
     console.print(arithmetic(max(options.workers), options.megabytes))
-    return 0
 
 
 if __name__ == "__main__":

@@ -131,6 +131,38 @@ def numbered(keys: Int64s) -> tuple[Int64s, int]:
     return numbers.reshape(keys.shape), len(distinct)
 
 
+# --- what is held out ----------------------------------------------------------------------------
+
+HELD_OUT = 0.1
+"""Of the samples, drawn at random."""
+
+
+class Split(NamedTuple):
+    """What to train on and what is held out: the same arrays of each, the first one its keys."""
+
+    train: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+
+    def numbered(self) -> tuple[Split, int]:
+        """The same with keys as numbers from 0, and how many there are: for `nn.Embedding`."""
+        (keys, *train), (others, *held_out) = self
+        numbers, size = numbered(np.concatenate([keys, others]))
+        keys, others = np.split(numbers, [len(keys)])
+        return Split((keys, *train), (others, *held_out)), size
+
+
+def held_out(columns: Sequence[np.ndarray], seed: int, most: int | None = None) -> Split:
+    """Hold some of the samples out.
+
+    Args:
+        columns: arrays with a line for each sample.
+        most: use only so many samples, drawn at random as well.
+    """
+    order = np.random.default_rng(seed).permutation(len(columns[0]))[:most]
+    away, kept = np.split(order, [round(HELD_OUT * len(order))])
+    return Split(*(tuple(each[part] for each in columns) for part in (kept, away)))
+
+
 # --- ratings of films ----------------------------------------------------------------------------
 
 

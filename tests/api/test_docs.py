@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
 import paramserve
 from paramserve import errors
@@ -136,6 +137,8 @@ WHOLE = [*snippets(README), *(code for code in snippets(TABLES) if code.startswi
 
 @pytest.mark.parametrize("code", WHOLE)
 def test_snippet_runs(code: str, tmp_path: Path) -> None:
+    if "parquet" in code or "save_tables" in code:
+        needs("pyarrow")
     script = tmp_path / "snippet.py"
     script.write_text(code)
     done = subprocess.run(

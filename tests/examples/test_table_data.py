@@ -179,3 +179,34 @@ def test_numbered_keys_are_equal_where_keys_are() -> None:
     numbers, size = table_data.numbered(np.array([[9, -5], [-5, 2**62]]))
     assert size == 3
     assert numbers.tolist() == [[1, 0], [0, 2]]
+
+
+# --- what is held out ---------------------------------------------------------------------------
+
+
+def test_held_out_is_a_tenth_at_random_and_lines_stay_together() -> None:
+    columns = np.arange(200).reshape(100, 2), np.arange(100)
+    split = table_data.held_out(columns, 3)
+    again, other = table_data.held_out(columns, 3), table_data.held_out(columns, 4)
+    for part, count in ((split.train, 90), (split.held_out, 10)):
+        assert len(part[1]) == count
+        assert np.array_equal(part[0][:, 0], 2 * part[1])
+    assert sorted([*split.train[1], *split.held_out[1]]) == list(range(100))
+    assert np.array_equal(split.held_out[1], again.held_out[1])
+    assert not np.array_equal(split.held_out[1], other.held_out[1])
+
+
+def test_held_out_most_samples_are_drawn_at_random() -> None:
+    split = table_data.held_out([np.arange(100)], 3, 20)
+    used = [*split.train[0], *split.held_out[0]]
+    assert (len(split.train[0]), len(split.held_out[0]), len(set(used))) == (18, 2, 20)
+    assert max(used) > 50
+
+
+def test_split_numbered_gives_both_parts_the_same_numbers() -> None:
+    traits, others = np.zeros((2, 1)), np.ones((1, 1))
+    split = table_data.Split((np.array([[7], [2**62]]), traits), (np.array([[7]]), others))
+    found, size = split.numbered()
+    assert size == 2
+    assert (found.train[0].tolist(), found.held_out[0].tolist()) == ([[0], [1]], [[0]])
+    assert (found.train[1] is traits, found.held_out[1] is others) == (True, True)

@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,11 +170,11 @@ def test_click_stream_memory_stays_flat_with_admission_and_eviction(
 @pytest.mark.timeout(FETCHING_S)
 def test_worker_with_a_limit_trains_a_table_four_times_as_large(capsys: Printed) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    assert larger_than_worker.main(["--limit-mb", "896", "--servers", "2"]) == 0
+    assert larger_than_worker.main(["--limit-mb", "768", "--servers", "2"]) == 0
     assert resource.getrlimit(resource.RLIMIT_AS) == before  # the worker's own
-    pattern = r"limit 896 MB of address space,\s+at most\s+([\d,]+)\s+MB taken;\s+([\d.]+)%"
+    pattern = r"limit 768 MB of address space,\s+at most\s+([\d,]+)\s+MB taken;\s+([\d.]+)%"
     taken, right = told(pattern + r".*table: [\d,]+ rows, ", capsys)
-    assert taken <= 896
+    assert taken <= 768
     assert right > 99.9
 
 
@@ -188,6 +189,39 @@ def test_limit_that_does_not_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     with pytest.raises(ParamServeError, match="may take 1 MB, its limit, once more"):
         larger_than_worker.limit(1)
+
+
+class Asked(Exception):
+    """Carries the options with which a table was asked for."""
+
+
+class AsksForTables:
+    """A worker whose client goes no further than to the first table."""
+
+    seed = 7
+
+    @property
+    def client(self) -> AsksForTables:
+        return self
+
+    def process_group(self) -> None:
+        return None
+
+    def table(self, name: str, **options: Any) -> None:
+        raise Asked(options)
+
+
+@pytest.mark.parametrize("example", [movielens, flights, knowledge_graph, click_stream])
+def test_tables_are_asked_for_with_the_seed_of_the_run(example: Any) -> None:
+    nothing: dict[str, Any] = {}
+    with pytest.raises(Asked) as asked:
+        example.train(AsksForTables(), nothing, example.parse([]))
+    assert asked.value.args[0]["seed"] == AsksForTables.seed
+
+
+def test_speed_is_of_all_samples_from_the_first_begin_to_the_last_end() -> None:
+    outcomes = [movielens.Outcome(1.0, 4.0, 30, 0.9), movielens.Outcome(2.0, 6.0, 20, 0.9)]
+    assert movielens.speed(outcomes) == 10.0
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ class Entering(ClientClocks):
             return False
         self._enter_at_once([block])
         others = any(
-            each.group != block.group and self.terms_of(each).collects for each in self._defined()
+            each.group != block.group and each.rule is not None and self.terms_of(each).collects
+            for each in self._defined()
         )
         comes_first = self._stepped.get(name) == 0 if self._stepped else not others
         if self.is_guest(name) and comes_first and not self._round([block]):

@@ -134,7 +134,10 @@ class Table:
         Raises:
             TypeError, ValueError: the keys, the weight or hyper. ShapeMismatch, DtypeMismatch: the
                 gradients. NonFinite: one of them, with its key. In all cases nothing was applied.
+            PushTimeout: a server left too much unanswered. Overloaded: no memory here, or too many
+                rows wait for their tick. Nothing was applied.
             TableFull: from the ticket: a server has no room for the new keys, and applied nothing.
+                ServerGone: from it or from here; applied: unknown.
         """
         flat, values = self.checked(keys, gradients)
         return self._calls.push_rows(self.block, flat, values, hyper, weight)

@@ -138,8 +138,11 @@ class Watching:
         with self._lock:
             if self._reader is None:
                 return
-            while (found := self._ask(self._reader, aliases, now_s)) is not None:
-                self._kept.append(found)
+            try:
+                while (found := self._ask(self._reader, aliases, now_s)) is not None:
+                    self._kept.append(found)
+            except ValueError:  # a table of that name, which has none
+                return
 
     def forget(self) -> None:
         """Let go of the client, which is closed."""

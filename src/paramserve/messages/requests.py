@@ -187,8 +187,8 @@ Forgetting = Step | Assign | Fetch | Scan | Put | TakeSnapshot
 
 
 class Several(Struct, frozen=True, array_like=True, tag="several"):
-    """Numbered requests of one call in one frame: each is answered by itself, and none of them
-    rests on another. `sizes`: bytes of each one's part of the payload."""
+    """Numbered requests of one call in one frame, executed in this order; each is answered by
+    itself. `sizes`: bytes of each one's part of the payload."""
 
     requests: tuple[ShardRequest, ...]
     sizes: tuple[int, ...]

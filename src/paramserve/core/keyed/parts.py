@@ -56,7 +56,8 @@ class Records(NamedTuple):
 def check_records(records: Records, table: BlockSpec) -> None:
     """Refuse rows that a table cannot hold, before anything is written.
 
-    In the state only a rule of the user's may have Inf: ours begin with none and make NaN of it.
+    In the state only a rule of the user's may have Inf: it is a number there that ours cannot go on
+    from.
 
     Raises:
         NonFinite: with the key. Nothing was applied.
