@@ -20,9 +20,12 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-# Tests that may run beside others; those that start Ray, networks or benchmarks run alone.
-# The longest first, so that both processes end at the same time.
-BESIDE := tests/learning tests/faults tests/contract tests/sim tests/api tests/unit
+# Tests that may run beside others, the longest first, so that both processes end at the same time.
+# The rest runs alone: what measures, makes networks, fills Ray's machine or compares times.
+ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers programs)
+EXAMPLES := $(filter-out $(ALONE),$(wildcard tests/examples/test_*.py))
+BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
+	tests/unit
 
 .PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:
@@ -56,7 +59,7 @@ test: $(FOR_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(BESIDE)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(BESIDE)
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%)
 
 soak: $(FOR_TEST)

@@ -9,7 +9,7 @@ from benchmarks import harness
 from benchmarks.table import Bar, Row
 from benchmarks.workloads import Mnist
 
-TINY = Mnist(steps=20, warm_steps=5, images=1_000)
+TINY = Mnist(ways=("async_overlap", "sync"), steps=20, warm_steps=5, images=1_000)
 CONTESTANTS = {
     "ours": "benchmarks.ours:mnist",
     "floor": "benchmarks.floor:mnist",
@@ -24,6 +24,8 @@ def measure(contest: harness.Contest, tiny: bool) -> list[Row]:
     found = contest.run("mnist", CONTESTANTS, load)
     rows = []
     for way, share in (("async", 0.9), ("sync", 0.8)):
+        if way not in load.ways:
+            continue
         figure = f"{way}_per_s"
         names = {"ours": figure, "ray": figure, "rpc": figure, "floor": "per_s"}
         bars = (Bar("share", share, "floor"), Bar("times", 2, "ray"), Bar("times", 1.5, "rpc"))

@@ -250,6 +250,8 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
             ("async", _servers([values])),
             ("sync", [actor(SyncServer, values, load.workers)]),
         ):
+            if name not in load.ways:
+                continue
             workers = _workers(load.workers, servers)
             folder = fresh(scratch, name)
             spans = ray.get([worker.mnist.remote(load, folder) for worker in workers])

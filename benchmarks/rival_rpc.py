@@ -209,6 +209,8 @@ def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
     count = load.workers * load.steps
     figures: dict[str, float] = {}
     for name, call in (("async", push_pull), ("sync", push_pull_sync)):
+        if name not in load.ways:
+            continue
         folder = fresh(scratch, name)
         hold = _Hold(size, torch.float32, load.workers)
         spans = cluster(folder, 1, load.workers, hold, _mnist_worker, load, call, folder)

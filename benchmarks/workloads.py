@@ -94,6 +94,8 @@ class LargeStep:
 class Mnist:
     """Training the ConvNet of the example; each worker does `steps` after `warm_steps`."""
 
+    ways: tuple[str, ...] = ("async", "async_overlap", "sync")
+    """In which it trains; the rivals have no overlap."""
     workers: int = 2
     steps: int = 600
     warm_steps: int = 50

@@ -82,8 +82,8 @@ def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bench_ray_engine_tiny_measures_every_contestant(tmp_path: Path) -> None:
     needs("ray")
-    *training, start = rows_of(bench_ray_engine, tmp_path)
-    assert [set(row["medians"]) for row in training] == [{"ours", "local", "ray"}] * 2
+    training, start = rows_of(bench_ray_engine, tmp_path)
+    assert set(training["medians"]) == {"ours", "local", "ray"}
     assert set(start["medians"]) == {"ours"}
 
 

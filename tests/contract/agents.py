@@ -146,7 +146,8 @@ class FleetWithAgents:
 
     def close(self) -> None:
         self.fleet.close()
-        if any(process.agent is None for process in self.launched):
+        without_role = len(self.started) > len(self.launched)
+        if without_role or any(process.agent is None for process in self.launched):
             for agent in self.started:
                 agent.terminate()  # one that comes too late would look for the fleet for a while
         with contextlib.suppress(subprocess.TimeoutExpired):

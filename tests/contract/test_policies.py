@@ -251,6 +251,20 @@ def test_groups_go_by_their_own_policies(make: MakeCluster) -> None:
     assert second.pull("s").tolist() == [1.0] * 3
 
 
+def test_group_of_an_async_cluster_may_take_the_mean_of_local_steps(make: MakeCluster) -> None:
+    cluster = make(Async(), workers=2)
+    policy = LocalSteps(every=4)
+    first, second = team(cluster, group="g", consistency=policy)
+    assert first.terms("g").policy == policy
+    first.push("w", ones(2.0))
+    ticket = first.tick("g")
+    assert value(cluster) == 0.0
+    assert not ticket.done()
+    second.push("w", ones(4.0))
+    second.tick("g").result()
+    assert (ticket.result().version, value(cluster)) == (1, 3.0)
+
+
 def test_group_of_a_collecting_cluster_may_skip_or_refuse_by_itself(make: MakeCluster) -> None:
     client = make(Sync(), workers=1).client(0)
     client.define("w", np.zeros(SIZE), rule=Add())

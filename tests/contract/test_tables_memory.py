@@ -186,9 +186,9 @@ def test_pull_of_a_subset_is_served_and_one_of_other_keys_is_not(cluster: RoleCl
 
 
 def test_push_after_a_prefetch_is_not_in_it_and_the_next_pull_has_it(
-    cluster: RoleCluster,
+    make_cluster: MakeCluster,
 ) -> None:
-    table = users(cluster.client())
+    table = users(make_cluster("unix").client())  # others: `test_tables_machine`
     table.prefetch([1, 2])
     table.push([1], ones(1)).result()
     assert table.pull([1, 2])[:, 0].tolist() == [1.0, 1.0]

@@ -33,14 +33,14 @@ def unbroken() -> ps.Result:
     return ps.run(victims.regress, workers=3, seed=5)
 
 
-@pytest.mark.parametrize(("how", "servers"), [("kill", 1), ("kill", 2), ("exit", 2), ("raise", 2)])
-def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(how: str, servers: int) -> None:
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(how: str) -> None:
     whole = unbroken()
     broken = ps.run(
         victims.regress,
         args=(how,),
         workers=3,
-        servers=servers,
+        servers=2,
         seed=5,
         on_worker_death=ps.Restart(1),
     )

@@ -31,8 +31,7 @@ def _leaves_nothing() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("servers", "policy"), list(zip((2, 1), POLICIES, strict=True)))
 def test_run_gives_returns_values_and_staleness(policy: Any, servers: int) -> None:
     result = ps.run(victims.count, workers=3, servers=servers, consistency=policy)
     assert set(result.returns) == {0, 1, 2}
@@ -62,15 +61,6 @@ def test_run_metrics_are_all_there_by_rank_and_clock() -> None:
         clocks = [record.clock for record in result.metrics if record.rank == rank]
         assert clocks == list(range(1, 31))
     assert all(record.values["norm"] > 0 for record in result.metrics)
-
-
-def test_run_same_seed_is_bitwise_equal_under_sync() -> None:
-    runs = [
-        ps.run(victims.regress, kwargs={"steps": 25}, workers=3, servers=2, seed=4) for _ in "ab"
-    ]
-    first, second = (run.values["default"]["w"] for run in runs)
-    assert first.tobytes() == second.tobytes()
-    assert np.abs(first).sum() > 0
 
 
 def test_run_without_a_seed_tells_the_one_it_chose() -> None:

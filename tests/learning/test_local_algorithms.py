@@ -88,14 +88,12 @@ def sequential() -> dict[str, torch.Tensor]:
     return center.state_dict()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["the run's policy", "the group's own"])
-def test_local_steps_equal_a_sequential_program(own: bool) -> None:
-    policy = LocalSteps(every=EVERY)
+def test_local_steps_equal_a_sequential_program() -> None:
     result = ps.run(
-        train_in_own_group if own else train_local,
+        train_local,
         workers=WORKERS,
         servers=2,
-        consistency=ps.Async() if own else policy,
+        consistency=LocalSteps(every=EVERY),
         seed=SEED,
         threads_per_worker=1,
         timeout_s=100,
@@ -110,16 +108,6 @@ def test_local_steps_equal_a_sequential_program(own: bool) -> None:
         assert not torch.allclose(trained[name], torch.from_numpy(first[name])), "the rest counts"
 
 
-def train_in_own_group(worker: Any) -> tuple[Arrays, int]:
-    given = worker.optimizer
-
-    def optimizer(*args: Any) -> torch.optim.Optimizer:
-        return given(*args, consistency=LocalSteps(every=EVERY))
-
-    worker.optimizer = optimizer
-    return train_local(worker)
-
-
 def train_elastic(worker: Any) -> float:
     """Returns the share that the worker's own values get right."""
     model = training.ConvNet(1)
@@ -129,13 +117,12 @@ def train_elastic(worker: Any) -> float:
     return training.accuracy(model)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_elastic_average_center_learns(every: int) -> None:
+def test_elastic_average_center_learns() -> None:
     result = ps.run(
         train_elastic,
         workers=WORKERS,
         servers=2,
-        consistency=ElasticAverage(rho=0.9 / WORKERS / LR, every=every),
+        consistency=ElasticAverage(rho=0.9 / WORKERS / LR, every=EVERY),
         seed=SEED,
         threads_per_worker=1,
         timeout_s=100,

@@ -8,16 +8,11 @@ from tests.learning import training
 
 import paramserve as ps
 
-CASES = [(ps.Sync(), True), (ps.Async(), False), (ps.Async(), True)]
 
-
-@pytest.mark.parametrize(
-    ("consistency", "overlap"), CASES, ids=["sync overlap", "async", "async overlap"]
-)
-def test_run_learns(consistency: object, overlap: bool) -> None:
+@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=["sync", "async"])
+def test_run_with_overlap_learns(consistency: object) -> None:
     result = ps.run(
         training.train_to_learn,
-        kwargs={"overlap": overlap},
         workers=2,
         servers=2,
         consistency=consistency,

@@ -123,7 +123,7 @@ def test_sync_same_run_again_is_bitwise_equal() -> None:
     first, second, other = (
         ps.run(
             training.train_from_loader,
-            workers=WORKERS,
+            workers=2,  # the order of three is in the tests above
             servers=2,
             consistency=ps.Sync(reduce="mean"),
             seed=seed,

@@ -234,26 +234,11 @@ def test_process_group_is_of_all_workers_and_listens_on_loopback_only() -> None:
 
 
 def meet_without_one(worker: ps.Worker) -> None:
-    if worker.rank != 1:
-        with pytest.raises(ps.errors.Timeout, match=r"waited 2\.0 s for rank 1 of 3 to call"):
-            worker.process_group(timeout_s=2.0)
+    if worker.rank == 0:
+        with pytest.raises(ps.errors.Timeout, match=r"waited 1\.0 s for rank 1 of 2 to call"):
+            worker.process_group(timeout_s=1.0)
         assert not dist.is_initialized()
 
 
 def test_process_group_names_who_did_not_come() -> None:
-    ps.run(meet_without_one, workers=3, servers=1, threads_per_worker=1, timeout_s=60)
-
-
-def meet_again(worker: ps.Worker) -> str:
-    if worker.incarnation > 1:
-        with pytest.raises(ps.errors.ParamServeError, match=r"started again \(incarnation 2\)"):
-            worker.process_group()
-        return "refused"
-    os._exit(3)
-
-
-def test_process_group_refuses_a_worker_that_was_started_again() -> None:
-    result = ps.run(
-        meet_again, workers=1, on_worker_death=ps.Restart(1), threads_per_worker=1, timeout_s=60
-    )
-    assert result.returns[0] == "refused"
+    ps.run(meet_without_one, workers=2, servers=1, threads_per_worker=1, timeout_s=60)

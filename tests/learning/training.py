@@ -129,14 +129,14 @@ def weighted_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [dataset()[100 * k + 30 * rank : 100 * k + 30 * rank + size] for k in range(STEPS)]
 
 
-def train_to_learn(worker: Any, overlap: bool = False) -> None:
+def train_to_learn(worker: Any) -> None:
     """Long enough to learn. One process on the joined batches gets 98% of the samples right, also
     with gradients that are 3 updates old; with momentum 0.9 these would give 28%.
     """
     model = ConvNet(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma=0.5)
-    worker.optimizer(model, optimizer, overlap=overlap)
+    worker.optimizer(model, optimizer, overlap=True)
     for images, labels in worker.loader(dataset(), batch_size=32, steps=150):
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels)

@@ -257,7 +257,7 @@ def test_count_of_a_row_stays_at_the_largest() -> None:
 
 
 def test_half_rows_drift_as_float32_does_where_the_nearest_would_stand_still() -> None:
-    """A thousand steps of 1/20 of what bfloat16 tells apart at 1."""
+    """A hundred steps of 1/20 of what bfloat16 tells apart at 1."""
     rows = Rows(SGD(lr=1.0), "bfloat16", dim=1000)
     halves = rows.floats.view(np.uint16)
     halves[:, :1000] = 0x3F80  # 1.0
