@@ -282,7 +282,7 @@ class Client(WatchingClient):
             pushes, finite = self._gradients.staged(block.group_name)
             options = StepOptions(True, weight, not finite)
             return self._steps.send(what, block, pushes, pull, options)
-        except ParamServeError as error:
+        except (ParamServeError, ValueError) as error:
             self._steps.fail_staged(block.group_name, error)
             raise
 

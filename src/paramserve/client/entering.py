@@ -15,19 +15,42 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from paramserve.client.clocks import ClientClocks
+from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
-from paramserve.errors import PushTimeout
+from paramserve.core.terms import GroupTerms
+from paramserve.errors import ParamServeError, PushTimeout, Timeout
+
+
+@dataclass
+class Coming:
+    """What a guest does to enter a group."""
+
+    group: int
+    left: deque[Block]
+    """Groups of the others' round that are still to be ended."""
+    named: bool
+    """Whether the last of these names the group; else its own clocks are ended, until one has taken
+    this worker in."""
+    ticket: Ticket | None
+    """Of the step that was sent last."""
 
 
 class Entering(ClientClocks):
     """The part of `steps.Steps` that takes part in groups again."""
 
+    def __init__(self, terms: GroupTerms) -> None:
+        super().__init__(terms)
+        self._coming: Coming | None = None
+        """What an error has interrupted: the others may wait for the rest of it."""
+
     @abstractmethod
-    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
-        """End one clock of a group with nothing, naming others; whether it was in time."""
+    def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
+        """Send a step that ends a clock of a group with nothing, and names others."""
 
     @abstractmethod
     def _defined(self) -> Iterator[Block]:
@@ -42,7 +65,8 @@ class Entering(ClientClocks):
             it is on its way.
         Raises:
             PushTimeout: the others' clock was not decided in `limit_s`. Nothing of the call was
-                sent.
+                sent; the others may wait for this worker from now on, and a call that steps the
+                same group goes on from there.
         """
         if not self._may_be_guest:
             return ()
@@ -54,11 +78,7 @@ class Entering(ClientClocks):
         guests = self._guests(collecting)
         if self.is_guest(first.group_name):
             guests = tuple(each for each in guests if each.group != first.group)
-            try:
-                self._come_in(first, self._round(collecting), until)
-            except PushTimeout as error:
-                error.applied = "no"  # of this call
-                raise
+            self._come_in(first, self._round(collecting), until)
         for each in guests:
             self._ask_clock(each.group_name)
         return guests
@@ -66,15 +86,40 @@ class Entering(ClientClocks):
     def _come_in(self, first: Block, others: Sequence[Block], until: float) -> None:
         """Enter the first group of a call. Where the others wait for this worker in their round of
         groups, it ends that round with nothing: the last one names the group."""
-        *before, last = others or [first]
-        for each in before:
-            while not self._knock(each, until):
-                pass
-        while not self._knock(last, until, (first,) if others else ()):
-            pass
-        if others:
+        if self._coming is None or self._coming.group != first.group:
+            self._coming = Coming(first.group, deque(others), bool(others), None)
+        coming = self._coming
+        try:
+            while not self._has_come(coming, until):
+                last = len(coming.left) <= 1
+                coming.ticket = self._knock(
+                    coming.left[0] if coming.left else first,
+                    until,
+                    (first,) if coming.left and last else (),
+                )
+                if coming.left:
+                    coming.left.popleft()
+        except PushTimeout as error:
+            error.applied = "no"  # of the call
+            raise
+        self._coming = None
+        if coming.named:
             self._ask_clock(first.group_name)
         self._entered(first.group_name)
+
+    def _has_come(self, coming: Coming, until: float) -> bool:
+        """Wait for the step that was sent last; whether it was all that it takes."""
+        ticket = coming.ticket
+        if ticket is None:
+            return False
+        try:
+            outcome = ticket.result(max(until - time.monotonic(), 0.0))
+        except ParamServeError as error:
+            if not isinstance(error, Timeout):
+                coming.ticket = None
+            raise
+        # Where it is waited for it was in the clock, also of one that came to nothing.
+        return not coming.left and (coming.named or not outcome.skipped)
 
     def named(self, guests: Sequence[Block]) -> None:
         """A step that names these groups is on its way."""
@@ -100,7 +145,7 @@ class Entering(ClientClocks):
         )
         comes_first = self._stepped.get(name) == 0 if self._stepped else not others
         if self.is_guest(name) and comes_first and not self._round([block]):
-            self._come_in(block, [], until)
+            self._come_in(block, (), until)
         return True
 
     def _steps_in(self, block: Block) -> None:

@@ -53,7 +53,7 @@ slot needs more: so few arenas hold a large model, and little is allocated for n
 WINDOW = 4
 """Calls of this client that one shard may have unanswered."""
 REQUESTS = 256
-"""Requests of these calls together, if the cluster's limits allow as many: a step of a model with
+"""Requests of these calls together, if the client's limits allow as many: a step of a model with
 tables has one for each."""
 
 POLL_SLICE_S = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class Steps(Entering):
         """Tickets of pushes that wait for their group's tick."""
         self._unread: dict[Ticket, None] = {}
         """Tickets with an error that nobody has read, oldest first."""
-        self._forgotten: list[Ticket] = []
+        self._forgotten = deque[Ticket]()
         """Tickets that nobody waits for any more, and whose slots are still to go back."""
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[Place, ...]] = {}
@@ -99,7 +100,7 @@ class Steps(Entering):
                 what, block, push_parts, pull_parts, options, captured, places, enters=enters
             )
             self._exchange.submit(sent.requests, sent.operation)
-        except BaseException:
+        except (ParamServeError, ValueError):
             self._exchange.give_back([*captured, *slots])
             raise
         if options.tick:
@@ -120,7 +121,7 @@ class Steps(Entering):
                 self._exchange.submit(prepared[0].requests, prepared[0].operation)
             else:
                 self._exchange.submit_together([(p.requests, p.operation) for p in prepared])
-        except BaseException as error:
+        except (ParamServeError, ValueError) as error:
             for each in parts:
                 self._exchange.give_back([*each.slots, *each.read_slots])
                 if each.options.tick:
@@ -230,14 +231,14 @@ class Steps(Entering):
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
 
-    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
-        """End one clock with nothing, not with leased samples either; whether it was in time."""
+    def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
+        """As `Entering` says; the step takes no leased samples either."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self.begin(max(until - time.monotonic(), 0.0))
         sent = self._prepare("step", block, (), (), options, [], (), marked=False, enters=enters)
         self._exchange.submit(sent.requests, sent.operation)
         self.go_on(sent.group, sent.clock + 1)
-        return not sent.ticket.result(max(until - time.monotonic(), 0.0)).skipped
+        return sent.ticket
 
     def stage(self, block: Block) -> Ticket:
         """The ticket of a push that is sent with the group's next tick."""
@@ -376,13 +377,12 @@ class Steps(Entering):
         self._forgotten.append(ticket)
 
     def _let_go(self) -> None:
-        waiting = []
-        for ticket in self._forgotten:
+        for _ in range(len(self._forgotten)):
+            ticket = self._forgotten.popleft()
             if ticket.operation is not None and ticket.operation.complete:
                 ticket.release()
             else:
-                waiting.append(ticket)
-        self._forgotten = waiting
+                self._forgotten.append(ticket)
 
     def late(self, what: str, group: int | None, waited_s: float) -> ParamServeError:
         """The error of a wait that has failed; asks the shards who is missing."""

@@ -209,7 +209,7 @@ class ShardClocks(ShardWaiting):
             session = self.sessions.get(each.client)
             if session is not None and session.held is not None:
                 waiting.append(session)
-                if session.asked is not None and _decided_without(each, commit):
+                if session.asked is not None and each.client not in commit.decided:
                     again.append((session, session.asked))
                     session.held = None
                     continue
@@ -235,7 +235,7 @@ class ShardClocks(ShardWaiting):
 
         All shards do so before anybody else of this clock who steps in both groups can go on in the
         others: they agree on the clock there. Where there is nobody else, one shard may be a clock
-        behind; a step of that clock is made again (`_decided_without`).
+        behind; its step for that clock is made again when that is decided (`_commit`).
         """
         session = self.sessions.get(brought.client)
         if not brought.step.enters or session is None or not self._may_enter(session):
@@ -265,8 +265,3 @@ class ShardClocks(ShardWaiting):
                 self._on_paused(group, message)
             case Switch():
                 self._on_switch(group, message)
-
-
-def _decided_without(brought: Contribution, commit: Commit) -> bool:
-    """Whether a clock has gone on with others."""
-    return bool(commit.contributors) and brought.client not in commit.contributors

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from paramserve.core import asking
 from paramserve.core.block import ShardBlock
@@ -168,10 +169,10 @@ class Lead:
 def decide(parts: Sequence[Ready], since: Since) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
-    nothing = Commit(first.group, first.clock, (), 0.0)
+    nothing = Commit(first.group, first.clock, (), 0.0, decided=first.contributors)
     refusal = next((part.refusal for part in parts if part.refusal), ())
     if refusal:
-        return Commit(first.group, first.clock, (), 0.0, refusal)
+        return structs.replace(nothing, refusal=refusal)
     if any(part.skip for part in parts) or not first.contributors:
         return nothing
     if not all(part.finite for part in parts):
@@ -180,11 +181,11 @@ def decide(parts: Sequence[Ready], since: Since) -> Commit:
         scale = asking.scale(since, first.weight)
     except PolicyFailed as error:
         refusal = (type(error).__name__, error.failed, error.fix)
-        return Commit(first.group, first.clock, (), 0.0, refusal)
+        return structs.replace(nothing, refusal=refusal)
     if first.clip_norm > 0.0:
         norm = sqrt(sum(part.squared_norm for part in parts)) * scale
         scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
-    return Commit(first.group, first.clock, first.contributors, scale)
+    return structs.replace(nothing, contributors=first.contributors, scale=scale)
 
 
 def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:

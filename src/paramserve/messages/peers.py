@@ -45,6 +45,7 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     """The lead's one decision about a clock: apply these contributors' gradients times `scale`.
 
     No contributors: apply nothing; `refusal` says why, or the clock is skipped and counted.
+    `decided`: the clients whose steps it is about, also where nothing is applied.
     """
 
     group: int
@@ -52,6 +53,7 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     contributors: tuple[int, ...]
     scale: float
     refusal: tuple[str, ...] = ()
+    decided: tuple[int, ...] = ()
 
 
 class Pause(Struct, frozen=True, array_like=True, tag="pause"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.unit.client.fakes import block_of
 
 from paramserve.client.entering import Entering
+from paramserve.client.ticket import Outcome
 from paramserve.core.consistency import Async, Sync
 from paramserve.core.partition import Block
 from paramserve.core.policies import spec
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
+from paramserve.errors import ParamServeError, PushTimeout
 from paramserve.messages import UNDER_WAY, Done, GroupPolicy
 
 FREE, A, BB, CCC = (
@@ -22,21 +25,33 @@ FREE, A, BB, CCC = (
 """The group's number is the length of its name; all but the first collect."""
 
 
+class Told:
+    """A ticket whose answer is there: in time, not in time, or an error."""
+
+    def __init__(self, answer: bool | Exception) -> None:
+        self.answer = answer
+
+    def result(self, timeout_s: float) -> Outcome:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return Outcome(1, skipped=not self.answer)
+
+
 class Guest(Entering):
-    """Knocks that are answered at once, as `in_time` says; then all are."""
+    """Knocks that are answered at once, as `in_time` says; then all are in time."""
 
     def __init__(self, *blocks: Block) -> None:
         terms = GroupTerms(spec(Sync()))
         terms.changed(GroupPolicy(FREE.group, 1, 0, spec(Async())))
         super().__init__(terms)
         self.blocks = blocks
-        self.in_time: list[bool] = []
+        self.in_time: list[bool | Exception] = []
         self.knocks: list[tuple[str, tuple[int, ...]]] = []
 
-    def _knock(self, block: Block, until: float, enters: Sequence[Block] = ()) -> bool:
+    def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Any:
         self.knocks.append((block.group_name, tuple(each.group_name for each in enters)))
         self._steps_in(block)
-        return self.in_time.pop(0) if self.in_time else True
+        return Told(self.in_time.pop(0) if self.in_time else True)
 
     def _defined(self) -> Iterator[Block]:
         return iter(self.blocks)
@@ -111,6 +126,43 @@ def test_guest_ends_the_round_of_the_others_and_the_last_group_names_the_first()
     worker.rests("bb")
     assert worker.step(FREE, BB) == ()
     assert worker.knocks == [("ccc", ()), ("a", ("bb",))]
+
+
+def test_round_that_came_to_nothing_in_a_group_is_not_made_twice_there() -> None:
+    """Another worker had no gradient for that clock: all of them go on."""
+    worker = Guest(A, BB, CCC)
+    worker.step(A, BB, CCC)
+    worker.rests("a")
+    worker.in_time = [False, False]
+    worker.step(A, BB, CCC)
+    assert worker.knocks == [("bb", ()), ("ccc", ("a",))]
+
+
+def test_round_that_took_too_long_goes_on_where_it_was() -> None:
+    worker = Guest(A, BB, CCC)
+    worker.step(A, BB, CCC)
+    worker.rests("a")
+    late = PushTimeout("late", applied="unknown", fix="wait")
+    worker.in_time = [late]
+    for _ in range(2):
+        with pytest.raises(PushTimeout) as found:
+            worker.step(A, BB, CCC)
+        assert found.value.applied == "no"
+    assert worker.knocks == [("bb", ())]
+    assert worker._coming is not None
+    worker._coming.ticket = Told(True)
+    worker.step(A, BB, CCC)
+    assert worker.knocks == [("bb", ()), ("ccc", ("a",))]
+    assert worker.guests() == []
+
+
+def test_knock_that_is_refused_is_made_again() -> None:
+    worker = late(A)
+    worker.in_time = [ParamServeError("no", fix="none"), True]
+    with pytest.raises(ParamServeError):
+        worker.step(A)
+    worker.step(A)
+    assert (worker.knocks, worker.guests()) == ([("a", ())] * 2, [])
 
 
 def test_other_guest_of_the_call_is_named_by_its_first_step() -> None:

@@ -31,8 +31,10 @@ def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Rea
     return structs.replace(plain, **changes)
 
 
-def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
-    return Commit(0, clock, contributors, scale)
+def commit(
+    *contributors: int, clock: int = 0, scale: float = 1.0, decided: tuple[int, ...] = ()
+) -> Commit:
+    return Commit(0, clock, contributors, scale, decided=decided or contributors)
 
 
 def told(lead: Lead, message: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
@@ -115,7 +117,9 @@ def test_decide_refusal_of_one_shard_is_everyones() -> None:
 
 
 def test_decide_skip_of_one_worker_skips_the_clock() -> None:
-    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(scale=0.0)
+    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(
+        scale=0.0, decided=(5,)
+    )
 
 
 def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
@@ -124,7 +128,7 @@ def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
     assert refused.contributors == ()
     assert refused.refusal == why
     parts = [ready(0, 5), ready(1, 5, finite=False)]
-    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
+    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0, decided=(5,))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])

@@ -255,18 +255,17 @@ class KeyedBlock(Ruled):
         assert self._draft is not None, "draft() comes first"
         _, (keys, values), hyper, push, computed, dropped = self._draft
         self._draft = None
+        if keys.size:
+            # Rows may lie elsewhere by now; one that was evicted in between begins anew.
+            rows = self.store.take(keys, self.clock, Purpose.PUT).rows
+            view = self.store.view(rows, keys)
+            if computed is not None:
+                computed.write(view)
+            else:
+                apply_rows(self.rule, view, values, hyper, push)
         if dropped.size:
             self.store.take(dropped, self.clock, Purpose.PUSH)
             self.unadmitted += dropped.size
-        if not keys.size:
-            return
-        # Rows may lie elsewhere by now; one that was evicted in between begins anew.
-        rows = self.store.take(keys, self.clock, Purpose.PUT).rows
-        view = self.store.view(rows, keys)
-        if computed is not None:
-            computed.write(view)
-        else:
-            apply_rows(self.rule, view, values, hyper, push)
 
     # --- reads -----------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ class RowStore:
             over = self._over(wanted.size, rows)
             self._reserve(wanted.size, over)
             if self._candidates is not None and admitted is not None:
-                self._candidates.reserve(counted)
+                self._candidates.reserve(fresh)
         except MemoryError:
             raise self._no_memory(absent) from None
         if self._use is not None:
