@@ -6,7 +6,6 @@ Its own steps say so, and what the shards' answers say besides. Nothing is sent 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 from paramserve.core.partition import Block
 from paramserve.core.policies import Terms
@@ -56,9 +55,9 @@ class ClientClocks:
     def _may_be_guest(self) -> bool:
         return bool(self._came_late or self._resting)
 
-    def came_late(self, groups: Iterable[str]) -> None:
-        """The others were in these groups first: nobody waits for this worker until it enters."""
-        self._came_late.update(groups)
+    def came_late(self, group: str) -> None:
+        """The others were in a group first: nobody waits for this worker until it enters."""
+        self._came_late.add(group)
 
     def rests(self, group: str) -> None:
         """The shards have been told that this worker rests in a group, until it enters again."""
@@ -78,11 +77,11 @@ class ClientClocks:
 
     def _clock_of_step(self, group: str, tick: bool) -> int:
         """What a step that is about to be sent says of its clock."""
+        if not tick or group not in self._asking:
+            return self.clocks.get(group, 0)
         with self._heard_lock:
-            if not tick or group not in self._asking:
-                return self.clocks.get(group, 0)
-            self._asking[group] += 1
-            return UNDER_WAY
+            self._asking[group] = self._asking.get(group, 0) + 1
+        return UNDER_WAY
 
     def _hear(self, operation: Operation, group: str | None, after: int) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.

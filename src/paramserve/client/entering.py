@@ -48,6 +48,11 @@ class Entering(ClientClocks):
         self._coming: Coming | None = None
         """What an error has interrupted: the others may wait for the rest of it."""
 
+    def rests(self, group: str) -> None:
+        """As `ClientClocks` says."""
+        super().rests(group)
+        self._coming = None
+
     @abstractmethod
     def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
         """Send a step that ends a clock of a group with nothing, and names others."""
@@ -91,12 +96,9 @@ class Entering(ClientClocks):
         coming = self._coming
         try:
             while not self._has_come(coming, until):
-                last = len(coming.left) <= 1
-                coming.ticket = self._knock(
-                    coming.left[0] if coming.left else first,
-                    until,
-                    (first,) if coming.left and last else (),
-                )
+                here = coming.left[0] if coming.left else first
+                names = (first,) if len(coming.left) == 1 else ()
+                coming.ticket = self._knock(here, until, names)
                 if coming.left:
                     coming.left.popleft()
         except PushTimeout as error:

@@ -49,14 +49,14 @@ class KeyedClient(ReadingClient):
 
     def push_rows(
         self,
-        block: Block,
+        table: Table,
         keys: Array,
         gradients: Array,
         hyper: Hyper | None,
         weight: float | None,
     ) -> Ticket:
         """Gradients float32 [n, dim] of keys int64 [n]; see `Table.push`."""
-        push = TablePush(Table(self, block), keys, gradients, hyper)
+        push = TablePush(table, keys, gradients, hyper)
         return self.push_tables([push], tick=False, weight=weight)
 
     def push_tables(

@@ -115,7 +115,7 @@ class ClientLife:
                 self._steps.learn(news)
             self._steps.go_on(name, found.clock)
             if self.late and any(self.rank not in dict(each.clocks) for each in by_name[name]):
-                self._steps.came_late([name])
+                self._steps.came_late(name)
             self.repeated = max(self.repeated, found.repeated)
 
     @classmethod

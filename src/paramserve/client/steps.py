@@ -196,6 +196,7 @@ class Steps(Entering):
         clock = self._clock_of_step(name, tick)
         if tick:
             self._steps_in(block)
+        names = tuple(each.group for each in enters)
         requests = [
             Step(
                 0,
@@ -210,7 +211,7 @@ class Steps(Entering):
                 clip_norm,
                 self.factor,
                 mark,
-                enters=tuple(each.group for each in enters),
+                enters=names,
             )
             for shard, base in enumerate(self.versions[group])
         ]

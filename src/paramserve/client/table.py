@@ -55,7 +55,12 @@ class KeyedCalls(Protocol):
     def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None: ...
     def cache_report(self, block: Block) -> CacheReport: ...
     def push_rows(
-        self, block: Block, keys: Array, gradients: Array, hyper: Hyper | None, weight: float | None
+        self,
+        table: Table,
+        keys: Array,
+        gradients: Array,
+        hyper: Hyper | None,
+        weight: float | None,
     ) -> Ticket: ...
     def table_reports(self, block: Block) -> list[TableReport]: ...
     def scan_rows(
@@ -140,7 +145,7 @@ class Table:
                 ServerGone: from it or from here; applied: unknown.
         """
         flat, values = self.checked(keys, gradients)
-        return self._calls.push_rows(self.block, flat, values, hyper, weight)
+        return self._calls.push_rows(self, flat, values, hyper, weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""

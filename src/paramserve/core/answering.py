@@ -12,13 +12,14 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.keyed.parts import padded
 from paramserve.core.shard_session import Answer, Memory
-from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch, UnknownName
+from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
 from paramserve.messages import (
     Assign,
     Done,
     Fetch,
     Place,
     Put,
+    Refused,
     Scan,
     Step,
     TakeSnapshot,
@@ -62,7 +63,19 @@ def with_values(
 
     Args:
         written: blocks whose values a rule has left at their place already, in its own pass.
+    Returns:
+        The answer; a refusal if there is no memory for them.
     """
+    try:
+        return Answer(done, _values(shard, step, memory, written))
+    except MemoryError:
+        applied: Applied = "yes" if step.push and not done.skipped else "no"
+        return Answer(refusal(step.seq, no_memory(shard.number, "the values read", applied)))
+
+
+def _values(
+    shard: ShardMembers, step: Step, memory: Memory, written: Collection[int]
+) -> Bytes | None:
     inline: list[Array] = []
     for place in step.pull:
         block = shard.blocks[place.block]
@@ -72,7 +85,7 @@ def with_values(
             inline.append(block.value)
         elif place.block not in written:
             np.copyto(block.at(memory, place.arena, place.offset), block.value)
-    return Answer(done, gathered(inline, shard.allocate) if inline else None)
+    return gathered(inline, shard.allocate) if inline else None
 
 
 def _rows(
@@ -232,3 +245,17 @@ def _snapshot_of(values: dict[int, Array], place: Place) -> Array:
             fix="take a newer snapshot",
         )
     return value
+
+
+def refusal(seq: int, error: ParamServeError) -> Refused:
+    """An error as the reply that carries it."""
+    return Refused(seq, type(error).__name__, error.failed, error.applied, error.fix)
+
+
+def no_memory(shard: int, what: str, applied: Applied) -> Overloaded:
+    """The system has no memory for something that a client asked of a shard."""
+    return Overloaded(
+        f"shard {shard} has no memory for {what}",
+        applied=applied,
+        fix="use more servers on more machines, smaller parameters, or max_bytes of tables",
+    )

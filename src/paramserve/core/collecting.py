@@ -12,7 +12,6 @@ import numpy.typing as npt
 from paramserve.core import asking
 from paramserve.core.answering import with_values
 from paramserve.core.group import Group, Staleness
-from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
 from paramserve.core.two_stroke import Contribution, refusal_of, total
@@ -81,8 +80,7 @@ def alone(
     plain = plain and not step.enters
     if not plain or group.collect.held or group.buffered or step.clock != group.committed:
         return None
-    may_fail = any(block.guarded or isinstance(block, KeyedBlock) for block, _, _ in parts)
-    if may_fail or not finite(parts):
+    if any(block.drafted for block, _, _ in parts) or not finite(parts):
         return None
     commit = Commit(group.id, step.clock, (session.client,), since.policy.scale(1.0))
     push = PushInfo(-1, step.clock, group.version, 0, 1.0, commit.scale)
@@ -151,14 +149,13 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
 
 
 def _draft(group: Group, held: list[Contribution]) -> None:
-    """Compute what a guarded rule makes of a clock before it is decided: if it fails, no shard
-    applies it."""
+    """Make sure of what may fail before the clock is decided: then no shard applies it."""
     scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
     key = _key(group, scale, held)
     push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
-        if having and (block.guarded or isinstance(block, KeyedBlock)):
+        if having and block.drafted:
             gradient, active = total(having, block, keep=True)
             hyper = having[0].gradients[number][0].hyper
             block.draft(gradient, active, hyper, push, key)

@@ -21,6 +21,11 @@ Array = npt.NDArray[Any]
 class Ruled(ABC):
     """Base of what a group holds on one shard."""
 
+    guarded: bool
+    """Whether its rule is not ours, and computes whole blocks beside their values."""
+    drafted: bool
+    """Whether an update may fail, and so is made sure of before a synchronous clock is decided."""
+
     def __init__(self, spec: BlockSpec, rule: Rule | None, attempt: int) -> None:
         self.spec = spec
         self.rule = rule

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from paramserve.core import answering, collecting, stepping
+from paramserve.core.answering import no_memory, refusal
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.events import (
     ClientBye,
@@ -31,8 +32,6 @@ from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import (
     ENDED,
     SESSION_KEEP_S,
-    no_memory,
-    refusal,
 )
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Lead, lead_of

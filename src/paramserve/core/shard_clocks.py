@@ -14,7 +14,7 @@ from paramserve.core import asking, collecting, stepping
 from paramserve.core.changes import Since
 from paramserve.core.decisions import ADMIT, Admit
 from paramserve.core.group import Group, Proposed
-from paramserve.core.shard_members import AWAITED, no_memory, refusal
+from paramserve.core.shard_members import AWAITED
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
 from paramserve.core.two_stroke import Contribution, lead_of
@@ -213,13 +213,7 @@ class ShardClocks(ShardWaiting):
                     again.append((session, session.asked))
                     session.held = None
                     continue
-                try:
-                    answer = collecting.after_commit(self, group, commit, each.step, session)
-                except MemoryError:
-                    full = no_memory(self.number, "the values that a step reads", "no")
-                    if each.client in commit.contributors:
-                        full.applied = "yes"
-                    answer = Answer(refusal(each.step.seq, full))
+                answer = collecting.after_commit(self, group, commit, each.step, session)
                 if isinstance(answer.message, Done):
                     answer = self._with_news(group, session, answer)
                 self._answer(session, answer)

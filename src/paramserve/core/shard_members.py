@@ -10,6 +10,7 @@ from msgspec import structs
 
 from paramserve.config import Limits
 from paramserve.core import answering, asking
+from paramserve.core.answering import refusal
 from paramserve.core.block import ShardBlock
 from paramserve.core.decisions import Policy
 from paramserve.core.events import ClientHere, Effects
@@ -18,7 +19,6 @@ from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import flush
 from paramserve.errors import (
-    Applied,
     ClientClosed,
     Overloaded,
     ParamServeError,
@@ -26,7 +26,7 @@ from paramserve.errors import (
     WorkerFenced,
 )
 from paramserve.ids import NO_RANK
-from paramserve.messages import Done, Member, Members, Refused, Step
+from paramserve.messages import Done, Member, Members, Step
 from paramserve.rules.registry import NONE
 
 SESSION_KEEP_S = 60.0
@@ -276,17 +276,3 @@ class ShardMembers(ABC):
         session.record(answer)
         session.held = session.done = session.asked = None
         self._effects.replies.append((session.client, answer))
-
-
-def refusal(seq: int, error: ParamServeError) -> Refused:
-    """An error as the reply that carries it."""
-    return Refused(seq, type(error).__name__, error.failed, error.applied, error.fix)
-
-
-def no_memory(shard: int, what: str, applied: Applied) -> Overloaded:
-    """The system has no memory for something that a client asked of a shard."""
-    return Overloaded(
-        f"shard {shard} has no memory for {what}",
-        applied=applied,
-        fix="use more servers on more machines, smaller parameters, or max_bytes of tables",
-    )

@@ -8,11 +8,12 @@ from collections.abc import Collection
 from msgspec import structs
 
 from paramserve.core import answering, asking
+from paramserve.core.answering import refusal
 from paramserve.core.block import ShardBlock
 from paramserve.core.decisions import Pull, Wait
 from paramserve.core.events import Inquired
 from paramserve.core.group import Group
-from paramserve.core.shard_members import ShardMembers, no_memory, refusal
+from paramserve.core.shard_members import ShardMembers
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.two_stroke import lead_of
 from paramserve.errors import ParamServeError, PolicyFailed
@@ -129,9 +130,6 @@ class ShardWaiting(ShardMembers):
             answer = self._read(session, group, held, done)
         except ParamServeError as error:
             answer = Answer(refusal(step.seq, error))
-        except MemoryError:
-            full = no_memory(self.number, "the values that a step reads", "yes")
-            answer = Answer(refusal(step.seq, full))
         if answer is None:
             return False
         if isinstance(answer.message, Done):

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paramserve.errors import ParamServeError
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
@@ -143,16 +142,12 @@ class Hybrid(Adopted[AdoptedBlock]):
         same, for the dense layers have made this step."""
         weight = self._weight()
         before, self._sent = self._sent, None
-        refused: ParamServeError | None = None
         try:
             if before is not None:
                 before.result()
-        except ParamServeError as error:
-            refused = error
-        if taken:
-            self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
-        if refused is not None:
-            raise refused
+        finally:
+            if taken:
+                self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""

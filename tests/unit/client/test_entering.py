@@ -70,7 +70,8 @@ class Guest(Entering):
 
 def late(*blocks: Block) -> Guest:
     guest = Guest(*blocks)
-    guest.came_late([block.group_name for block in blocks])
+    for block in blocks:
+        guest.came_late(block.group_name)
     return guest
 
 
@@ -154,6 +155,20 @@ def test_round_that_took_too_long_goes_on_where_it_was() -> None:
     worker.step(A, BB, CCC)
     assert worker.knocks == [("bb", ()), ("ccc", ("a",))]
     assert worker.guests() == []
+
+
+def test_rest_ends_a_round_that_was_interrupted() -> None:
+    worker = Guest(A, BB, CCC)
+    worker.step(A, BB, CCC)
+    worker.rests("a")
+    worker.in_time = [PushTimeout("late", applied="unknown", fix="wait")]
+    with pytest.raises(PushTimeout):
+        worker.step(A, BB, CCC)
+    for name in ("bb", "ccc"):
+        worker.rests(name)
+    worker.knocks.clear()
+    assert worker.step(A, BB, CCC) == ("bb", "ccc")
+    assert worker.knocks == [("a", ())]
 
 
 def test_knock_that_is_refused_is_made_again() -> None:

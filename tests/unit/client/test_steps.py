@@ -343,7 +343,7 @@ def test_empty_step_with_which_a_guest_enters_takes_no_mark(
 ) -> None:
     marks = iter([(3, 8)])
     bench.steps.next_mark = lambda: next(marks)
-    bench.steps.came_late(["default"])
+    bench.steps.came_late("default")
     bench.terms.changed(GroupPolicy(BLOCK.group, 1, 0, spec(Sync())))
     submit = bench.memory.submit
 

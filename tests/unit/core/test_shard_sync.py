@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
+from paramserve.core import answering, collecting
 from paramserve.core.consistency import Sync
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.messages import (
@@ -53,6 +54,32 @@ def committed(one: Rig) -> list[int]:
 
 
 # --- a clock
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "applied", "value"),
+    [(answering, "gathered", "yes", 3.0), (collecting, "total", "unknown", 0.0)],
+)
+def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float
+) -> None:
+    """For the values that are read, after the update; or for the update itself."""
+
+    def full(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    one = rig(shards=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, full)
+        for client, gradient in ((A, 1.0), (B, 2.0)):
+            one.step(client, {0: [gradient] * 2}, [0])
+    told = [answer.message for _, _, answer in one.replies[-2:]]
+    assert all(isinstance(message, Refused) for message in told)
+    assert {(message.kind, message.applied) for message in told} == {("Overloaded", applied)}
+    assert one.value(0, 0)[0] == value
+    for client in (A, B):
+        one.step(client, {0: [1.0] * 2}, [0], clock=1)
+    assert (one.value(0, 0)[0], committed(one)) == (value + 2.0, [2])
 
 
 def test_clock_is_applied_when_all_workers_and_shards_have_it() -> None:

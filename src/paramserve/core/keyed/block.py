@@ -65,6 +65,8 @@ class KeyedBlock(Ruled):
 
     guarded = False
     """A rule that is not ours computes rows on copies anyway."""
+    drafted = True
+    """A server may have no room for its new rows."""
 
     def __init__(self, spec: BlockSpec, shards: int, rule: Rule, attempt: int) -> None:
         assert spec.table is not None
