@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
         ready=lambda address: click.echo(f"paramserve: serving at {address}"),
         **options,
     )
+    for number in (signal.SIGTERM, signal.SIGINT):  # it has ended in order: that is what it tells
+        signal.signal(number, signal.SIG_IGN)
 
 
 @click.command()

@@ -264,6 +264,11 @@ class RoleCluster:
             limits=limits,
         )
 
+    def held(self, rank: int) -> int:
+        """Shards with this rank's gradients of the first group's present clock."""
+        groups = [server.role.shard.groups[0] for server in self.servers]
+        return sum(rank in group.collect.held for group in groups)
+
     # --- faults ------------------------------------------------------------------------------
 
     def cut(self, client: Client, shard: int = 0) -> None:

@@ -50,11 +50,6 @@ class Pair:
         with self.cluster.client() as reader:
             return reader.pull("w")
 
-    def held(self, rank: int) -> int:
-        """Shards with this rank's gradients of the present clock."""
-        groups = [server.role.shard.groups[0] for server in self.cluster.servers]
-        return sum(rank in group.collect.held for group in groups)
-
     def clocks(self, rank: int) -> list[int]:
         return [server.role.shard.groups[0].clocks[rank] for server in self.cluster.servers]
 
@@ -120,7 +115,7 @@ def test_sync_every_clock_has_each_rank_once(
         ticket.result()
     reach(pair.mortal, reached, monkeypatch)
     step(pair.mortal)
-    wait_until(lambda: pair.held(1) == reached)
+    wait_until(lambda: pair.cluster.held(1) == reached)
     pair.dies()
     new = pair.comes_again()
     assert new.incarnation == 2
@@ -145,7 +140,7 @@ def test_sync_new_worker_reads_only_after_the_clock_that_has_its_predecessor(
 ) -> None:
     pair = make_pair(Sync(reduce="sum"))
     step(pair.mortal)
-    wait_until(lambda: pair.held(1) == shards)
+    wait_until(lambda: pair.cluster.held(1) == shards)
     pair.dies()
     new = pair.comes_again()
     assert new.clock() == 1
@@ -163,7 +158,7 @@ def test_sync_a_second_death_before_the_first_step_is_waited_for_too(
         reach(pair.mortal, 2 if last else 1, monkeypatch)
         if pair.mortal.clock() == 0:
             step(pair.mortal)
-        wait_until(lambda: pair.held(1) >= 1)
+        wait_until(lambda: pair.cluster.held(1) >= 1)
         if not last:
             pair.dies()
             pair.mortal = pair.comes_again()

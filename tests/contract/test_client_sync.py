@@ -338,6 +338,7 @@ def test_pipelined_steps_of_a_dead_worker_are_all_answered(team: Team) -> None:
     team.define()
     dead = team.ranks[1]
     tickets = [step(dead, np.ones(LARGE)) for _ in range(3)]
+    wait_until(lambda: team.cluster.held(1) == len(team.cluster.servers))
     step(team.ranks[0], np.ones(LARGE)).done()
     team.cluster.mark_dead(1)
     step(team.ranks[2], np.ones(LARGE)).result()

@@ -205,6 +205,34 @@ def test_command_serve_ends_in_order_when_told(
     assert (process.returncode, errors) == (0, "")
 
 
+LATE = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.{number})
+def damped(staleness):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_command_serve_that_has_ended_is_not_killed_by_being_told_once_more(
+    servers: Servers, tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "late.py").write_text(LATE.format(number=number.name))
+    command = [*COMMAND, "serve", "--bind", "127.0.0.1:0", "--token-file", servers.token]
+    with subprocess.Popen(
+        [*command, "--rules", "late:damped"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("paramserve: serving at 127.0.0.1:")
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+
+
 def test_joining_server_without_a_first_one_ends_when_told(servers: Servers) -> None:
     process = servers.start(
         "server", bind="127.0.0.1:0", token=servers.token, join=f"127.0.0.1:{free_port()}"
