@@ -7,8 +7,13 @@ from numba import types
 
 from paramserve.core.keyed.kernels import INT, KEYS, compile_all, mix
 from paramserve.rules.base import Array
+from paramserve.rules.borrowed import borrowed
 from paramserve.rules.kernels import kernel
+from paramserve.rules.prefetch import LINE
+from paramserve.rules.streaming import settle, stream, streams
 
+EDITION = 1
+"""Of `rules.streaming`: to be raised when it changes. Numba's cache goes by this file's text."""
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
@@ -105,16 +110,25 @@ def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Ar
     Returns:
         The number of the first row that holds NaN or Inf, or -1.
     """
+    values, out = borrowed(values), borrowed(out)
+    base, there, row_bytes = values.ctypes.data, out.ctypes.data, values.shape[1] * 4
+    past_caches = streams(there, row_bytes, targets.size)
     bad = -1
     for i in range(values.shape[0]):
         number = numbers[i]
         source = values[i]
         target = out[targets[number] : targets[number] + source.size]
+        to = there + targets[number] * 4
         good = True
         if seen[number]:
             for j in range(source.size):
                 target[j] += source[j]
                 good &= abs(target[j]) < np.inf
+        elif past_caches and to % LINE == 0:
+            seen[number] = 1
+            stream(base + i * row_bytes, to, row_bytes)
+            for j in range(source.size):
+                good &= abs(source[j]) < np.inf
         else:
             seen[number] = 1
             for j in range(source.size):
@@ -122,6 +136,7 @@ def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Ar
                 good &= abs(source[j]) < np.inf
         if not good and bad < 0:
             bad = i
+    settle()
     return bad
 
 

@@ -21,9 +21,11 @@ from paramserve.rules.borrowed import borrowed
 from paramserve.rules.halves import BFLOAT16, GOLDEN, round_bfloat16, round_float16
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import LINE, prefetch
+from paramserve.rules.streaming import settle, stream, streams
 
-EDITION = 2
-"""Of `rules.halves`: to be raised when it changes. Numba's cache goes by the text of this file."""
+EDITION = 3
+"""Of `rules.halves` and `rules.streaming`: to be raised when they change. Numba's cache goes by the
+text of this file."""
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 """What `draw` draws."""
 TILE = 64
@@ -163,23 +165,30 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
     have: clients can write to the memory that positions lie in, also after they were checked.
     """
     floats, out = borrowed(floats), borrowed(out)
-    base, row_bytes, n = floats.ctypes.data, floats.shape[1] * 4, rows.size
-    ahead = max(2, AHEAD_BYTES // (dim * 4))
+    base, row_bytes, wanted, n = floats.ctypes.data, floats.shape[1] * 4, dim * 4, rows.size
+    there = out.ctypes.data
+    ahead = max(2, AHEAD_BYTES // wanted)
     placed = positions.size > 0
+    past_caches = streams(there, wanted, n)
     absent = 0
     for i in range(min(ahead, n)):
-        ask(base, rows[i], row_bytes, dim * 4)
+        ask(base, rows[i], row_bytes, wanted)
     for i in range(n):
         if i + ahead < n:
-            ask(base, rows[i + ahead], row_bytes, dim * 4)
+            ask(base, rows[i + ahead], row_bytes, wanted)
         row = rows[i]
         at = positions[i] if placed else i
         if row < 0:
             absent += 1
-        elif 0 <= at < out.shape[0]:
+        elif not 0 <= at < out.shape[0]:
+            continue
+        elif past_caches:
+            stream(base + row * row_bytes, there + at * wanted, wanted)
+        else:
             source, to = floats[row], out[at]
             for j in range(dim):
                 to[j] = source[j]
+    settle()
     return absent
 
 
