@@ -21,11 +21,11 @@ FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
 # Tests that may run beside others, the longest first, so that both processes end at the same time.
-# The rest runs alone: what measures, makes networks, fills Ray's machine or compares times.
-ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers programs)
+# The rest runs alone: what makes networks or compares times.
+ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers)
 EXAMPLES := $(filter-out $(ALONE),$(wildcard tests/examples/test_*.py))
-BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
-	tests/unit
+BESIDE := tests/learning tests/benchmarks $(EXAMPLES) tests/ray tests/faults tests/contract tests/sim \
+	tests/api tests/deploy tests/unit
 
 .PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -11,6 +12,10 @@ from tests.ray.nodes import ray_nodes as ray_nodes
 
 GRACE_S = 3.0
 """Children that end by themselves may take this long after the last test."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # In the background of a shell without job control; what tests start and interrupt inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
