@@ -20,12 +20,16 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-# Tests that may run beside others, the longest first, so that both processes end at the same time.
-# The rest runs alone: what makes networks or compares times.
+# Two processes run the tests, the longest first, so that both end at the same time; those that start
+# Ray again and again have a turn of their own. The rest runs alone: what makes networks or compares
+# times.
 ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers)
-EXAMPLES := $(filter-out $(ALONE),$(wildcard tests/examples/test_*.py))
-BESIDE := tests/learning tests/benchmarks $(EXAMPLES) tests/ray tests/faults tests/contract tests/sim \
-	tests/api tests/deploy tests/unit
+ON_RAY := tests/benchmarks tests/ray tests/examples/test_programs.py
+EXAMPLES := $(filter-out $(ALONE) $(ON_RAY),$(wildcard tests/examples/test_*.py))
+BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
+	tests/unit
+PYTEST := $(BIN)/python -m pytest
+IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo test soak bench clean
 .DELETE_ON_ERROR:
@@ -59,8 +63,9 @@ test: $(FOR_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(BESIDE)
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%)
+	$(PYTEST) $(IN_TWO) $(BESIDE)
+	$(PYTEST) $(IN_TWO) $(ON_RAY)
+	$(PYTEST) $(patsubst %,--ignore=%,$(BESIDE) $(ON_RAY))
 
 soak: $(FOR_TEST)
 	@$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(SOAK)

@@ -19,6 +19,7 @@ from benchmarks.tables_load import Array, Ballast, Batches, Keys, TableLoad, key
 from benchmarks.workloads import medians
 from paramserve.core.keyed import compiled
 from paramserve.core.keyed.index import Index
+from paramserve.core.keyed.memory import zeros
 from paramserve.core.keyed.options import TableOptions, Uniform
 from paramserve.core.keyed.store import Purpose, RowStore
 from paramserve.rules.base import PushInfo, Rule
@@ -39,6 +40,7 @@ class Rows:
         state = initial_state(rule, self._layout)
         self.store = RowStore(self._layout, state, TableOptions(Uniform(-0.5, 0.5)), stream=1)
         self._rule = rule
+        self._places = np.arange(load.batch, dtype=np.int32)
 
     @property
     def row_bytes(self) -> int:
@@ -54,7 +56,7 @@ class Rows:
 
     def pull(self, keys: Keys, out: Array) -> None:
         taken = self.store.take(keys, 0, Purpose.PULL)
-        self.store.read(taken.rows, keys, out)
+        self.store.read(taken.rows, keys, out, self._places[: keys.size])
 
     def push(self, keys: Keys, gradients: Array) -> None:
         taken = self.store.take(keys, 0, Purpose.PUSH)
@@ -71,7 +73,7 @@ def pull(load: TableLoad, scratch: Path) -> dict[str, float]:
     rows.fill(load)
     weights = torch.full((load.rows, load.dim), 0.5)
     batches = Batches(load, dense=True)
-    out = np.zeros((load.batch, load.dim), np.float32)
+    out = zeros(load.batch, load.dim // 2).view(np.float32)  # begins a page, as memory of a slot
     selected = torch.zeros(load.batch, load.dim)
     ids, keys = torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64)
 

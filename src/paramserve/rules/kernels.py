@@ -1,4 +1,4 @@
-"""The loops over elements, compiled by Numba. The only module that imports it: import this lazily.
+"""The loops over elements, compiled by Numba, which takes 0.2 s to import: import this lazily.
 
 Every kernel takes contiguous, aligned, writable arrays of shape [n], all of one dtype (float32 or
 float64), and does not check their sizes: the shard does. No kernel holds the GIL. There is no
@@ -36,6 +36,17 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 def kernel(function: F) -> F:
     """Compile with the settings that all kernels share."""
     return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def inlined(function: F) -> F:
+    """Compile into whatever kernel calls it; a kernel may be given as well.
+
+    A call writes its arguments to the stack. Such writes queue behind those to memory that was
+    asked for ahead and has not arrived, and undo what asking ahead has won: Adagrad took 330 ns a
+    row with calls, and 115 ns without.
+    """
+    plain = getattr(function, "py_func", function)
+    return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(plain))
 
 
 def load(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> None:

@@ -16,18 +16,15 @@ the new array that is in use, not all of it, whose pages the system would have t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
 from paramserve.rules import halves
 from paramserve.rules.base import Array
-from paramserve.rules.kernels import kernel
+from paramserve.rules.kernels import inlined, kernel
 from paramserve.rules.prefetch import prefetch, prefetch_to_write
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 AHEAD = 16
 """Keys whose places are asked for ahead of their use: the work on so many takes longer than memory
@@ -40,14 +37,6 @@ ENTRIES = types.Array(types.int64, 2, "C")
 INT = types.intp
 
 _32 = np.uint64(32)
-
-
-def inlined(function: F) -> F:
-    """A part of the kernels that call it. A call would write its arguments to the stack, and such
-    writes wait for those to memory that was asked for ahead and has not come yet."""
-    plain = getattr(function, "py_func", function)
-    return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(plain))
-
 
 mix = inlined(halves.mix)
 

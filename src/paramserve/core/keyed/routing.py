@@ -110,7 +110,7 @@ def lay_gradient(
     )
     seen = np.zeros(keys.size, np.uint8)
     flat = memory[:size].view(np.float32)
-    return int(kernels.add_rows(values, numbers, targets, flat, seen))
+    return int(kernels.add_rows(values, numbers, targets, flat, seen, True))
 
 
 def summed(keys: Array, values: Array) -> RowGradient:
@@ -125,5 +125,5 @@ def summed(keys: Array, values: Array) -> RowGradient:
     out = np.empty(found.size * dim, np.float32)
     targets = np.arange(found.size, dtype=np.int64) * dim
     seen = np.zeros(found.size, np.uint8)
-    routing_kernels().add_rows(values, numbers, targets, out, seen)
+    routing_kernels().add_rows(values, numbers, targets, out, seen, False)
     return RowGradient(found, out.reshape(-1, dim))

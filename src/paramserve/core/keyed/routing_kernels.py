@@ -10,10 +10,13 @@ from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import LINE
-from paramserve.rules.streaming import settle, stream, streams
+from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
 EDITION = 1
-"""Of `rules.streaming`: to be raised when it changes. Numba's cache goes by this file's text."""
+"""Of what kernels here have from `rules`: to be raised when it changes. Numba's cache goes by the
+text of this file."""
+FEW = 8
+"""One repeated row in so many, at most: such a row is read again soon after it was streamed."""
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
@@ -98,7 +101,9 @@ def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array) ->
 
 
 @kernel
-def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Array) -> int:
+def add_rows(
+    values: Array, numbers: Array, targets: Array, out: Array, seen: Array, elsewhere: bool
+) -> int:
     """Sum rows into their targets, in order, and look for what is not finite.
 
     Args:
@@ -107,12 +112,14 @@ def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Ar
         targets: int64 [distinct], the element of `out` where each one's sum begins.
         out: float32 [m].
         seen: uint8 [distinct], all 0.
+        elsewhere: whether another process reads `out`.
     Returns:
         The number of the first row that holds NaN or Inf, or -1.
     """
     values, out = borrowed(values), borrowed(out)
     base, there, row_bytes = values.ctypes.data, out.ctypes.data, values.shape[1] * 4
-    past_caches = streams(there, row_bytes, targets.size)
+    few = values.shape[0] - targets.size <= values.shape[0] // FEW
+    streamed = elsewhere and few and streaming_pays(there, row_bytes, targets.size)
     bad = -1
     for i in range(values.shape[0]):
         number = numbers[i]
@@ -124,9 +131,9 @@ def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Ar
             for j in range(source.size):
                 target[j] += source[j]
                 good &= abs(target[j]) < np.inf
-        elif past_caches and to % LINE == 0:
+        elif streamed and to % LINE == 0:
             seen[number] = 1
-            stream(base + i * row_bytes, to, row_bytes)
+            stream_row(base + i * row_bytes, to, row_bytes)
             for j in range(source.size):
                 good &= abs(source[j]) < np.inf
         else:
@@ -136,7 +143,8 @@ def add_rows(values: Array, numbers: Array, targets: Array, out: Array, seen: Ar
                 good &= abs(source[j]) < np.inf
         if not good and bad < 0:
             bad = i
-    settle()
+    if streamed:
+        fence()
     return bad
 
 
@@ -152,6 +160,6 @@ def prepare() -> None:
             spread_keys: (KEYS, KEYS, KEYS, KEYS, numbers),
             spread_targets: (KEYS, KEYS, KEYS, INT, KEYS, KEYS),
             find_distinct: (KEYS, numbers, KEYS, numbers),
-            add_rows: (rows, numbers, KEYS, floats, seen),
+            add_rows: (rows, numbers, KEYS, floats, seen, types.boolean),
         }
     )

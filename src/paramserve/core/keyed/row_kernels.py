@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from paramserve.core.keyed.kernels import KEYS, compile_all, inlined, mix
+from paramserve.core.keyed.kernels import KEYS, compile_all, mix
 from paramserve.rules import halves
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
 from paramserve.rules.halves import BFLOAT16, GOLDEN, round_bfloat16, round_float16
-from paramserve.rules.kernels import kernel
+from paramserve.rules.kernels import inlined, kernel
 from paramserve.rules.prefetch import LINE, prefetch
-from paramserve.rules.streaming import settle, stream, streams
+from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
 EDITION = 3
-"""Of `rules.halves` and `rules.streaming`: to be raised when they change. Numba's cache goes by the
+"""Of what kernels here have from `rules`: to be raised when it changes. Numba's cache goes by the
 text of this file."""
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 """What `draw` draws."""
@@ -169,7 +169,7 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
     there = out.ctypes.data
     ahead = max(2, AHEAD_BYTES // wanted)
     placed = positions.size > 0
-    past_caches = streams(there, wanted, n)
+    streamed = placed and streaming_pays(there, wanted, n)  # else it is read here, and at once
     absent = 0
     for i in range(min(ahead, n)):
         ask(base, rows[i], row_bytes, wanted)
@@ -182,13 +182,14 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
             absent += 1
         elif not 0 <= at < out.shape[0]:
             continue
-        elif past_caches:
-            stream(base + row * row_bytes, there + at * wanted, wanted)
+        elif streamed:
+            stream_row(base + row * row_bytes, there + at * wanted, wanted)
         else:
             source, to = floats[row], out[at]
             for j in range(dim):
                 to[j] = source[j]
-    settle()
+    if streamed:
+        fence()
     return absent
 
 

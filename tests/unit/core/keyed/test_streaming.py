@@ -10,7 +10,7 @@ from paramserve.core.keyed import routing
 from paramserve.core.keyed.compiled import prepare, row_kernels
 from paramserve.loading import load_routing
 from paramserve.rules.prefetch import LINE
-from paramserve.rules.streaming import STREAMED_BYTES, streams
+from paramserve.rules.streaming import STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -30,6 +30,7 @@ CASES = pytest.mark.parametrize(
 
 prepare()
 load_routing()
+streaming_pays(0, LINE, 1)  # here, so that no test is the one that waits for it
 
 
 def memory(nbytes: int, beside: int) -> Bytes:
@@ -52,7 +53,7 @@ def test_gathered_rows_are_where_they_were_to_go(
     floats = draws.random((500, dim + 3), dtype=np.float32)
     rows = draws.integers(-1, 500, count)
     out = memory(2 * count * dim * 4, beside).view(np.float32).reshape(2 * count, dim)
-    assert streams(out.ctypes.data, dim * 4, count) == streamed
+    assert streaming_pays(out.ctypes.data, dim * 4, count) == streamed
     expected = out.copy()
     positions = draws.permutation(2 * count)[:count].astype(np.int32)
     positions[:3] = -1, 2 * count, -(2**31)  # what `out` does not have
@@ -80,8 +81,7 @@ def test_laid_gradients_are_the_sums_in_order(
     counts = routing.counts_of(found, 2)
     offsets, nbytes = routing.gradient_offsets(counts, dim)
     laid = memory(nbytes + LINE, beside)
-    if beside == 0:
-        assert streams(laid.ctypes.data, dim * 4, found.size) == streamed
+    assert streaming_pays(laid.ctypes.data, dim * 4, found.size) == streamed
     first = routing.lay_gradient(found, numbers, values, counts, offsets, laid)
     assert first == (-1 if bad is None else bad)
     sums = np.zeros((found.size, dim), np.float32)
@@ -92,3 +92,23 @@ def test_laid_gradients_are_the_sums_in_order(
         assert np.array_equal(part[: 8 * many].view(np.int64), found[of_shard])
         rows = part[routing.padded(8 * many) :][: 4 * many * dim].view(np.float32)
         assert np.array_equal(rows.reshape(many, dim), sums[of_shard], equal_nan=True)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("twice", [0, 100, 10_000])
+def test_rows_that_begin_between_lines_are_summed_as_well(elsewhere: bool, twice: int) -> None:
+    dim, count = 64, count_of(64, 1.1)
+    draws = np.random.default_rng(2)
+    values = draws.standard_normal((count + twice, dim), dtype=np.float32)
+    numbers = np.concatenate([np.arange(count), draws.integers(0, count, twice)])
+    apart = dim + LINE // 4
+    out = memory(4 * count * apart, 0).view(np.float32)
+    assert streaming_pays(out.ctypes.data, dim * 4, count)
+    targets = np.arange(count) * apart + np.arange(count) % 2  # every second one at a line's begin
+    seen = np.zeros(count, np.uint8)
+    add_rows = routing.routing_kernels().add_rows
+    assert add_rows(values, numbers.astype(np.int32), targets, out, seen, elsewhere) == -1
+    sums = np.zeros((count, dim), np.float32)
+    np.add.at(sums, numbers, values)
+    found = out[targets[:, None] + np.arange(dim)]
+    assert np.array_equal(found, sums)
