@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.contract.echo_host import frame
-from tests.contract.role_cluster import WAIT_S, RoleCluster
+from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 from tests.contract.town import HELLO, STRANGER, Town
 
 from paramserve.client import Client, Ticket
@@ -46,6 +47,7 @@ from paramserve.messages import (
     Propose,
     Ready,
     Record,
+    Refused,
     Register,
     ServerBeat,
     Step,
@@ -54,7 +56,7 @@ from paramserve.messages import (
     WorkerBeat,
     encode,
 )
-from paramserve.rules import SGD
+from paramserve.rules import SGD, Add
 from paramserve.transport.arena import Arena
 from paramserve.transport.link import Link
 
@@ -144,14 +146,15 @@ requests = st.one_of(
     st.builds(Inquire, integers),
     st.just(Bye()),
 )
+refusals = st.none() | st.tuples(texts, texts, texts) | tuples(texts)
 peers = st.one_of(
     st.builds(
         Ready,
         *(st.integers(0, 1) | integers, integers, integers, tuples(integers)),
-        *(st.booleans(), st.booleans(), floats, floats, floats, tuples(texts)),
+        *(st.booleans(), st.booleans(), floats, floats, floats, refusals),
     ),
     st.builds(Propose, st.integers(0, 1), integers, tuples(integers)),
-    st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, tuples(texts)),
+    st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, refusals),
 )
 
 
@@ -241,6 +244,38 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
 
     run()
     link.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Commit(0, 0, (), 0.0, ("NonFinite",), (1, 2)),
+        Ready(0, 0, 0, (1, 2), True, False, 2.0, refusal=("NonFinite", "why")),
+    ],
+    ids=["commit", "ready"],
+)
+def test_refusal_of_a_peer_that_lacks_a_part_is_not_taken(
+    make_cluster: MakeCluster, message: Any
+) -> None:
+    cluster = make_cluster("unix", workers=2, policy=Sync(reduce="sum"))
+    first, second = cluster.client(0), cluster.client(1)
+    first.define(OURS, np.zeros(8), rule=Add())
+    first.push(OURS, np.ones(8))
+    ticket = first.tick()
+    wait_until(lambda: cluster.held(0) == 1)
+    link = Link.connect(
+        [each.address for each in cluster.servers[0].listeners],
+        Hello("server", client=0),
+        timeout_s=WAIT_S,
+    )
+    link.send(encode(message))
+    refused = msgspec.msgpack.decode(link.receive(WAIT_S) or b"", type=Refused)
+    assert (refused.seq, refused.kind) == (0, "ProtocolError")
+    with pytest.raises(ConnectionError):
+        link.receive(WAIT_S)
+    link.close()
+    assert second.tick().result().version == ticket.result().version == 1
+    assert (first.pull(OURS) == 1.0).all()
 
 
 def meet(waiting: dict[Client, Ticket]) -> None:

@@ -170,7 +170,7 @@ def decide(parts: Sequence[Ready], since: Since) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
     nothing = Commit(first.group, first.clock, (), 0.0, decided=first.contributors)
-    refusal = next((part.refusal for part in parts if part.refusal), ())
+    refusal = next((part.refusal for part in parts if part.refusal), None)
     if refusal:
         return structs.replace(nothing, refusal=refusal)
     if any(part.skip for part in parts) or not first.contributors:
@@ -188,8 +188,8 @@ def decide(parts: Sequence[Ready], since: Since) -> Commit:
     return structs.replace(nothing, contributors=first.contributors, scale=scale)
 
 
-def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:
-    """Why these contributions cannot be one update: (kind, failed, fix), or empty."""
+def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str, str] | None:
+    """Why these contributions cannot be one update: (kind, failed, fix)."""
     pushing = [(rank, step) for rank, step in zip(ranks, steps, strict=True) if step.push]
     brought: dict[str, list[tuple[int, object]]] = {
         "clip_norm": [(rank, step.clip_norm) for rank, step in pushing]
@@ -206,7 +206,7 @@ def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, ...]:
                 f"the workers brought different {what} to one synchronous clock ({texts})",
                 "give every rank the same schedule, or use ps.Async()",
             )
-    return ()
+    return None
 
 
 def total(

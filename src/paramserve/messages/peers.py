@@ -13,7 +13,7 @@ class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     Contributors are clients, in the order of their ranks: two incarnations of one rank may have
     brought something to different shards.
 
-    `refusal` (kind, failed, fix) is empty or says why the clock cannot be applied; `skip`: a
+    `refusal` (kind, failed, fix) is None or says why the clock cannot be applied; `skip`: a
     contributor asked to skip; `weight`: their sum. With clipping, `squared_norm` is that of this
     shard's part of the sum of gradients, before `scale`; both are 0 without.
     """
@@ -27,7 +27,7 @@ class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     weight: float
     clip_norm: float = 0.0
     squared_norm: float = 0.0
-    refusal: tuple[str, ...] = ()
+    refusal: tuple[str, str, str] | None = None
 
 
 class Propose(Struct, frozen=True, array_like=True, tag="propose"):
@@ -52,7 +52,7 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     clock: int
     contributors: tuple[int, ...]
     scale: float
-    refusal: tuple[str, ...] = ()
+    refusal: tuple[str, str, str] | None = None
     decided: tuple[int, ...] = ()
 
 

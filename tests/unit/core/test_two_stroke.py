@@ -176,12 +176,12 @@ def test_refusal_different_clipping_is_named() -> None:
 
 def test_refusal_equal_or_absent_pushes_fit() -> None:
     same = step(header(0, (0.1,)), header(1))
-    assert refusal_of([same, same, step(skip=True), step(clip_norm=5.0)], [0, 1, 2, 3]) == ()
-    assert refusal_of([], []) == ()
+    assert refusal_of([same, same, step(skip=True), step(clip_norm=5.0)], [0, 1, 2, 3]) is None
+    assert refusal_of([], []) is None
 
 
 def test_refusal_pushes_to_different_blocks_fit() -> None:
-    assert refusal_of([step(header(0)), step(header(1, (0.1,)))], [0, 1]) == ()
+    assert refusal_of([step(header(0)), step(header(1, (0.1,)))], [0, 1]) is None
 
 
 # --- the sum
