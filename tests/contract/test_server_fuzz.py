@@ -22,7 +22,7 @@ from tests.contract.town import HELLO, STRANGER, Town
 from paramserve.client import Client, Ticket
 from paramserve.config import Limits, PolicySpec
 from paramserve.core.consistency import Async, Sync
-from paramserve.errors import ParamServeError, PushTimeout
+from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
     AskReport,
     AskStatus,
@@ -288,6 +288,8 @@ def meet(waiting: dict[Client, Ticket]) -> None:
                 ticket.result(0.1)
             except PushTimeout:
                 continue
+            except ServerGone:
+                raise
             except ParamServeError:  # the stranger said that it came to nothing
                 pass
             del waiting[client]

@@ -16,7 +16,7 @@ from paramserve.client.pushes import check_row_hyper
 from paramserve.client.reading import ReadingClient
 from paramserve.client.rows import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import StepOptions, StepParts
-from paramserve.client.table import Table, TablePush
+from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.core.keyed import routing
 from paramserve.core.keyed.parts import Records, records_at, records_bytes
@@ -46,18 +46,6 @@ class KeyedClient(ReadingClient):
         """By table's block: hyper-parameters that were found good last."""
 
     # --- pushes ----------------------------------------------------------------------------------
-
-    def push_rows(
-        self,
-        table: Table,
-        keys: Array,
-        gradients: Array,
-        hyper: Hyper | None,
-        weight: float | None,
-    ) -> Ticket:
-        """Gradients float32 [n, dim] of keys int64 [n]; see `Table.push`."""
-        push = TablePush(table, keys, gradients, hyper)
-        return self.push_tables([push], tick=False, weight=weight)
 
     def push_tables(
         self,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.client import arrow, arrow_in
+from paramserve.client.given import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.ticket import Ticket
 from paramserve.core.keyed.parts import Records, check_records
 from paramserve.core.partition import Block
-from paramserve.errors import DtypeMismatch, ShapeMismatch
+from paramserve.errors import ShapeMismatch
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
 
@@ -54,13 +55,8 @@ class KeyedCalls(Protocol):
     def prefetch_rows(self, block: Block, keys: Array, *, create: bool) -> None: ...
     def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None: ...
     def cache_report(self, block: Block) -> CacheReport: ...
-    def push_rows(
-        self,
-        table: Table,
-        keys: Array,
-        gradients: Array,
-        hyper: Hyper | None,
-        weight: float | None,
+    def push_tables(
+        self, pushes: Sequence[TablePush], *, tick: bool, weight: float | None
     ) -> Ticket: ...
     def table_reports(self, block: Block) -> list[TableReport]: ...
     def scan_rows(
@@ -145,26 +141,12 @@ class Table:
                 ServerGone: from it or from here; applied: unknown.
         """
         flat, values = self.checked(keys, gradients)
-        return self._calls.push_rows(self, flat, values, hyper, weight)
+        push = TablePush(self, flat, values, hyper)
+        return self._calls.push_tables([push], tick=False, weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
-        flat, shape = as_keys(keys, self.name)
-        values = np.asarray(gradients)
-        if values.shape != (*shape, self.dim):
-            raise ShapeMismatch(
-                f"{len(flat)} keys of table {self.name!r}, {list(shape)}, came with rows of shape "
-                f"{list(values.shape)}, expected {[*shape, self.dim]}",
-                fix="give one row of the table's dim for each key",
-            )
-        if values.dtype.kind != "f":
-            raise DtypeMismatch(
-                f"rows for table {self.name!r} are {values.dtype}, not floating point",
-                fix="convert them with .astype('float32')",
-            )
-        with np.errstate(over="ignore"):  # what overflows is found where it is summed
-            values = np.ascontiguousarray(values, np.float32)
-        return flat, _writable(values).reshape(-1, self.dim)
+        return as_rows(keys, gradients, self.dim, self.name)
 
     def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
         """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
@@ -381,25 +363,3 @@ class Table:
 
     def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
         return lambda records: self._calls.put_rows(self.block, records, timeout_s)
-
-
-def as_keys(keys: npt.ArrayLike, table: str) -> tuple[Array, tuple[int, ...]]:
-    """Keys as int64 [n], and their shape.
-
-    Raises:
-        TypeError: they are no integers. ValueError: one does not fit into 64 bits with a sign.
-    """
-    array = np.asarray(keys)
-    if array.dtype.kind not in "iu" and not (array.size == 0 and array.dtype == np.float64):
-        raise TypeError(f"keys of table {table!r} have to be integers, not {array.dtype}")
-    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
-        raise ValueError(
-            f"key {int(array.max())} of table {table!r} is above 2**63 - 1, the largest one"
-        )
-    flat = np.ascontiguousarray(array, np.int64).reshape(-1)
-    return _writable(flat), array.shape
-
-
-def _writable(array: Array) -> Array:
-    """The array, or a copy where it is read-only: kernels are compiled for arrays to write to."""
-    return array if array.flags.writeable else array.copy()

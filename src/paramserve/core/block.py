@@ -77,8 +77,7 @@ class ShardBlock(Ruled):
         self.nbytes = self.size * self.dtype.itemsize
         self.value: Array = np.zeros(self.size, self.dtype)
         self.state: tuple[Array, ...] = ()
-        self.guarded = rule is not None and not is_built_in(rule)
-        self.drafted = self.guarded
+        self.guarded = self.drafted = rule is not None and not is_built_in(rule)
         """Whether the rule runs on copies, because it may fail in the middle."""
         self._whole = bool(getattr(rule, "whole_tensors", False))
         self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))

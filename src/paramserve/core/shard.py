@@ -29,10 +29,7 @@ from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.policies import build as build_policy
 from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_changes import ShardChanges
-from paramserve.core.shard_members import (
-    ENDED,
-    SESSION_KEEP_S,
-)
+from paramserve.core.shard_members import ENDED, SESSION_KEEP_S
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.two_stroke import Lead, lead_of
 from paramserve.errors import (

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paramserve.client import Client, Table
+from paramserve.client.given import as_keys
 from paramserve.client.reading import RowRead
-from paramserve.client.table import TableRead, as_keys
+from paramserve.client.table import TableRead
 from paramserve.core.keyed import routing
 from paramserve.pytorch.embedding import KeyedModule
 
