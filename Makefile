@@ -1,4 +1,4 @@
-# make demo | test | soak | bench | venv | clean
+# make demo | test | test-all | soak | bench | venv | clean
 #
 # Needs Python 3.11 or newer, make and pip; everything else goes into .venv.
 # Another torch wheel, for example without CUDA:
@@ -20,23 +20,26 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-# Two processes run the tests, the longest first, so that both end at the same time; those that start
-# Ray again and again have a turn of their own. The rest runs alone: what makes networks or compares
-# times.
+# `make test` runs what is not marked slow. Two processes share the files, the longest first, so that
+# both end at the same time. `make test-all` runs everything in three turns: the tests that start Ray
+# again and again have one of their own, and what makes networks or compares times runs alone.
 ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers)
 ON_RAY := tests/benchmarks tests/ray tests/examples/test_programs.py
 EXAMPLES := $(filter-out $(ALONE) $(ON_RAY),$(wildcard tests/examples/test_*.py))
 BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
 	tests/unit
+QUICK := -m "not slow" $(patsubst %,tests/%,ray learning examples faults contract sim benchmarks api deploy \
+	network unit)
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test soak bench clean
+.PHONY: help venv demo lint test test-all soak bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train MNIST through a parameter server, in Sync and in Async"
-	@echo "make test    ruff, mypy, import-linter and the test suite"
+	@echo "make test    ruff, mypy, import-linter and the tests that are not marked slow"
+	@echo "make test-all  the same with every test: long learning runs, the Ray matrix, networks"
 	@echo "make soak    simulated clusters, SEEDS=10000 seeds; SOAK='--first 5000 --policy async'"
 	@echo "make bench   measure against the rivals; the table of the README"
 	@echo "make venv    only make .venv"
@@ -58,11 +61,16 @@ $(FOR_TEST): $(FOR_DEMO)
 demo: $(FOR_DEMO)
 	@$(BIN)/python examples/mnist.py $(DEMO)
 
-test: $(FOR_TEST)
+lint: $(FOR_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(PYTEST) $(IN_TWO) $(QUICK)
+
+test-all: lint
 	$(PYTEST) $(IN_TWO) $(BESIDE)
 	$(PYTEST) $(IN_TWO) $(ON_RAY)
 	$(PYTEST) $(patsubst %,--ignore=%,$(BESIDE) $(ON_RAY))

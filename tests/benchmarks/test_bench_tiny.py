@@ -48,7 +48,13 @@ def test_bench_with_rivals_tiny_measures_every_contestant(
         assert all(bar["met"] is not None for bar in row["judged"])
 
 
-@pytest.mark.parametrize("bench", [bench_large_step, bench_memory, bench_tcp])
+@pytest.mark.parametrize(
+    "bench",
+    [
+        bench_memory,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (bench_large_step, bench_tcp)),
+    ],
+)
 def test_bench_without_rivals_tiny_measures_ours_and_floor(
     bench: ModuleType, tmp_path: Path
 ) -> None:
@@ -56,6 +62,7 @@ def test_bench_without_rivals_tiny_measures_ours_and_floor(
         assert {"ours", "floor"} <= set(row["medians"])
 
 
+@pytest.mark.slow
 def test_bench_policies_tiny_measures_every_policy_beside_async(tmp_path: Path) -> None:
     rows = rows_of(bench_policies, tmp_path)
     calls = [row for row in rows if "push_pull" in row["workload"]]

@@ -12,6 +12,7 @@ class TestIgnoreStragglers(PolicySuite):
     policy = ignore_stragglers.IgnoreStragglers()
 
 
+@pytest.mark.slow  # compares times
 def test_ignore_stragglers_example_uses_nothing_of_the_slow_worker_and_gets_further(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -24,6 +24,7 @@ def folder() -> Path:
 SMALL = "--words 60000 --vocabulary 500 --embedding 32 --hidden 64 --lr 0.005 --servers 2"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # fetching may try each source to its end first
 def test_language_model_example_small_is_clearly_better_than_unigrams(
     folder: Path, capsys: pytest.CaptureFixture[str]

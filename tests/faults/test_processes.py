@@ -72,7 +72,7 @@ def check_end(job: ps.Job, killed_at: float, error: type[Exception], text: str) 
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_server_is_server_gone_everywhere(pipe: str, seed: int, policy: str) -> None:
     with nothing_left():
         job, chance = begin(pipe, seed, policy)
@@ -83,7 +83,7 @@ def test_killed_server_is_server_gone_everywhere(pipe: str, seed: int, policy: s
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_coordinator_is_coordinator_gone(pipe: str, seed: int, policy: str) -> None:
     with nothing_left():
         job, chance = begin(pipe, seed, policy)
@@ -93,7 +93,7 @@ def test_killed_coordinator_is_coordinator_gone(pipe: str, seed: int, policy: st
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("seed", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_killed_worker_stops_the_run(pipe: str, seed: int, policy: str) -> None:
     with nothing_left():
         job, chance = begin(pipe, seed, policy)
@@ -104,7 +104,7 @@ def test_killed_worker_stops_the_run(pipe: str, seed: int, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("seed", [7, 8])
+@pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.slow)])
 def test_killed_worker_with_continue_the_others_go_on(pipe: str, seed: int, policy: str) -> None:
     with nothing_left():
         job, chance = begin(pipe, seed, policy, on_worker_death="continue")
@@ -125,7 +125,7 @@ def test_killed_worker_with_continue_the_others_go_on(pipe: str, seed: int, poli
         assert np.isfinite(result.values["default"]["w"]).all()
 
 
-@pytest.mark.parametrize("seed", [9, 10])
+@pytest.mark.parametrize("seed", [9, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_driver_leaves_nothing(pipe: str, seed: int) -> None:
     chance = random.Random(seed)
     with driver(pipe, "job.wait()", at=chance.randrange(STEPS_MAX)) as run, all_end(run.children):

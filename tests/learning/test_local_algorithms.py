@@ -117,6 +117,7 @@ def train_elastic(worker: Any) -> float:
     return training.accuracy(model)
 
 
+@pytest.mark.slow
 def test_elastic_average_center_learns() -> None:
     result = ps.run(
         train_elastic,

@@ -9,7 +9,11 @@ from tests.learning import training
 import paramserve as ps
 
 
-@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "consistency",
+    [pytest.param(ps.Sync(), marks=pytest.mark.slow), ps.Async()],
+    ids=["sync", "async"],
+)
 def test_run_with_overlap_learns(consistency: object) -> None:
     result = ps.run(
         training.train_to_learn,

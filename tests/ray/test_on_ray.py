@@ -18,7 +18,7 @@ import paramserve as ps
 from paramserve.errors import ClientClosed, CoordinatorGone, NameTaken, ServerGone, WorkerFailed
 from paramserve.job.entries import Key
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 ATTACHED_S = 60.0
 SECOND_DRIVER = """
@@ -58,6 +58,7 @@ def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow
 def test_async_run_on_several_nodes_learns() -> None:
     engine = ps.OnRay(servers="spread", workers="apart", worker=ps.Needs(num_cpus=0.5))
     result = ps.run(
@@ -71,6 +72,7 @@ def test_async_run_on_several_nodes_learns() -> None:
     assert max(result.returns.values()) < 10  # it begins at 77.5, the mean of 0 to 15 squared
 
 
+@pytest.mark.slow
 def test_workers_get_the_threads_and_the_nodes_that_were_asked_for() -> None:
     engine = ps.OnRay(worker=ps.Needs(resources={"gadget": 1}, label_selector={"zone": "b"}))
     result = ps.run(victims.where, workers=2, engine=engine, threads_per_worker=3)
@@ -87,11 +89,13 @@ def zone(name: str) -> Iterator[dict[str, str]]:
             yield node["Labels"]
 
 
+@pytest.mark.slow
 def test_worker_that_died_is_named_and_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="worker 1 was killed by SIGKILL"):
         ps.run(victims.dies_once, args=(str(tmp_path),), workers=2, engine=ps.OnRay())
 
 
+@pytest.mark.slow
 def test_run_goes_on_without_a_dead_worker(tmp_path: Path) -> None:
     result = ps.run(
         victims.dies_once,
@@ -104,7 +108,11 @@ def test_run_goes_on_without_a_dead_worker(tmp_path: Path) -> None:
     assert "SIGKILL" in str(result.failures[1])
 
 
-@pytest.mark.parametrize("consistency", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "consistency",
+    [ps.Sync(reduce="sum"), pytest.param(ps.Async(), marks=pytest.mark.slow)],
+    ids=["sync", "async"],
+)
 def test_restarted_worker_goes_on_where_it_died(
     tmp_path: Path, consistency: ps.Sync | ps.Async
 ) -> None:
@@ -128,6 +136,7 @@ def test_lost_server_ends_the_run() -> None:
         job.wait()
 
 
+@pytest.mark.slow
 def test_stopped_run_keeps_its_values() -> None:
     job = ps.start(victims.endless, workers=1, engine=ps.OnRay())
     until_at_work(job)
@@ -166,6 +175,7 @@ def test_handle_connects_in_tasks_and_actors_and_says_when_it_is_over() -> None:
         pickle.loads(pickle.dumps(handle)).connect()
 
 
+@pytest.mark.slow
 def test_named_cluster_is_found_by_another_driver_and_only_once(ray_cluster: object) -> None:
     address: str = ray_cluster.address
     engine = ps.OnRay()
