@@ -8,11 +8,14 @@ where the servers make the steps, and in `local.py` where the worker makes them.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -54,7 +57,7 @@ class AdoptedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; see `state_dict`."""
-        with self._adopted.tables.hidden():
+        with self._adopted.tables.hidden(self._adopted.tables.left_out_of(state_dict)):
             super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -62,6 +65,24 @@ class AdoptedOptimizer(Optimizer):
             "an optimizer from worker.optimizer is bound to its worker: it can be neither copied "
             "nor pickled. Use state_dict(), which a plain torch optimizer loads"
         )
+
+
+class FetchedState(defaultdict[Tensor, Any]):
+    """The `state` of an optimizer whose state is on the servers: empty between two calls.
+
+    Asked whether there is any, it fetches it, and has it until the next step:
+    `torch.distributed.checkpoint` asks, and takes the names of what to load from it.
+    """
+
+    def __init__(self, optimizer: ServedOptimizer) -> None:
+        super().__init__(dict)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __bool__(self) -> bool:
+        optimizer = self._optimizer()
+        if not len(self) and optimizer is not None:
+            self.update(optimizer._adopted.fetch_state(optimizer.param_groups))
+        return len(self) > 0
 
 
 class ServedOptimizer(AdoptedOptimizer):
@@ -84,6 +105,10 @@ class ServedOptimizer(AdoptedOptimizer):
             PushTimeout: no answer in time; the text names who is missing.
         """
         loss = None
+        if _is_for_a_checkpoint(self.param_groups):
+            self.state.update(self._adopted.first_state(self.param_groups))
+            return loss
+        self.state.clear()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -98,10 +123,12 @@ class ServedOptimizer(AdoptedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state fetched from the servers."""
         try:
-            self.state.update(self._adopted.fetch_state(self.param_groups))
+            fetched = self._adopted.fetch_state(self.param_groups)
+            if fetched:
+                self.state = fetched  # type: ignore[assignment]  # of the same form
             return super().state_dict()
         finally:
-            self.state.clear()
+            self.state = FetchedState(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's: each rank takes the hyper-parameters, rank 0 also writes the state.
@@ -117,7 +144,7 @@ class ServedOptimizer(AdoptedOptimizer):
         try:
             self._adopted.store_state(self.param_groups, self.state)
         finally:
-            self.state.clear()
+            self.state = FetchedState(self)
 
 
 class LocalOptimizer(AdoptedOptimizer):
@@ -153,11 +180,38 @@ class LocalOptimizer(AdoptedOptimizer):
             finally:
                 vars(self).update(kept)
 
+        if _is_for_a_checkpoint(self.param_groups):
+            return own_step(closure)  # it makes the state, and is no step of the training
         return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
 
 
 _SCALER = ("grad_scale", "found_inf")
 """What `GradScaler` puts on the optimizer for the time of a step."""
+
+
+_CHECKPOINTING = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+"""Module and name of the function of torch's that makes a step so that there is a state."""
+_FRAMES_MAX = 8
+"""Calls between it and our step: torch's wrapper for hooks, a scheduler's, and a user's own."""
+
+
+def _is_for_a_checkpoint(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether this step only makes a state, for `torch.distributed.checkpoint`.
+
+    Its functions call `step()`, with all gradients zero and all learning rates set to zero, of an
+    optimizer that has no `state` here: sent, that would be a step of the training.
+    Source: torch 2.13, distributed/checkpoint/state_dict.py, _init_optim_state.
+    """
+    if not groups or groups[0].get("lr") or _CHECKPOINTING[0] not in sys.modules:
+        return False
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _CHECKPOINTING:
+            return True
+    return False
 
 
 def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[AdoptedOptimizer]:
@@ -269,7 +323,6 @@ def _started(
         return own
     served = Served(worker, model, kind_of(optimizer), settings)
     served.start(optimizer.param_groups, optimizer.state)
-    optimizer.state.clear()
     return served
 
 
@@ -280,6 +333,8 @@ def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic | Hy
     optimizer.__class__ = _adopted_class(type(optimizer), base)
     assert isinstance(optimizer, AdoptedOptimizer)
     optimizer._adopted = adopted
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.state = FetchedState(optimizer)
     optimizer._patch_step_function()
     if watched:
         _patch_for_scheduler(optimizer)

@@ -145,6 +145,17 @@ class Served(Adopted[ServedBlock]):
 
     # --- state ------------------------------------------------------------------------------------
 
+    def first_state(self, groups: Sequence[ParamGroup]) -> torch_state.State:
+        """A state of each parameter that is trained, of the form that torch would give it."""
+        with torch.no_grad():
+            state = {
+                param: torch_state.first(part.hyper.rule(groups[part.layout.group]), param)
+                for part in self._parts
+                for param in part.layout.params
+                if param.requires_grad
+            }
+        return {param: entry for param, entry in state.items() if entry}
+
     def fetch_state(self, groups: Sequence[ParamGroup]) -> torch_state.State:
         """State of all parameters that have had an update, as torch would hold it."""
         self.install_pending()

@@ -65,6 +65,24 @@ def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
     return state
 
 
+def first(rule: Rule, param: Tensor) -> dict[str, Any]:
+    """A state of a parameter that has had no update, in the form that torch keeps it.
+
+    Of a class that runs as itself it is the one after a step without a gradient, as torch makes
+    it: some of its numbers do not begin at zero.
+    """
+    if isinstance(rule, TorchRule):
+        made = torch.zeros_like(param)
+        made.grad = torch.zeros_like(made)
+        optimizer = rule.optimizer([made], rule.hyper())
+        optimizer.step()
+        return dict(optimizer.state[made])
+    return {
+        name: torch.zeros(kept.shape, dtype=kept.dtype) if name == STEP else torch.zeros_like(param)
+        for name, kept in _kept(rule, param).items()
+    }
+
+
 def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor:
     """A state of a parameter from the elements that lie beside it on the servers."""
     if kept.shape == tuple(param.shape):

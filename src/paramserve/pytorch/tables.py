@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,8 +105,10 @@ class Tables:
             groups: what the optimizer has been given, or one more group of it.
         """
         given = {id(param) for group in groups for param in group["params"]}
-        if not self._stepped:
-            self._shown = groups[0]["params"]
+        # At the end of all groups: torch numbers parameters by their place.
+        self._remove_added()
+        self._shown = groups[-1]["params"]
+        self._shown += self._added
         for each in found:
             self._stepped[id(each.rows)] = each
             each.rows.stepped, each.rows.apart = True, self._apart
@@ -133,14 +135,32 @@ class Tables:
         return not module.rows.stepped
 
     @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """While this lasts, the optimizer has only the parameters that it was given."""
-        for rows in self._added:
-            self._shown[:] = [param for param in self._shown if param is not rows]
+    def hidden(self, hides: bool = True) -> Iterator[None]:
+        """While this lasts, the optimizer has only the parameters that it was given.
+
+        Args:
+            hides: False: it keeps them all.
+        """
+        if not hides:
+            yield
+            return
+        self._remove_added()
         try:
             yield
         finally:
             self._shown += self._added
+
+    def _remove_added(self) -> None:
+        for rows in self._added:
+            self._shown[:] = [param for param in self._shown if param is not rows]
+
+    def left_out_of(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a state dict is without the rows that the optimizer was not given.
+
+        One that `torch.distributed.checkpoint` loads was made anew, from all that is shown.
+        """
+        groups = state_dict.get("param_groups")
+        return not groups or len(groups[-1]["params"]) != len(self._shown)
 
     # --- a step ------------------------------------------------------------------------------
 
