@@ -1,13 +1,15 @@
 """Which shard a key belongs to, and the streams that random numbers are drawn from.
 
-One hash of a key serves both the shard and the place in the shard's index: the shard is told by
-its low half, the place by its high half (`kernels`). Else the keys of one shard would crowd in one
-part of its index.
+The hash that tells the shard is the same on all clients and servers, and public: a choice of keys
+can put all of them on one shard. Where a key lies in an index is told by another hash
+(`kernels.home`) with a secret of that index, so that no choice of keys makes them collide there.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from hashlib import blake2b
+from secrets import randbits
 
 import numpy as np
 import numpy.typing as npt
@@ -41,3 +43,14 @@ def stream_of(seed: int, name: str) -> int:
     """What the initial values and the rounding of a table are drawn from: 64 bits."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def new_secret() -> np.uint64:
+    """A random number, which is known to this process only."""
+    return np.uint64(randbits(64))
+
+
+@cache
+def own_secret() -> np.uint64:
+    """The secret of what is hashed during one call: drawn at its first use in this process."""
+    return new_secret()

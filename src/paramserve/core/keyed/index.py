@@ -7,7 +7,7 @@ them. Until then both arrays are there, and each key belongs to one of them (`ke
 from __future__ import annotations
 
 from paramserve.core.keyed.compiled import index_kernels
-from paramserve.core.keyed.hashing import Keys
+from paramserve.core.keyed.hashing import Keys, new_secret
 from paramserve.core.keyed.memory import zeros
 
 PLACES = 1024
@@ -29,9 +29,14 @@ MOVED_MIN = 1024
 
 
 class Index:
-    """int64 keys, each with a row number that is at least 0."""
+    """int64 keys, each with a row number that is at least 0.
+
+    Attributes:
+        secret: that the places of its keys depend on, and nothing else; drawn anew for each index.
+    """
 
     def __init__(self) -> None:
+        self.secret = new_secret()
         self._new = zeros(PLACES, 2)
         self._old = zeros(0, 2)
         """What entries move from; no places: none move."""
@@ -53,7 +58,9 @@ class Index:
         """Move this many entries, or a few more, if any are left to move."""
         if self._moving:
             least = max(MOVED_MIN, entries)
-            self._mark = int(index_kernels().move(self._old, self._new, self._mark, least))
+            self._mark = int(
+                index_kernels().move(self._old, self._new, self._mark, least, self.secret)
+            )
             if self._mark == self._old.shape[0]:
                 self._old, self._mark = zeros(0, 2), 0
 
@@ -64,9 +71,11 @@ class Index:
     def find(self, keys: Keys, rows: Keys) -> int:
         """Write the row of each key to `rows`, -1 for one that is not there; how many are not."""
         if self._moving:
-            absent = index_kernels().find_moving(self._new, self._old, self._mark, keys, rows)
+            absent = index_kernels().find_moving(
+                self._new, self._old, self._mark, keys, rows, self.secret
+            )
         else:
-            absent = index_kernels().find(self._new, keys, rows)
+            absent = index_kernels().find(self._new, keys, rows, self.secret)
         return int(absent)
 
     def reserve(self, more: int) -> None:
@@ -86,15 +95,15 @@ class Index:
         self.move(MOVED_PER_KEY * keys.size)
         self.reserve(keys.size)
         if self._moving:
-            index_kernels().insert_moving(self._new, self._old, self._mark, keys, rows)
+            index_kernels().insert_moving(self._new, self._old, self._mark, keys, rows, self.secret)
             self._in_old += keys.size
         else:
-            index_kernels().insert(self._new, keys, rows)
+            index_kernels().insert(self._new, keys, rows, self.secret)
         self._size += keys.size
 
     def remove(self, keys: Keys) -> None:
         """Take keys out; one that is not there is left out."""
-        self._size -= int(index_kernels().remove(self._new, self._old, keys))
+        self._size -= int(index_kernels().remove(self._new, self._old, keys, self.secret))
 
     def _make_room(self, more: int) -> None:
         if self._moving and not fits(self._in_old + more, self._old.shape[0], OLD_FULL):

@@ -1,10 +1,11 @@
 """Loops over the index of a keyed table, compiled by Numba: import this lazily.
 
 An index is an int64 array [places, 2] of (key, row + 1): 0 in the second column is an empty place,
-`BURIED` one whose key was removed while the entries move to a larger array. A key lies at its home
-or in one of the places behind it, without an empty place between (linear probing; behind the last
-place comes the first). At a load of at most 0.75 this looks at 2.5 places for a key that is there
-and 8.5 for one that is not, four to a cache line, so a look-up costs little more than one miss.
+`BURIED` one whose key was removed while the entries move to a larger array. A key lies at its home,
+which a hash with the index's secret tells, or in one of the places behind it, without an empty
+place between (linear probing; behind the last place comes the first). At a load of at most 0.75
+this looks at 2.5 places for a key that is there and 8.5 for one that is not, four to a cache line,
+so a look-up costs little more than one miss.
 
 While entries move to a larger array, a key belongs to the new one if its home in the old one lies
 below a mark, else to the old one. The mark stands behind an empty place, so all keys with a home
@@ -35,8 +36,9 @@ BURIED = -1
 KEYS = types.Array(types.int64, 1, "C")
 ENTRIES = types.Array(types.int64, 2, "C")
 INT = types.intp
+SECRET = types.uint64
 
-_32 = np.uint64(32)
+_1, _32 = np.uint64(1), np.uint64(32)
 
 mix = inlined(halves.mix)
 
@@ -52,9 +54,21 @@ def compile_all(signatures: dict[Callable[..., Any], tuple[Any, ...]]) -> None:
 
 
 @inlined
-def home(key: Any, places: Any) -> Any:
+def hidden_hash(key: Any, secret: Any) -> Any:
+    """A hash of 64 bits that only a process which knows the secret (uint64) can compute.
+
+    `mix` alone can be inverted: keys that a user chooses could all collide, and a look-up would
+    pass them all. The multiplication hides the difference of two keys; the shift brings a
+    difference of their highest bits, which the multiplication leaves there, to the lower ones.
+    """
+    z = (np.uint64(key) ^ secret) * (secret | _1)
+    return mix(z ^ (z >> _32))
+
+
+@inlined
+def home(key: Any, places: Any, secret: Any) -> Any:
     """Where a key belongs: in the order of its hash, so that a larger array keeps the order."""
-    return np.intp(((mix(key) >> _32) * np.uint64(places)) >> _32)
+    return np.intp(((hidden_hash(key, secret) >> _32) * np.uint64(places)) >> _32)
 
 
 @inlined
@@ -72,17 +86,17 @@ def place_of(entries: Array, key: Any, at: Any) -> Any:
 
 
 @kernel
-def find(entries: Array, keys: Array, rows: Array) -> int:
+def find(entries: Array, keys: Array, rows: Array, secret: Any) -> int:
     """rows[i] = row of keys[i], or -1; says how many are -1."""
     base, places, n = entries.ctypes.data, entries.shape[0], keys.size
     absent = 0
     for i in range(min(AHEAD, n)):
-        prefetch(base + home(keys[i], places) * ENTRY_BYTES)
+        prefetch(base + home(keys[i], places, secret) * ENTRY_BYTES)
     for i in range(n):
         if i + AHEAD < n:
-            prefetch(base + home(keys[i + AHEAD], places) * ENTRY_BYTES)
+            prefetch(base + home(keys[i + AHEAD], places, secret) * ENTRY_BYTES)
         key = keys[i]
-        at = home(key, places)
+        at = home(key, places, secret)
         row = entries[at, 1]
         while row != 0 and entries[at, 0] != key:
             at += 1
@@ -95,16 +109,16 @@ def find(entries: Array, keys: Array, rows: Array) -> int:
 
 
 @kernel
-def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array) -> int:
+def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: Any) -> int:
     """As `find`, while entries move."""
     n, absent = keys.size, 0
     for i in range(n):
         if i + AHEAD < n:
-            ask_moving(new, old, mark, keys[i + AHEAD])
+            ask_moving(new, old, mark, keys[i + AHEAD], secret)
         key = keys[i]
-        before = home(key, old.shape[0])
+        before = home(key, old.shape[0], secret)
         if before < mark:
-            at = place_of(new, key, home(key, new.shape[0]))
+            at = place_of(new, key, home(key, new.shape[0], secret))
             rows[i] = new[at, 1] - 1 if at >= 0 else -1
         else:
             at = place_of(old, key, before)
@@ -114,19 +128,19 @@ def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array) -> 
 
 
 @inlined
-def ask_moving(new: Array, old: Array, mark: Any, key: Any) -> None:
+def ask_moving(new: Array, old: Array, mark: Any, key: Any, secret: Any) -> None:
     """Prefetch the home of a key while entries move."""
-    before = home(key, old.shape[0])
+    before = home(key, old.shape[0], secret)
     if before < mark:
-        prefetch_to_write(new.ctypes.data + home(key, new.shape[0]) * ENTRY_BYTES)
+        prefetch_to_write(new.ctypes.data + home(key, new.shape[0], secret) * ENTRY_BYTES)
     else:
         prefetch_to_write(old.ctypes.data + before * ENTRY_BYTES)
 
 
 @inlined
-def enter(entries: Array, key: Any, row: Any) -> None:
+def enter(entries: Array, key: Any, row: Any, secret: Any) -> None:
     """Write an entry to the first empty place from its home on."""
-    at = home(key, entries.shape[0])
+    at = home(key, entries.shape[0], secret)
     while entries[at, 1] != 0:
         at += 1
         if at == entries.shape[0]:
@@ -136,39 +150,39 @@ def enter(entries: Array, key: Any, row: Any) -> None:
 
 
 @kernel
-def insert(entries: Array, keys: Array, rows: Array) -> None:
+def insert(entries: Array, keys: Array, rows: Array, secret: Any) -> None:
     """Enter keys that are not there, each once. The caller has seen to it that they fit."""
     base, places, n = entries.ctypes.data, entries.shape[0], keys.size
     for i in range(min(AHEAD, n)):
-        prefetch_to_write(base + home(keys[i], places) * ENTRY_BYTES)
+        prefetch_to_write(base + home(keys[i], places, secret) * ENTRY_BYTES)
     for i in range(n):
         if i + AHEAD < n:
-            prefetch_to_write(base + home(keys[i + AHEAD], places) * ENTRY_BYTES)
-        enter(entries, keys[i], rows[i] + 1)
+            prefetch_to_write(base + home(keys[i + AHEAD], places, secret) * ENTRY_BYTES)
+        enter(entries, keys[i], rows[i] + 1, secret)
 
 
 @kernel
-def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array) -> None:
+def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: Any) -> None:
     """As `insert`, while entries move."""
     n = keys.size
     for i in range(n):
         if i + AHEAD < n:
-            ask_moving(new, old, mark, keys[i + AHEAD])
-        if home(keys[i], old.shape[0]) < mark:
-            enter(new, keys[i], rows[i] + 1)
+            ask_moving(new, old, mark, keys[i + AHEAD], secret)
+        if home(keys[i], old.shape[0], secret) < mark:
+            enter(new, keys[i], rows[i] + 1, secret)
         else:
-            enter(old, keys[i], rows[i] + 1)
+            enter(old, keys[i], rows[i] + 1, secret)
 
 
 @kernel
-def move(old: Array, new: Array, mark: int, least: int) -> int:
+def move(old: Array, new: Array, mark: int, least: int, secret: Any) -> int:
     """Copy entries of `old` from the mark on to `new`: at least so many places, and to an empty
     one. Returns the mark after it, which is all places of `old` at the end."""
     places = old.shape[0]
     while mark < places:
         row = old[mark, 1]
         if row > 0:
-            enter(new, old[mark, 0], row)
+            enter(new, old[mark, 0], row, secret)
         mark += 1
         least -= 1
         if least <= 0 and row == 0:
@@ -177,14 +191,14 @@ def move(old: Array, new: Array, mark: int, least: int) -> int:
     at = 0
     while old[at, 1] != 0:
         key = old[at, 0]
-        if old[at, 1] > 0 and place_of(new, key, home(key, new.shape[0])) < 0:
-            enter(new, key, old[at, 1])
+        if old[at, 1] > 0 and place_of(new, key, home(key, new.shape[0], secret)) < 0:
+            enter(new, key, old[at, 1], secret)
         at += 1
     return int(places)
 
 
 @inlined
-def close_gap(entries: Array, gap: Any) -> None:
+def close_gap(entries: Array, gap: Any, secret: Any) -> None:
     """Empty a place and pull the entries behind it forward, so that every chain stays whole."""
     places = entries.shape[0]
     at = gap
@@ -195,7 +209,7 @@ def close_gap(entries: Array, gap: Any) -> None:
         row = entries[at, 1]
         if row == 0:
             break
-        begin = home(entries[at, 0], places)
+        begin = home(entries[at, 0], places, secret)
         # It may go to the gap unless its home lies behind the gap, on the way round to `at`.
         behind = (at - begin) if at >= begin else (at - begin + places)
         to_gap = (at - gap) if at >= gap else (at - gap + places)
@@ -208,17 +222,17 @@ def close_gap(entries: Array, gap: Any) -> None:
 
 
 @kernel
-def remove(entries: Array, old: Array, keys: Array) -> int:
+def remove(entries: Array, old: Array, keys: Array, secret: Any) -> int:
     """Take keys out of both arrays (`old` has no places where none move). Says how many it had."""
     known = 0
     for i in range(keys.size):
         key = keys[i]
-        at = place_of(entries, key, home(key, entries.shape[0]))
+        at = place_of(entries, key, home(key, entries.shape[0], secret))
         if at >= 0:
-            close_gap(entries, at)
+            close_gap(entries, at, secret)
         before = -1
         if old.shape[0] > 0:
-            before = place_of(old, key, home(key, old.shape[0]))
+            before = place_of(old, key, home(key, old.shape[0], secret))
             if before >= 0:
                 old[before, 1] = BURIED
         known += at >= 0 or before >= 0
@@ -226,7 +240,9 @@ def remove(entries: Array, old: Array, keys: Array) -> int:
 
 
 @kernel
-def distinct(keys: Array, rows: Array, scratch: Array, found: Array, which: Array) -> int:
+def distinct(
+    keys: Array, rows: Array, scratch: Array, found: Array, which: Array, secret: Any
+) -> int:
     """The keys without a row (rows[i] < 0), each once, in the order in which they first stand.
 
     found[:result] are the keys; which[i] is the place of keys[i] among them, or -1. `scratch` holds
@@ -238,7 +254,7 @@ def distinct(keys: Array, rows: Array, scratch: Array, found: Array, which: Arra
         if rows[i] >= 0:
             continue
         key = keys[i]
-        at = home(key, places)
+        at = home(key, places, secret)
         while scratch[at] != 0 and found[scratch[at] - 1] != key:
             at += 1
             if at == places:
@@ -266,13 +282,13 @@ def prepare() -> None:
     """Compile or load all of them."""
     compile_all(
         {
-            find: (ENTRIES, KEYS, KEYS),
-            find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS),
-            insert: (ENTRIES, KEYS, KEYS),
-            insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS),
-            move: (ENTRIES, ENTRIES, INT, INT),
-            remove: (ENTRIES, ENTRIES, KEYS),
-            distinct: (KEYS, KEYS, KEYS, KEYS, KEYS),
+            find: (ENTRIES, KEYS, KEYS, SECRET),
+            find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, SECRET),
+            insert: (ENTRIES, KEYS, KEYS, SECRET),
+            insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, SECRET),
+            move: (ENTRIES, ENTRIES, INT, INT, SECRET),
+            remove: (ENTRIES, ENTRIES, KEYS, SECRET),
+            distinct: (KEYS, KEYS, KEYS, KEYS, KEYS, SECRET),
             give_rows: (KEYS, KEYS, KEYS),
         }
     )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.keyed.hashing import shard_of
+from paramserve.core.keyed.hashing import own_secret, shard_of
 from paramserve.core.keyed.parts import RowGradient, gradient_bytes, keys_bytes, padded
 
 Array = npt.NDArray[Any]
@@ -52,7 +52,7 @@ def distinct(keys: Array) -> tuple[Array, Array]:
     found = np.empty(keys.size, np.int64)
     numbers = np.empty(keys.size, np.int32)
     table = np.full(size, -1, np.int32)
-    count = routing_kernels().find_distinct(keys, table, found, numbers)
+    count = routing_kernels().find_distinct(keys, table, found, numbers, own_secret())
     return found[:count], numbers
 
 

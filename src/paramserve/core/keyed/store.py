@@ -201,7 +201,8 @@ class RowStore:
         try:
             which, fresh, chains = self._spare(keys.size, absent, 2 * absent)
             chains[:] = 0
-            fresh = fresh[: kernels.distinct(keys, rows, chains, fresh, which)]
+            count = kernels.distinct(keys, rows, chains, fresh, which, self._index.secret)
+            fresh = fresh[:count]
             admitted = None
             counted = fresh
             if self._candidates is not None and purpose in (Purpose.PUSH, Purpose.DRAFT):

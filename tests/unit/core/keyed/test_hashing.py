@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from tests.unit.core.keyed.rig import keys_of
 
+from paramserve.core.keyed.compiled import index_kernels
 from paramserve.core.keyed.hashing import hashes, shard_of, stream_of
+from paramserve.core.keyed.index import Index
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63)]
 
@@ -30,11 +32,14 @@ def test_shards_share_ids_that_follow_each_other(shards: int, step: int) -> None
     assert 0.85 * 2000 < counts.min() <= counts.max() < 1.15 * 2000
 
 
-def test_homes_of_one_shard_are_spread_over_its_index() -> None:
+def test_keys_of_one_shard_are_spread_over_its_index() -> None:
     keys = np.arange(80_000)
     mine = keys[shard_of(keys, 8) == 5]
-    homes = (hashes(mine) >> np.uint64(32)) * np.uint64(16) >> np.uint64(32)
-    counts = np.bincount(homes.astype(np.int64), minlength=16)
+    index_kernels().prepare()
+    index = Index()
+    index.insert(mine, np.arange(mine.size))
+    taken = np.flatnonzero(index._new[:, 1])
+    counts = np.bincount(taken * 16 // index._new.shape[0], minlength=16)
     assert 0.8 < counts.min() / counts.mean() <= counts.max() / counts.mean() < 1.2
 
 
