@@ -70,8 +70,9 @@ class ModelShard:
             fresh = [key for key in absent if self.pushes.get(key, 0) + 1 >= self._needed]
         there = [key for key in keys if key in self.rows]
         over = len(self.rows) + len(fresh) - self._rows_max
-        if fresh and over > 0 and (not self._lru or len(set(there)) + len(fresh) > self._rows_max):
+        if fresh and over > 0 and not self._lru:
             return False
+        over = min(over, len(self.rows) - len(set(there)))
         if self._needed > 1 and why == "push":
             for key in absent:
                 self.pushes[key] = 0 if key in fresh else self.pushes.get(key, 0) + 1
@@ -138,6 +139,7 @@ class TableMachine(RuleBasedStateMachine):
             store = server.role.shard.blocks[self.table.block.id].store
             assert not lru or store.rows_max == lru
             store.rows_max = limit
+            store.room = 1 << 30 if lru else limit
         self.initial = dict(zip(KEYS, self.table.pull(KEYS, create=False), strict=True))
         self.shards = [ModelShard(limit, ttl, bool(lru), needed) for _ in range(servers)]
         self.owner = dict(zip(KEYS, shard_of(np.array(KEYS), servers).tolist(), strict=True))

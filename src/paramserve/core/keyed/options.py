@@ -145,7 +145,9 @@ class LRU:
     """The least recently used row goes, with its rule state, when there are more than `rows`.
 
     Args:
-        rows: of the whole table; None: only `max_bytes` limits the rows.
+        rows: of the whole table, of which each server keeps its part; None: only `max_bytes` limits
+            the rows. The rows that one request creates and uses stay together: where they are more,
+            they are there until the next request that creates some.
     Raises:
         ValueError: `rows` is below 1.
     """
@@ -239,7 +241,7 @@ class TableOptions:
             raise ValueError(f"{dtype} rows cannot hold what {init!r} gives: change dtype or init")
 
     def of_shard(self, shards: int) -> TableOptions:
-        """The part of one of so many shards: of `LRU.rows`, which is meant for the whole table."""
+        """The options of one of so many shards, which has its part of `LRU.rows`."""
         lru = self.lru
         if lru is None or lru.rows is None:
             return self

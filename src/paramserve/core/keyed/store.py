@@ -118,7 +118,11 @@ class RowStore:
         self._candidates: Candidates | None = None
         if options.admit is not None and counts:
             self._candidates = Candidates(options.admit.count, candidates)
-        self.rows_max = self._limit(candidates)
+        self.room = self._room(candidates)
+        """Rows that there may ever be."""
+        lru = options.lru.rows if options.lru is not None else None
+        self.rows_max = self.room if lru is None else min(self.room, lru)
+        """Rows that a request which creates some leaves, unless it names more itself."""
 
     def __len__(self) -> int:
         """Rows that are there, with those past their TTL that have not been removed yet."""
@@ -135,12 +139,9 @@ class RowStore:
         waiting = self._candidates.nbytes if self._candidates is not None else 0
         return self._begun * row + self._free_most * 8 + self._index.nbytes + waiting
 
-    def _limit(self, candidates: int) -> int:
-        """Rows that `max_bytes` and the LRU allow, with the index as large as it ever gets."""
-        limit = ROWS_MAX
-        lru, most = self.options.lru, self.options.max_bytes
-        if lru is not None and lru.rows is not None:
-            limit = min(limit, lru.rows)
+    def _room(self, candidates: int) -> int:
+        """Rows that `max_bytes` allows, with the index as large as it ever gets."""
+        limit, most = ROWS_MAX, self.options.max_bytes
         if most:
             row = self._rows.row_bytes + self._keys.row_bytes + KEY_BYTES_MAX
             row += self._use.row_bytes + 8 if self._use is not None else 0
@@ -242,17 +243,18 @@ class RowStore:
             TableFull: that cannot be.
         """
         over = len(self) + more - self.rows_max
-        if over > 0:
+        if more and over > 0:
             if self._use is not None and self._ttl is not None:
                 self._evict(self._use.oldest(over, self._clock - self._ttl))
                 over = len(self) + more - self.rows_max
             if over > 0 and self.options.lru is None:
                 raise self._full(more, more)
             if over > 0 and more + rows.size > self.rows_max:  # else they fit, however they repeat
-                wanted = more + np.unique(rows[rows >= 0]).size
-                if wanted > self.rows_max:
-                    raise self._full(more, wanted)
-        return max(over, 0)
+                kept = np.unique(rows[rows >= 0]).size
+                if more + kept > self.room:
+                    raise self._full(more, more + kept)
+                over = min(over, len(self) - kept)
+        return max(over, 0) if more else 0
 
     def _reserve(self, more: int, over: int) -> None:
         """Have the memory for `more` rows when `over` are gone, and for all to be free one day."""
@@ -271,7 +273,7 @@ class RowStore:
         )
 
     def _full(self, more: int, wanted: int) -> TableFull:
-        limit = f"{self.rows_max} rows" + (
+        limit = f"{self.room} rows" + (
             f" (max_bytes={self.options.max_bytes} on each server)"
             if self.options.max_bytes
             else ""
@@ -281,7 +283,7 @@ class RowStore:
             fix = "raise max_bytes, let rows go with evict=ps.LRU(), or start more servers"
         else:
             failed = f"a request needs {wanted} rows at once, {self._name} has room for {limit}"
-            fix = "raise max_bytes or LRU(rows=...), or ask for fewer keys at once"
+            fix = "raise max_bytes, or ask for fewer keys at once"
         return TableFull(failed, fix=fix)
 
     def _new_rows(self, keys: Keys) -> Keys:

@@ -68,8 +68,8 @@ class Model:
         self.pushes: dict[int, int] = {}
         self.created = self.evicted = self.dropped = 0
 
-    def take(self, keys: list[int], clock: int, purpose: Purpose) -> list[bool] | None:
-        """Whether each key has a row; None: the table is full."""
+    def take(self, keys: list[int], clock: int, purpose: Purpose) -> list[bool]:
+        """Whether each key has a row."""
         if self.ttl is not None:
             for key in [k for k, at in self.used.items() if at < clock - self.ttl]:
                 del self.used[key]
@@ -86,8 +86,7 @@ class Model:
             new = [key for key in counted if self.pushes.get(key, 0) + 1 >= self.count]
             counted = counted if purpose is Purpose.PUSH else new
         known = [key for key in dict.fromkeys(keys) if key in self.used]
-        if self.lru is not None and len(new) + len(known) > self.lru:
-            return None
+        least = len(new) + len(known)
         for key in counted:
             self.pushes[key] = self.pushes.get(key, 0) + 1
         for key in new if counted else ():  # a row that was put takes back no push
@@ -96,7 +95,7 @@ class Model:
             if key in self.used:
                 self.used[key] = clock
                 self.used.move_to_end(key)
-        while self.lru is not None and len(self.used) + len(new) > self.lru:
+        while self.lru and new and len(self.used) + len(new) > max(self.lru, least):
             self.used.popitem(last=False)
             self.evicted += 1
         for key in new:

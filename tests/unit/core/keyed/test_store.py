@@ -40,11 +40,6 @@ def limits(count: int, ttl: int | None, lru: int | None, max_bytes: int = 0) -> 
     return TableOptions(INIT, admit, evict, max_bytes)
 
 
-def living(store: RowStore, model: Model) -> dict[int, Any]:
-    """What it holds, without rows past their TTL whose memory is still to be swept."""
-    return {key: row for key, row in contents(store).items() if key in model.used}
-
-
 @settings(max_examples=15)
 @example([([0], 0, PUSH), ([0], 0, PUT), ([], 2, READ), ([0], 0, PUSH)], 2, 1, None, False)
 @given(
@@ -70,12 +65,6 @@ def test_rows_are_those_of_a_dict(
         for keys, later, purpose in requests:
             clock += later
             expected = model.take(keys, clock, purpose)
-            if expected is None:
-                before = (living(store, model), store.created)
-                with pytest.raises(TableFull):
-                    store.take(keys_of(keys), clock, purpose)
-                assert (living(store, model), store.created) == before
-                continue
             taken = store.take(keys_of(keys), clock, purpose)
             dropped += taken.dropped
             assert [row >= 0 for row in taken.rows.tolist()] == expected
@@ -249,14 +238,24 @@ def test_request_without_memory_for_its_rows_is_refused_and_changes_nothing(
     assert seen(store) == seen(good)
 
 
-def test_request_of_more_keys_than_an_lru_holds_is_refused() -> None:
+def test_request_of_more_keys_than_an_lru_holds_has_them_until_the_next() -> None:
     store = store_of(limits(1, None, 3))
     store.take(keys_of([1, 2]), 0, PULL)
-    with pytest.raises(TableFull, match="4 rows at once"):
-        store.take(keys_of([1, 5, 6, 7]), 0, PULL)
+    assert store.take(keys_of([1, 5, 6, 7]), 0, PULL).created == 3
+    assert contents(store).keys() == {1, 5, 6, 7}
+    assert store.take(keys_of([1, 8, 6, 8, 1]), 0, PULL).created == 1
+    assert contents(store).keys() == {1, 6, 8}
+
+
+def test_request_of_more_keys_than_max_bytes_has_room_for_is_refused() -> None:
+    store = store_of(TableOptions(INIT, evict=LRU(3), max_bytes=20_000))
+    most = store.room
+    store.take(keys_of([1, 2]), 0, PULL)
+    with pytest.raises(TableFull, match=f"{most + 1} rows at once, this table has room for {most}"):
+        store.take(np.arange(2, most + 3), 0, PULL)
     assert contents(store).keys() == {1, 2}
-    assert store.take(keys_of([1, 5, 6, 5, 1]), 0, PULL).created == 2
-    assert contents(store).keys() == {1, 5, 6}
+    store.take(np.arange(2, most + 2), 0, PULL)
+    assert len(store) == most
 
 
 @pytest.mark.parametrize("admit", [1, 2])
