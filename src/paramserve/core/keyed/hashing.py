@@ -45,12 +45,12 @@ def stream_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def new_secret() -> np.uint64:
-    """A random number, which is known to this process only."""
-    return np.uint64(randbits(64))
+def new_secret() -> int:
+    """A random number of 64 bits, with a sign, which is known to this process only."""
+    return randbits(64) - (1 << 63)
 
 
 @cache
-def own_secret() -> np.uint64:
+def own_secret() -> int:
     """The secret of what is hashed during one call: drawn at its first use in this process."""
     return new_secret()

@@ -36,7 +36,6 @@ BURIED = -1
 KEYS = types.Array(types.int64, 1, "C")
 ENTRIES = types.Array(types.int64, 2, "C")
 INT = types.intp
-SECRET = types.uint64
 
 _1, _32 = np.uint64(1), np.uint64(32)
 
@@ -54,19 +53,20 @@ def compile_all(signatures: dict[Callable[..., Any], tuple[Any, ...]]) -> None:
 
 
 @inlined
-def hidden_hash(key: Any, secret: Any) -> Any:
-    """A hash of 64 bits that only a process which knows the secret (uint64) can compute.
+def hidden_hash(key: Any, secret: int) -> Any:
+    """A hash of 64 bits that only a process which knows the secret can compute.
 
     `mix` alone can be inverted: keys that a user chooses could all collide, and a look-up would
     pass them all. The multiplication hides the difference of two keys; the shift brings a
     difference of their highest bits, which the multiplication leaves there, to the lower ones.
     """
-    z = (np.uint64(key) ^ secret) * (secret | _1)
+    hidden = np.uint64(secret)
+    z = (np.uint64(key) ^ hidden) * (hidden | _1)
     return mix(z ^ (z >> _32))
 
 
 @inlined
-def home(key: Any, places: Any, secret: Any) -> Any:
+def home(key: Any, places: Any, secret: int) -> Any:
     """Where a key belongs: in the order of its hash, so that a larger array keeps the order."""
     return np.intp(((hidden_hash(key, secret) >> _32) * np.uint64(places)) >> _32)
 
@@ -86,7 +86,7 @@ def place_of(entries: Array, key: Any, at: Any) -> Any:
 
 
 @kernel
-def find(entries: Array, keys: Array, rows: Array, secret: Any) -> int:
+def find(entries: Array, keys: Array, rows: Array, secret: int) -> int:
     """rows[i] = row of keys[i], or -1; says how many are -1."""
     base, places, n = entries.ctypes.data, entries.shape[0], keys.size
     absent = 0
@@ -109,7 +109,7 @@ def find(entries: Array, keys: Array, rows: Array, secret: Any) -> int:
 
 
 @kernel
-def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: Any) -> int:
+def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: int) -> int:
     """As `find`, while entries move."""
     n, absent = keys.size, 0
     for i in range(n):
@@ -128,7 +128,7 @@ def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, sec
 
 
 @inlined
-def ask_moving(new: Array, old: Array, mark: Any, key: Any, secret: Any) -> None:
+def ask_moving(new: Array, old: Array, mark: Any, key: Any, secret: int) -> None:
     """Prefetch the home of a key while entries move."""
     before = home(key, old.shape[0], secret)
     if before < mark:
@@ -138,7 +138,7 @@ def ask_moving(new: Array, old: Array, mark: Any, key: Any, secret: Any) -> None
 
 
 @inlined
-def enter(entries: Array, key: Any, row: Any, secret: Any) -> None:
+def enter(entries: Array, key: Any, row: Any, secret: int) -> None:
     """Write an entry to the first empty place from its home on."""
     at = home(key, entries.shape[0], secret)
     while entries[at, 1] != 0:
@@ -150,7 +150,7 @@ def enter(entries: Array, key: Any, row: Any, secret: Any) -> None:
 
 
 @kernel
-def insert(entries: Array, keys: Array, rows: Array, secret: Any) -> None:
+def insert(entries: Array, keys: Array, rows: Array, secret: int) -> None:
     """Enter keys that are not there, each once. The caller has seen to it that they fit."""
     base, places, n = entries.ctypes.data, entries.shape[0], keys.size
     for i in range(min(AHEAD, n)):
@@ -162,7 +162,7 @@ def insert(entries: Array, keys: Array, rows: Array, secret: Any) -> None:
 
 
 @kernel
-def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: Any) -> None:
+def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: int) -> None:
     """As `insert`, while entries move."""
     n = keys.size
     for i in range(n):
@@ -175,7 +175,7 @@ def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, s
 
 
 @kernel
-def move(old: Array, new: Array, mark: int, least: int, secret: Any) -> int:
+def move(old: Array, new: Array, mark: int, least: int, secret: int) -> int:
     """Copy entries of `old` from the mark on to `new`: at least so many places, and to an empty
     one. Returns the mark after it, which is all places of `old` at the end."""
     places = old.shape[0]
@@ -198,7 +198,7 @@ def move(old: Array, new: Array, mark: int, least: int, secret: Any) -> int:
 
 
 @inlined
-def close_gap(entries: Array, gap: Any, secret: Any) -> None:
+def close_gap(entries: Array, gap: Any, secret: int) -> None:
     """Empty a place and pull the entries behind it forward, so that every chain stays whole."""
     places = entries.shape[0]
     at = gap
@@ -222,7 +222,7 @@ def close_gap(entries: Array, gap: Any, secret: Any) -> None:
 
 
 @kernel
-def remove(entries: Array, old: Array, keys: Array, secret: Any) -> int:
+def remove(entries: Array, old: Array, keys: Array, secret: int) -> int:
     """Take keys out of both arrays (`old` has no places where none move). Says how many it had."""
     known = 0
     for i in range(keys.size):
@@ -241,7 +241,7 @@ def remove(entries: Array, old: Array, keys: Array, secret: Any) -> int:
 
 @kernel
 def distinct(
-    keys: Array, rows: Array, scratch: Array, found: Array, which: Array, secret: Any
+    keys: Array, rows: Array, scratch: Array, found: Array, which: Array, secret: int
 ) -> int:
     """The keys without a row (rows[i] < 0), each once, in the order in which they first stand.
 
@@ -282,13 +282,13 @@ def prepare() -> None:
     """Compile or load all of them."""
     compile_all(
         {
-            find: (ENTRIES, KEYS, KEYS, SECRET),
-            find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, SECRET),
-            insert: (ENTRIES, KEYS, KEYS, SECRET),
-            insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, SECRET),
-            move: (ENTRIES, ENTRIES, INT, INT, SECRET),
-            remove: (ENTRIES, ENTRIES, KEYS, SECRET),
-            distinct: (KEYS, KEYS, KEYS, KEYS, KEYS, SECRET),
+            find: (ENTRIES, KEYS, KEYS, INT),
+            find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
+            insert: (ENTRIES, KEYS, KEYS, INT),
+            insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
+            move: (ENTRIES, ENTRIES, INT, INT, INT),
+            remove: (ENTRIES, ENTRIES, KEYS, INT),
+            distinct: (KEYS, KEYS, KEYS, KEYS, KEYS, INT),
             give_rows: (KEYS, KEYS, KEYS),
         }
     )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
-from paramserve.core.keyed.kernels import INT, KEYS, SECRET, compile_all, hidden_hash, mix
+from paramserve.core.keyed.kernels import INT, KEYS, compile_all, hidden_hash, mix
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import LINE
 from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
-EDITION = 2
+EDITION = 3
 """Of what kernels here have from `rules`: to be raised when it changes. Numba's cache goes by the
 text of this file."""
 FEW = 8
@@ -70,7 +68,7 @@ def spread_targets(
 
 
 @kernel
-def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array, secret: Any) -> int:
+def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array, secret: int) -> int:
     """Number the distinct keys in the order in which they first come.
 
     Args:
@@ -78,7 +76,7 @@ def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array, se
         table: int32 [a power of two above 1.5 n], all -1.
         distinct: int64 [n], for the distinct keys.
         numbers: int32 [n], for the number of each key.
-        secret: uint64, of this process; nothing that is written depends on it but `table`.
+        secret: of this process; nothing that is written depends on it but `table`.
     Returns:
         How many are distinct.
     """
@@ -161,7 +159,7 @@ def prepare() -> None:
             count_shards: (KEYS, INT, KEYS),
             spread_keys: (KEYS, KEYS, KEYS, KEYS, numbers),
             spread_targets: (KEYS, KEYS, KEYS, INT, KEYS, KEYS),
-            find_distinct: (KEYS, numbers, KEYS, numbers, SECRET),
+            find_distinct: (KEYS, numbers, KEYS, numbers, INT),
             add_rows: (rows, numbers, KEYS, floats, seen, types.boolean),
         }
     )

@@ -116,7 +116,7 @@ def test_many_keys_at_once_are_all_there() -> None:
 def test_keys_with_one_home_are_told_apart() -> None:
     """Hashes that begin alike make one chain, over the end of the array to its beginning."""
     keys, index = np.arange(200_000), Index()
-    secret = index.secret
+    secret = np.uint64(index.secret % 2**64)
     mixed = (keys.view(np.uint64) ^ secret) * (secret | np.uint64(1))
     last = keys[np.argsort(hashes((mixed ^ (mixed >> np.uint64(32))).view(np.int64)))[-300:]]
     index.insert(last, np.arange(last.size))
