@@ -52,7 +52,7 @@ class CoordinatorRole:
         """Connections of servers: they are told of every change of the membership."""
         self._next = 1
         self.on_server_lost: Callable[[], None] = lambda: None
-        """Called when the connection of a server has ended."""
+        """Called when a server that had registered is lost."""
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
@@ -82,9 +82,7 @@ class CoordinatorRole:
     def closed(self, conn: Connection) -> None:
         number = self._numbers.pop(conn)
         del self._connections[number]
-        if number in self._servers:
-            self._servers.discard(number)
-            self.on_server_lost()
+        self._servers.discard(number)
         self._step(ConnectionLost(number))
 
     @property
@@ -106,6 +104,8 @@ class CoordinatorRole:
             header = encode(decided.members)
             for number in sorted(self._servers):
                 self._connections[number].send(header)
+        if decided.server_lost:
+            self.on_server_lost()
 
 
 async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:

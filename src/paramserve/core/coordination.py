@@ -91,6 +91,8 @@ class Decided:
 
     replies: list[tuple[int, CoordinatorReply]] = field(default_factory=list)
     members: Members | None = None
+    server_lost: bool = False
+    """Whether a server that had registered is lost, and its values with it."""
 
 
 @dataclass
@@ -331,6 +333,7 @@ class Coordination:
             return
         if party.shard is not None:
             self.membership.server_lost(party.shard)
+            self._decided.server_lost = True
         elif party.enlisted is not None:
             self.membership.resign(party.enlisted)
         if party.client:
