@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -13,7 +14,9 @@ from paramserve.core.coordination import (
     ConnectionLost,
     Coordination,
     CoordinatorEvent,
+    Decided,
     Noticed,
+    Paused,
     TimePassed,
 )
 from paramserve.engine.child import Bootstrap, call_soon
@@ -31,8 +34,13 @@ from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
 from paramserve.transport.tcp import join_place
 
+logger = logging.getLogger("paramserve")
+
 TICK_S = 0.1
 """How often deadlines of waiting calls are looked at."""
+PAUSE_S = 0.5
+"""Without a step for this much longer than `TICK_S`, the process did not run: it was stopped, or
+something held its loop up."""
 
 ROLES = frozenset({"join", "register", "driver"})
 """Who belongs to the coordinator; the other roles of `Hello` belong to a shard."""
@@ -53,6 +61,8 @@ class CoordinatorRole:
         self._next = 1
         self.on_server_lost: Callable[[], None] = lambda: None
         """Called when a server that had registered is lost."""
+        self._stepped_at = self._loop.time()
+        self._stall_s = config.deadlines.stall_s
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
@@ -95,7 +105,16 @@ class CoordinatorRole:
         self._loop.call_later(TICK_S, self._tick)
 
     def _step(self, event: CoordinatorEvent) -> None:
-        decided = self._coordination.step(event, self._loop.time())
+        now = self._loop.time()
+        paused_s = now - self._stepped_at - TICK_S
+        self._stepped_at = now
+        if paused_s > PAUSE_S:
+            level = logging.WARNING if paused_s > self._stall_s else logging.DEBUG
+            logger.log(level, "the coordinator did not run for %.1f s: not counted", paused_s)
+            self._act(self._coordination.step(Paused(paused_s), now))
+        self._act(self._coordination.step(event, now))
+
+    def _act(self, decided: Decided) -> None:
         for number, reply in decided.replies:
             connection = self._connections.get(number)
             if connection is not None:

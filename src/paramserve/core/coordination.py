@@ -82,7 +82,14 @@ class TimePassed(NamedTuple):
     """Look at deadlines and at who has been silent."""
 
 
-CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed
+class Paused(NamedTuple):
+    """This process did not run for so long: what came in was not read, so that no silence and no
+    wait of that time counts."""
+
+    seconds: float
+
+
+CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed | Paused
 
 
 @dataclass
@@ -146,6 +153,11 @@ class Coordination:
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
+            case Paused():
+                self.membership.paused(event.seconds)
+                self._waiting = [
+                    each._replace(deadline=each.deadline + event.seconds) for each in self._waiting
+                ]
         if self.membership.number != before:
             members = self.membership.members.values()
             living = {each.client for each in members if each.state in (LIVE, RETIRING)}

@@ -234,6 +234,14 @@ class Membership:
         if entry is not None:
             entry.heard_at, entry.beat = now, beat
 
+    def paused(self, seconds: float) -> None:
+        """Nobody could be heard for so long: all were heard of, or left, that much later."""
+        for times in (self._heard, self._restarting):
+            for rank in times:
+                times[rank] += seconds
+        for entry in self.servers.values():
+            entry.heard_at += seconds
+
     def silent_workers(self, now: float, stall_s: float) -> list[int]:
         """Live ranks that have not been heard of for `stall_s`."""
         return [

@@ -33,6 +33,8 @@ from paramserve.transport.link import Link
 EVERY_S = 0.25
 CONNECT_S = 1.0
 """The coordinator is listening when this is called, and accepts at once."""
+PAUSE_S = 0.5
+"""Without a tick for this long, the driver did not run: it was stopped, or busy."""
 RECORDS_MAX = 1_000_000
 """Log records kept for the result; the oldest go first."""
 
@@ -75,6 +77,7 @@ class Overview:
         self._call = 0
         self._asked_at: float | None = None
         self._next_at = 0.0
+        self._ticked_at: float | None = None
         self._next_record = 0
         self._answers: dict[int, Ok | Failed | None] = {}
         """Of calls whose answer is wanted; None: it has not come."""
@@ -86,6 +89,10 @@ class Overview:
 
     def tick(self, now: float) -> None:
         """Ask if it is time, and take what has come. A broken line is left to its cause."""
+        paused_s = now - self._ticked_at if self._ticked_at is not None else 0.0
+        self._ticked_at = now
+        if self._asked_at is not None and paused_s > PAUSE_S:
+            self._asked_at += paused_s  # nothing was read meanwhile, and all may have stood still
         if self._lost:
             return
         try:
