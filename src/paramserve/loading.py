@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,10 @@ from paramserve.rules.base import Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.layout import RowLayout
 from paramserve.rules.registry import build, is_built_in
+
+COMPILE_WAIT_S = 120.0
+"""How long a process waits for the one that compiles, before it compiles as well."""
+_LOOK_S = 0.05
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
@@ -149,7 +154,15 @@ def prepared(dtype: np.dtype[Any], name: str) -> bool:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    # A lock on a source file that every process has: nothing is created and nothing is left.
+    # A lock on a source file that every process has: nothing is created and nothing is left. Any
+    # user who may read the file can hold it, so the wait has an end. Two that compile at a time
+    # write the same files, each in one step.
+    deadline = time.monotonic() + COMPILE_WAIT_S
     with open(__file__, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK_S)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,13 @@ def test_load_that_fails_does_not_count(
     with pytest.raises(RuntimeError):
         load_kernels(F8, Adam())
     assert not loaded(F8, Adam())
+
+
+def test_lock_that_another_user_keeps_delays_loading_and_no_more(
+    prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "COMPILE_WAIT_S", 0.05)
+    with open(loading.__file__, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        load_kernels(F4, Add())
+    assert prepared == ["Add float32"]
