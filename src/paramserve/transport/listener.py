@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Callable
@@ -39,6 +40,10 @@ _BACKLOG: Final = 128
 _ACCEPTS_AT_ONCE: Final = 32
 _NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """How long to leave peers waiting when this process has no descriptor left."""
+_DESCRIPTORS_EACH: Final = 3
+"""Of a client: its socket and its arena, and one more while it shares a larger arena."""
+_DESCRIPTORS_OWN: Final = 256
+"""Of the process itself."""
 
 
 class Listener:
@@ -222,6 +227,9 @@ async def listen(
 ) -> list[Listener]:
     """Listen at a Unix socket and, if there is a `tcp_bind` (`host:port`), at that as well.
 
+    Raises this process's soft limit of open files to what `limits.clients_max` clients need, as far
+    as the hard limit lets it.
+
     Args:
         directory: folder of the socket `<name>.sock`; empty: it has no place in the file system.
         tcp_bind: an IPv6 address stands in brackets.
@@ -231,6 +239,7 @@ async def listen(
     """
     path = f"{directory}/{name}.sock" if directory else f"@paramserve-{secrets.token_hex(16)}"
     place = tcp.split_place(tcp_bind) if tcp_bind else None
+    _allow_descriptors(limits.clients_max)
     listeners = [await listen_unix(path, handler, limits)]
     if place is not None:
         host, port = place
@@ -243,6 +252,17 @@ async def listen(
             raise
         listeners.append(listener)
     return listeners
+
+
+def _allow_descriptors(clients: int) -> None:
+    # The usual soft limit of 1,024 ends near 400 local clients, the hard one is far above that.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_OWN + _DESCRIPTORS_EACH * clients
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # forbidden in this container
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def listen_unix(path: str, handler: Handler, limits: Limits) -> Listener:
