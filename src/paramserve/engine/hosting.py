@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from paramserve.engine.child import (
     EXIT_FAILED,
@@ -102,18 +103,21 @@ class Host:
         """Ray puts this before each line that the process prints."""
         return self._name
 
-    def run(self, package: bytes, environment: Mapping[str, str], path: Sequence[str]) -> None:
+    def run(
+        self, package: bytes, secret: bytes, environment: Mapping[str, str], path: Sequence[str]
+    ) -> None:
         """Run the entry; returns when it has ended.
 
         Args:
-            package: a `child.Package`.
+            package: a `child.Package` without its secret.
+            secret: of the role.
             environment: set before the entry's module is imported.
             path: where the driver finds modules; this process looks there last.
         """
         os.environ.update(environment)
         sys.path += [folder for folder in path if folder not in sys.path]
         sys.argv = [self._name]
-        told = msgspec.msgpack.decode(package, type=Package)
+        told = structs.replace(msgspec.msgpack.decode(package, type=Package), secret=secret)
         thread = threading.Thread(target=self._enter, args=(told,), name=self._name, daemon=True)
         if self._stopping.start(thread):
             thread.join()

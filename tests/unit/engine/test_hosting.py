@@ -16,6 +16,7 @@ from paramserve.engine.hosting import Heard, Host
 
 WAIT_S = 10.0
 WHERE = __name__
+SECRET = b"opens the ports"
 
 
 def tells_twice(boot: Bootstrap) -> None:
@@ -25,6 +26,10 @@ def tells_twice(boot: Bootstrap) -> None:
 
 def raises(boot: Bootstrap) -> None:
     raise LookupError("no such thing")
+
+
+def tells_its_secret(boot: Bootstrap) -> None:
+    boot.report("secret", boot.secret)
 
 
 def exits(boot: Bootstrap) -> None:
@@ -54,7 +59,7 @@ class Caller:
 
     def run(self, entry: Any, payload: bytes = b"") -> Future[None]:
         package = Package("worker 3", f"{WHERE}:{entry.__name__}", payload, b"", b"", "")
-        return self._threads.submit(self.host.run, msgspec.msgpack.encode(package), {}, [])
+        return self._threads.submit(self.host.run, msgspec.msgpack.encode(package), SECRET, {}, [])
 
     def hear(self, taken: int) -> Heard:
         return self.later(taken).result(WAIT_S)
@@ -76,6 +81,11 @@ class Caller:
 def caller(monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     return Caller()
+
+
+def test_secret_that_comes_beside_the_package_is_the_entrys(caller: Caller) -> None:
+    caller.run(tells_its_secret).result(WAIT_S)
+    assert caller.until_ended().reports == [("secret", SECRET)]
 
 
 def test_reports_come_in_order_before_the_end(caller: Caller) -> None:

@@ -9,7 +9,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from paramserve.engine.on_ray import Needs, OnRay, naming
+from paramserve.engine.base import Role
+from paramserve.engine.on_ray import Needs, OnRay, naming, process
 from paramserve.errors import CannotPlace, ParamServeError
 
 
@@ -153,3 +154,21 @@ def test_engine_shows_only_what_is_not_the_default() -> None:
     assert repr(OnRay("auto", servers="spread", place_s=3)) == (
         "OnRay('auto', servers='spread', place_s=3)"
     )
+
+
+def test_secret_travels_in_no_argument_that_goes_to_the_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray keeps arguments of more than 100 KB there."""
+    sent: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(process, "_create", lambda *_: None)
+    monkeypatch.setattr(
+        process.RayProcess, "_call", lambda self, *arguments: sent.append(arguments)
+    )
+    secret = b"opens the ports"
+    started = process.RayProcess("worker 0", Needs(), None, 1.0)
+    started.start(Role("worker 0", "a:b", b"x" * 200_000, secret=secret))
+    large = [each for each in sent[-1] if isinstance(each, bytes) and len(each) >= 100_000]
+    assert len(large) == 1
+    assert secret not in large[0]
+    assert secret in sent[-1]

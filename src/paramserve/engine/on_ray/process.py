@@ -71,13 +71,14 @@ class RayProcess:
 
     def start(self, role: Role) -> None:
         """Let the waiting process play its role."""
-        package = Package(
-            role.name, role.entry, role.payload, role.secret, role.code, role.directory
-        )
+        # The secret is an argument of its own: Ray keeps an argument of more than 100 KB in its
+        # object store, which other jobs' processes on the node have mapped.
+        package = Package(role.name, role.entry, role.payload, b"", role.code, role.directory)
         own = self._needs.runtime_env.get("env_vars", {})
         environment = {name: v for name, v in role.environment.items() if name not in own}
         path = [os.path.abspath(folder) for folder in sys.path]
-        self._call("run", "role", msgspec.msgpack.encode(package), environment, path)
+        encoded = msgspec.msgpack.encode(package)
+        self._call("run", "role", encoded, role.secret, environment, path)
 
     def interrupt(self) -> None:
         if self._status is None and self._final is None:
