@@ -88,9 +88,8 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
     from paramserve.observe.cluster import as_table
     from paramserve.transport.token_file import credentials_of
 
-    overview = Overview(
-        (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()
-    )
+    credentials = credentials_of(token_file, tls_of(options))
+    overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
     console = Console()
     try:
         while True:

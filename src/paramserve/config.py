@@ -37,7 +37,10 @@ class Limits(Struct, frozen=True):
     snapshots_max: int = 64
     """Snapshots kept for a reader; past it the oldest is dropped and counted."""
     log_records_max: int = 10_000
-    """`worker.log` records kept by the coordinator for each worker; the oldest go first."""
+    """`worker.log` records kept by the coordinator for each worker, and by a worker until they are
+    sent; the oldest go first and are counted."""
+    log_bytes_max: int = 64 << 20
+    """Bytes of these records, at the coordinator and in each worker."""
 
 
 class Deadlines(Struct, frozen=True):

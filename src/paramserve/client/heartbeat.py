@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 
+from paramserve.config import Limits
 from paramserve.control import ControlLink
-from paramserve.messages import Record, WorkerBeat
+from paramserve.messages import Record, WorkerBeat, encode
+
+logger = logging.getLogger("paramserve")
 
 RECORDS_PER_BEAT_MAX = 1000
+BEAT_BYTES_MAX = 1 << 20
+"""Of the records in one beat; a quarter of `header_bytes_max` if that is less."""
+BEATS_AT_ONCE_MAX = 16
+"""More than one beat are sent together while records wait."""
 
 
 class Heartbeat:
     """Sends a heartbeat every `every_s` until stopped, on a daemon thread.
 
-    Records wait here for the next one, at most `records_max`; past it the oldest are dropped.
+    Records wait here for the next one, at most `log_records_max` with `log_bytes_max` bytes; past
+    that the oldest are dropped. Each beat says how many records were logged before its first one,
+    so that the coordinator can count what was dropped.
     """
 
-    def __init__(self, control: ControlLink, rank: int, every_s: float, records_max: int) -> None:
+    def __init__(self, control: ControlLink, rank: int, every_s: float, limits: Limits) -> None:
         self._control = control
         self._rank = rank
         self._every_s = every_s
-        self._records: deque[Record] = deque(maxlen=records_max)
+        self._records_max = limits.log_records_max
+        self._bytes_max = limits.log_bytes_max
+        self._beat_bytes_max = min(BEAT_BYTES_MAX, limits.header_bytes_max // 4)
+        self._records: deque[tuple[int, int, Record]] = deque()
+        """Each with its number and its size."""
+        self._bytes = 0
+        self._logged = 0
         self._lock = threading.Lock()
         self._clock = 0
         self._stop = threading.Event()
@@ -30,31 +46,71 @@ class Heartbeat:
         self._thread.start()
 
     def log(self, clock: int, values: dict[str, float]) -> None:
-        """Keep a record for the next heartbeat."""
+        """Keep a record for the next heartbeat. One that fits into no beat is dropped."""
         record = Record(time.time(), self._rank, clock, values)
+        size = len(encode(record))
         with self._lock:
             self._clock = clock
-            self._records.append(record)
+            number, self._logged = self._logged, self._logged + 1
+            if size <= self._beat_bytes_max:
+                self._records.append((number, size, record))
+                self._bytes += size
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self._records) > self._records_max or self._bytes > self._bytes_max:
+            self._bytes -= self._records.popleft()[1]
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            self.beat()
+            try:
+                self._beats()
+            except Exception:  # without heartbeats this process would be ended
+                logger.exception("a heartbeat of rank %d failed", self._rank)
 
-    def beat(self) -> None:
-        """Send one heartbeat now, also while a call waits for its answer."""
+    def _beats(self) -> None:
+        """A heartbeat, and more while records wait."""
+        for _ in range(BEATS_AT_ONCE_MAX):
+            if not (self.beat() and self._records):
+                return
+
+    def beat(self) -> bool:
+        """Send one heartbeat now, also while a call waits for its answer.
+
+        Returns:
+            Whether it was sent; else its records wait for the next one.
+        """
         with self._lock:
-            count = min(len(self._records), RECORDS_PER_BEAT_MAX)
-            records = [self._records.popleft() for _ in range(count)]
-        if not self._control.notify(WorkerBeat(self._clock, tuple(records))):
+            clock, first = self._clock, self._logged
+            taken = self._take()
+            if taken:
+                first = taken[0][0]
+        # Of records that follow each other: what is dropped in between belongs to the next beat.
+        sent = self._control.notify(WorkerBeat(clock, tuple(each[2] for each in taken), first))
+        if not sent:
             with self._lock:
-                self._records.extendleft(reversed(records))
+                self._records.extendleft(reversed(taken))
+                self._bytes += sum(size for _, size, _ in taken)
+                self._drop_oldest()
+        return sent
+
+    def _take(self) -> list[tuple[int, int, Record]]:
+        """The oldest records that go into one beat."""
+        taken: list[tuple[int, int, Record]] = []
+        room = self._beat_bytes_max
+        while self._records and len(taken) < RECORDS_PER_BEAT_MAX:
+            number, size, _ = self._records[0]
+            if size > room or (taken and number != taken[-1][0] + 1):
+                break
+            room -= size
+            self._bytes -= size
+            taken.append(self._records.popleft())
+        return taken
 
     def stop(self) -> None:
         """Send what is left, and end the thread."""
         self._stop.set()
         self._thread.join()
         while self._records:
-            before = len(self._records)
-            self.beat()
-            if len(self._records) >= before:
+            if not self.beat():
                 break

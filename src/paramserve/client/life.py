@@ -73,7 +73,7 @@ class ClientLife:
         self._lock = threading.RLock()
         self.repeated = 0
         # Before all that may take long: the coordinator counts from the join on.
-        self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits.log_records_max)
+        self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits)
         try:
             self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
             self._names = Names()

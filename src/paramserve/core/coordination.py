@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from paramserve.config import CoordinatorConfig
@@ -52,10 +53,13 @@ from paramserve.messages import (
     ServerBeat,
     Status,
     WorkerBeat,
+    encode,
 )
 
 WAITING_MAX = 4096
 """Calls that may wait at one time."""
+STATUS_BYTES_MAX = 4 << 20
+"""Of the records in one status; a quarter of `header_bytes_max` if that is less."""
 
 
 class Called(NamedTuple):
@@ -112,6 +116,8 @@ class Party:
     """Of a server that has registered."""
     enlisted: int | None = None
     """Shard that was given out to a server which was started by itself."""
+    logged: int = 0
+    """Records that this client has logged, as far as is known."""
 
 
 class _Waiting(NamedTuple):
@@ -130,9 +136,13 @@ class Coordination:
         self.leases = LeaseBook()
         self._parties: dict[int, Party] = {}
         self._waiting: list[_Waiting] = []
-        self._records: deque[Record] = deque()
+        self._records: deque[tuple[int, Record]] = deque()
+        """Each with its size."""
+        self._record_bytes = 0
         self._records_max = config.limits.log_records_max * max(1, config.workers)
+        self._page_bytes_max = min(STATUS_BYTES_MAX, config.limits.header_bytes_max // 4)
         self._first_record = 0
+        self._lost_records = 0
         self._now = 0.0
         self._decided = Decided()
 
@@ -328,10 +338,23 @@ class Coordination:
             return
         if isinstance(message, WorkerBeat):
             self._heard(party)
-            self._records.extend(message.records)
-            while len(self._records) > self._records_max:
-                self._records.popleft()
-                self._first_record += 1
+            self._log(party, message)
+
+    def _log(self, party: Party, message: WorkerBeat) -> None:
+        """Keep what a client has logged, and count what it has dropped."""
+        self._lost_records += max(message.first_record - party.logged, 0)
+        party.logged = max(message.first_record, party.logged) + len(message.records)
+        for record in message.records:
+            size = len(encode(record))
+            if size > self._page_bytes_max:
+                self._lost_records += 1
+                continue
+            self._records.append((size, record))
+            self._record_bytes += size
+        limits = self.config.limits
+        while len(self._records) > self._records_max or self._record_bytes > limits.log_bytes_max:
+            self._record_bytes -= self._records.popleft()[0]
+            self._first_record += 1
 
     def _heard(self, party: Party) -> None:
         member = self.membership.members.get(party.rank)
@@ -353,18 +376,32 @@ class Coordination:
             self._died(party.rank, party.client)
 
     def _status(self, message: AskStatus) -> Status:
-        start = max(message.after_record, self._first_record)
-        skip = start - self._first_record
+        end = self._first_record + len(self._records)
+        start = min(max(message.after_record, self._first_record), end)
+        page = self._page(start - self._first_record)
         return Status(
             message.call,
             self.membership.snapshot().members,
             tuple(entry.beat for _, entry in sorted(self.membership.servers.items())),
             self.membership.silent_servers(self._now, self.config.deadlines.stall_s),
-            tuple(self._records)[skip:],
-            self._first_record + len(self._records),
+            page,
+            start + len(page),
             self._first_record,
             self.leases.reports(),
+            end,
+            self._lost_records,
         )
+
+    def _page(self, skip: int) -> tuple[Record, ...]:
+        """The records from there on that fit into one status."""
+        room = self._page_bytes_max
+        page: list[Record] = []
+        for size, record in islice(self._records, skip, None):
+            if size > room:
+                break
+            room -= size
+            page.append(record)
+        return tuple(page)
 
     def _retry_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

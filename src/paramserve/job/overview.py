@@ -7,6 +7,7 @@ thread that watches the processes is never held up by a coordinator that hangs.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 
 import msgspec
@@ -35,6 +36,10 @@ CONNECT_S = 1.0
 """The coordinator is listening when this is called, and accepts at once."""
 PAUSE_S = 0.5
 """Without a tick for this long, the driver did not run: it was stopped, or busy."""
+NO_RECORDS = 1 << 62
+"""Asks for what comes after all records."""
+RECORDS_S = 10.0
+"""How long the last records may take to be fetched."""
 RECORDS_MAX = 1_000_000
 """Log records kept for the result; the oldest go first."""
 
@@ -46,11 +51,15 @@ _ANSWERS: msgspec.msgpack.Decoder[CoordinatorReply | Members] = msgspec.msgpack.
 class Overview:
     """The driver's line to the coordinator. For one thread; others may read its attributes.
 
+    Args:
+        records: whether log records are fetched as well.
+
     Attributes:
         status: the last answer, or None before the first.
         latest: the last value of each name that workers logged.
         records: everything that workers logged, in the order in which the coordinator had it.
-        dropped_records: how many were lost because they came too fast.
+        dropped_records: how many were lost because they came too fast: in workers, at the
+            coordinator or here.
         error: why the line is broken.
     """
 
@@ -60,6 +69,8 @@ class Overview:
         credentials: Credentials,
         limits: Limits,
         deadlines: Deadlines,
+        *,
+        records: bool = True,
     ) -> None:
         self.status: Status | None = None
         self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
@@ -78,7 +89,11 @@ class Overview:
         self._asked_at: float | None = None
         self._next_at = 0.0
         self._ticked_at: float | None = None
-        self._next_record = 0
+        self._next_record = 0 if records else NO_RECORDS
+        self._end_record = self._next_record
+        self._missed = 0
+        """Records that were not kept until they were asked for, or are not kept here."""
+        self._dropped = 0
         self._answers: dict[int, Ok | Failed | None] = {}
         """Of calls whose answer is wanted; None: it has not come."""
 
@@ -97,20 +112,36 @@ class Overview:
             return
         try:
             if self._asked_at is None and now >= self._next_at:
-                self._send(AskStatus(self._number(), self._next_record))
-                self._asked_at, self._next_at = now, now + EVERY_S
+                self._ask(now)
             self._take(0.0)
         except (ConnectionError, ParamServeError) as error:
             self._lost = True  # the coordinator's process has ended, which is told elsewhere
             self.error = error
 
     def ask_now(self, now: float, timeout_s: float) -> None:
-        """A fresh status, if it comes within `timeout_s`."""
-        self._next_at = now
-        self.tick(now)
-        if self._asked_at is not None and not self._lost:
-            with contextlib.suppress(ConnectionError, ParamServeError):
+        """A fresh status and all records, as far as each answer comes within `timeout_s`, and all
+        of them within `RECORDS_S`. What is missing then counts as dropped."""
+        if self._lost:
+            return
+        until = time.monotonic() + RECORDS_S
+        try:
+            if self._asked_at is not None:  # the answer may be older than what is asked for now
                 self._take(timeout_s)
+            fresh = False
+            while self._asked_at is None and not (fresh and self._next_record >= self._end_record):
+                if fresh and time.monotonic() > until:
+                    break
+                self._ask(now)
+                self._take(timeout_s)
+                fresh = True
+        except (ConnectionError, ParamServeError) as error:
+            self._lost = True
+            self.error = error
+        self.dropped_records = self._dropped + self._end_record - self._next_record
+
+    def _ask(self, now: float) -> None:
+        self._send(AskStatus(self._number(), self._next_record))
+        self._asked_at, self._next_at = now, now + EVERY_S
 
     def mark_dead(self, rank: int, *, final: bool = True, incarnation: int = 0) -> None:
         """Tell the coordinator that a worker's process has ended.
@@ -194,8 +225,17 @@ class Overview:
             if isinstance(answer, Status):
                 self._asked_at = None
                 self.status = answer
-                self.records.extend(answer.records)
-                for record in answer.records:
-                    self.latest.update(record.values)
-                self.dropped_records = answer.dropped_records
-                self._next_record = answer.next_record
+                self._keep(answer)
+
+    def _keep(self, answer: Status) -> None:
+        """Keep the records of an answer, and count those that are lost."""
+        first = answer.next_record - len(answer.records)
+        self._missed += max(first - self._next_record, 0)
+        self._missed += max(len(self.records) + len(answer.records) - RECORDS_MAX, 0)
+        self.records.extend(answer.records)
+        for record in answer.records:
+            self.latest.update(record.values)
+        self._next_record, self._end_record = answer.next_record, answer.end_record
+        if self._next_record < self._end_record:
+            self._next_at = 0.0  # there are more
+        self._dropped = self.dropped_records = self._missed + answer.lost_records

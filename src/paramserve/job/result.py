@@ -35,8 +35,9 @@ class Result:
         returns: what the training function returned, by rank.
         metrics: the records of `worker.log`, in the order in which they came in; the oldest are
             missing where workers logged faster than they could be fetched, or a million in all.
-        dropped_records: records that the coordinator had to drop before the driver fetched them,
-            of all workers together; `Limits.log_records_max` is what it keeps for each.
+        dropped_records: records that are missing, of all workers together: dropped by a worker
+            before they were sent, by the coordinator before the driver fetched them, or here.
+            `Limits.log_records_max` and `log_bytes_max` bound what the first two keep.
         staleness: of each rank's pushes that were applied or buffered.
         failures: of workers without which the run went on, by rank.
         restarts: of workers that were started again, in order.
@@ -74,6 +75,7 @@ class Result:
         groups = {name: len(state) for name, state in self.values.items()}
         rows = {name: table.rows for name, table in self.tables.items()}
         told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
+        told += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
         return f"Result(seconds={self.seconds:.1f}, {told}, returns={self.returns!r})"
 
     @property

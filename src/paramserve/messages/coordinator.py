@@ -123,10 +123,15 @@ class Record(Struct, frozen=True, array_like=True):
 
 
 class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
-    """Heartbeat of a client, with what it logged since the last one."""
+    """Heartbeat of a client, with what it logged since the last one.
+
+    `first_record`: how many it had logged before the first of these, or before the next one: a gap
+    tells how many were dropped on the way.
+    """
 
     clock: int
     records: tuple[Record, ...] = ()
+    first_record: int = 0
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -175,7 +180,8 @@ class Scale(Struct, frozen=True, array_like=True, tag="scale"):
 
 
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
-    """The driver asks how the run stands; records after `after_record` are included."""
+    """The driver asks how the run stands; records after `after_record` are included, as many as
+    one answer takes."""
 
     call: int
     after_record: int = 0
@@ -189,9 +195,15 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """Shards whose server has ended, or has not been heard of for `stall_s`."""
     records: tuple[Record, ...]
     next_record: int
+    """What to ask for next: the number of the record after these."""
     dropped_records: int = 0
+    """How many of the first ones are not kept any more."""
     leases: tuple[LeaseReport, ...] = ()
     """Of the loaders whose samples are shared by lease."""
+    end_record: int = 0
+    """How many there have been; beyond `next_record`, there are more to ask for."""
+    lost_records: int = 0
+    """How many were dropped by their workers, or on the way here."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):

@@ -10,7 +10,7 @@ from paramserve.config import NO_CREDENTIALS, Deadlines, Limits
 from paramserve.job import overview as module
 from paramserve.job.entries import COORDINATOR
 from paramserve.job.overview import EVERY_S, PAUSE_S, Overview
-from paramserve.messages import AskStatus, CoordinatorRequest, Status, decoder, encode
+from paramserve.messages import AskStatus, CoordinatorRequest, Record, Status, decoder, encode
 
 STALL_S = 5.0
 _decode = decoder(CoordinatorRequest).decode
@@ -79,3 +79,46 @@ def test_silence_after_a_pause_of_the_driver_counts(overview: Overview) -> None:
     now = 10 * STALL_S
     run(overview, now, now + STALL_S + PAUSE_S)
     assert overview.silent(now + STALL_S + PAUSE_S) == {COORDINATOR: 0}
+
+
+def logged(start: int, stop: int) -> tuple[Record, ...]:
+    return tuple(Record(0.0, 0, number, {"loss": 1.0}) for number in range(start, stop))
+
+
+def status(start: int, stop: int, end: int, lost: int = 0) -> bytes:
+    """An answer with the records from `start` to `stop` of `end`."""
+    records = logged(start, stop)
+    return encode(Status(1, (), (), (), records, stop, end_record=end, lost_records=lost))
+
+
+def test_ask_now_fetches_all_pages(overview: Overview, coordinator: Coordinator) -> None:
+    overview.tick(0.0)
+    coordinator.answers += [status(0, 0, 0), status(0, 3, 7), status(3, 6, 7), status(6, 7, 7)]
+    overview.ask_now(1.0, 1.0)
+    assert [record.clock for record in overview.records] == list(range(7))
+    assert [asked.after_record for asked in coordinator.asked] == [0, 0, 3, 6]
+    assert overview.dropped_records == 0
+
+
+def test_next_page_is_asked_for_with_the_next_tick(
+    overview: Overview, coordinator: Coordinator
+) -> None:
+    coordinator.answers += [status(0, 3, 7)]
+    overview.tick(0.0)
+    overview.tick(EVERY_S / 10)
+    assert [asked.after_record for asked in coordinator.asked] == [0, 3]
+
+
+def test_every_missing_record_is_counted(
+    overview: Overview, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RECORDS_MAX", 4)
+    overview.records = deque(maxlen=4)
+    coordinator.answers += [status(2, 5, 5, lost=10)]  # the first two were dropped there
+    overview.tick(0.0)
+    assert overview.dropped_records == 2 + 10
+    coordinator.answers += [status(5, 8, 20, lost=11)]  # of six records here, two are too many
+    overview.tick(1.0)
+    assert overview.dropped_records == 2 + 11 + 2
+    overview.ask_now(2.0, 0.0)  # the last ones do not come in time
+    assert overview.dropped_records == 2 + 11 + 2 + 12

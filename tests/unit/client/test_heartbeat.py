@@ -1,0 +1,118 @@
+"""A client's heartbeats and the records that they carry; the link is a fake."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from paramserve.client.heartbeat import BEAT_BYTES_MAX, RECORDS_PER_BEAT_MAX, Heartbeat
+from paramserve.config import Limits
+from paramserve.errors import ProtocolError
+from paramserve.messages import WorkerBeat, encode
+
+NEVER_S = 1e6
+WAIT_S = 10.0
+
+
+class TakesBeats:
+    """A link that keeps what is sent, refuses it while `closed`, and raises `error` once."""
+
+    def __init__(self) -> None:
+        self.beats: list[WorkerBeat] = []
+        self.closed = False
+        self.error: Exception | None = None
+        self.sent = threading.Event()
+
+    def notify(self, beat: WorkerBeat) -> bool:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        if not self.closed:
+            self.beats.append(beat)
+            self.sent.set()
+        return not self.closed
+
+    def numbers(self) -> list[int]:
+        return [record.clock for beat in self.beats for record in beat.records]
+
+
+@pytest.fixture
+def link() -> TakesBeats:
+    return TakesBeats()
+
+
+def beating(link: TakesBeats, every_s: float = NEVER_S, **limits: int) -> Heartbeat:
+    return Heartbeat(link, 0, every_s, Limits(**limits))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def quiet(link: TakesBeats) -> Iterator[Heartbeat]:
+    found = beating(link, log_records_max=5000)
+    yield found
+    found.stop()
+
+
+def log(heartbeat: Heartbeat, start: int, stop: int, names: int = 1) -> None:
+    for number in range(start, stop):
+        heartbeat.log(number, {f"value {name}": 1.0 for name in range(names)})
+
+
+def test_stop_sends_all_records_in_order_in_beats_of_bounded_size(
+    link: TakesBeats, quiet: Heartbeat
+) -> None:
+    log(quiet, 0, 2500)
+    log(quiet, 2500, 2600, names=2000)
+    quiet.stop()
+    assert link.numbers() == list(range(2600))
+    assert max(len(beat.records) for beat in link.beats) == RECORDS_PER_BEAT_MAX
+    assert max(len(encode(beat)) for beat in link.beats) < BEAT_BYTES_MAX + 1000
+    for beat, after in pairwise(link.beats):
+        assert after.first_record == beat.first_record + len(beat.records)
+
+
+@pytest.mark.parametrize("bound", ["number", "bytes"])
+def test_oldest_records_are_dropped_and_the_next_beat_tells_how_many(
+    link: TakesBeats, bound: str
+) -> None:
+    limits = {"log_records_max": 10} if bound == "number" else {"log_bytes_max": 500}
+    heartbeat = beating(link, **limits)
+    log(heartbeat, 0, 100)
+    heartbeat.stop()
+    kept = link.numbers()
+    assert kept == list(range(100 - len(kept), 100))
+    assert 0 < len(kept) < 100
+    assert link.beats[0].first_record == 100 - len(kept)
+
+
+def test_record_that_fits_into_no_beat_leaves_a_gap(link: TakesBeats) -> None:
+    heartbeat = beating(link, header_bytes_max=4000)
+    log(heartbeat, 0, 1)
+    log(heartbeat, 1, 2, names=1000)
+    log(heartbeat, 2, 3)
+    heartbeat.stop()
+    assert [(beat.first_record, len(beat.records)) for beat in link.beats] == [(0, 1), (2, 1)]
+
+
+def test_records_that_could_not_be_sent_go_with_the_next_beat(
+    link: TakesBeats, quiet: Heartbeat
+) -> None:
+    link.closed = True
+    log(quiet, 0, 3)
+    assert not quiet.beat()
+    link.closed = False
+    log(quiet, 3, 5)
+    quiet.stop()
+    assert link.numbers() == list(range(5))
+
+
+def test_heartbeats_go_on_after_an_unexpected_error(
+    link: TakesBeats, caplog: pytest.LogCaptureFixture
+) -> None:
+    link.error = ProtocolError("a header was not sent", fix="none")
+    heartbeat = beating(link, every_s=0.001)
+    assert link.sent.wait(WAIT_S)
+    heartbeat.stop()
+    assert "a heartbeat of rank 0 failed" in caplog.text
