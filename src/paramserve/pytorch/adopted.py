@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from paramserve.core.decisions import Policy
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.hyper import ParamGroup, check_options
-from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of
+from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of, sharing
 from paramserve.pytorch.rows import Rows
 from paramserve.pytorch.tables import Tables
 
@@ -120,6 +122,15 @@ class Settings:
         return value
 
 
+_ADOPTED: WeakKeyDictionary[Client, WeakSet[Adopted[Any]]] = WeakKeyDictionary()
+"""The optimizers of each client."""
+
+
+def _named(layouts: Iterable[Layout]) -> Iterator[tuple[str, Tensor]]:
+    for layout in layouts:
+        yield from zip(layout.names, layout.params, strict=True)
+
+
 class Plan(NamedTuple, Generic[B]):
     """A block that is checked and not yet defined."""
 
@@ -164,17 +175,24 @@ class Adopted(ABC, Generic[B]):
         self._parts: list[B] = []
         self._blocks: tuple[Block, ...] = ()
         self._steps = 0
+        self._grouped: list[list[Tensor]] = []
+        """The lists of parameters as the parts' groups were found from them."""
+        self._taken: tuple[str, str] | None = None
+        """A parameter that another optimizer has taken over since, and that optimizer's name."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """Check everything, then define on rank 0 or wait for it, and take the values."""
         settings, worker = self._settings, self._worker
         plans = [each for index, group in enumerate(groups) for each in self._plan(index, group)]
         found = self.tables.find(groups)
+        taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
         self._untrained = self._untrained_of(trained)
         self._begin(plans, state)
         self._untrained.start(define=worker.rank == 0)
         self.tables.adopt(found, groups)
+        self._take_over(taken)
+        _ADOPTED.setdefault(self._client, WeakSet()).add(self)
         worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
@@ -197,9 +215,107 @@ class Adopted(ABC, Generic[B]):
     def add_group(self, index: int, group: ParamGroup) -> None:
         """Define the blocks of one more parameter group, as `start` does."""
         found = self.tables.find([group])
-        self._define(self._plan(index, group))
+        plans = self._plan(index, group)
+        taken = self._takes(plans)
+        self._define(plans)
         self.tables.adopt(found, [group])
+        self._take_over(taken)
         self._worker.stepped.extend(each.table.group for each in found)
+
+    # --- whose a parameter is ---------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring to its end what a step has left outstanding: no other one follows."""
+
+    def _takes(self, plans: Sequence[Plan[B]]) -> dict[Adopted[Any], str]:
+        """The other optimizers that had some of these parameters so far, with one's name.
+
+        They are settled, so that the values here are final before they are read.
+
+        Raises:
+            ValueError: two parameters of this optimizer have memory in common.
+        """
+        mine = [*_named(part.layout for part in self._parts)]
+        mine += _named(plan.layout for plan in plans)
+        for first, second in sharing(mine):
+            raise ValueError(
+                f"parameters {mine[first][0]!r} and {mine[second][0]!r} share memory, and each "
+                "would be updated by itself. Give the optimizer one of them; to tie modules, give "
+                "both the same Parameter object"
+            )
+        taken = {}
+        for other in sorted(_ADOPTED.get(self._client, ()), key=lambda each: each._settings.name):
+            if other is self or other._taken is not None:
+                continue
+            theirs = [*_named(part.layout for part in other._parts)]
+            for first, second in sharing([*theirs, *mine]):
+                if first < len(theirs) <= second:
+                    taken[other] = theirs[first][0]
+        for other in taken:
+            other.settle()
+        return taken
+
+    def _take_over(self, taken: Mapping[Adopted[Any], str]) -> None:
+        """The other optimizers step no more: their values would overwrite this one's."""
+        for other, name in taken.items():
+            other._taken = name, self._settings.name
+
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
+        """Follow what was edited in `param_groups`; called before they are used.
+
+        Parameters that are in no group any more are not stepped, groups may change their order.
+
+        Raises:
+            RuntimeError: another optimizer has taken over a parameter. Nothing was sent.
+            ValueError: a parameter came into a group otherwise than by `add_param_group`, or the
+                groups of some that are stepped together are several now. Nothing was sent.
+        """
+        if self._taken is not None:
+            raise RuntimeError(
+                f"optimizer {self._settings.name!r} steps no more: parameter {self._taken[0]!r} "
+                f"was given to optimizer {self._taken[1]!r} after it, and each would overwrite the "
+                "other's updates. Applied: no. To fix: give each parameter to one optimizer only"
+            )
+        if len(groups) == len(self._grouped):
+            for group, known in zip(groups, self._grouped, strict=True):
+                params = group["params"]
+                if len(params) != len(known) or not all(map(is_, params, known)):
+                    break
+            else:
+                return
+        self._place(groups)
+        self._grouped = [list(group["params"]) for group in groups]
+
+    def _place(self, groups: Sequence[ParamGroup]) -> None:
+        """Find the group of each part anew; see `regroup`."""
+        places = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        found = []
+        for part in self._parts:
+            present = tuple(id(param) in places for param in part.layout.params)
+            inside = {places.pop(id(p)) for p in part.layout.params if id(p) in places}
+            if len(inside) > 1:
+                names = ", ".join(part.layout.names)
+                raise ValueError(
+                    f"the parameters {names} were defined as one group and are in the groups "
+                    f"{sorted(inside)} of optimizer {self._settings.name!r} now: those of one "
+                    "group are stepped with one set of options. Applied: no. To fix: make the "
+                    "groups before worker.optimizer(...), or move all of them"
+                )
+            found.append((next(iter(inside), None), None if all(present) else present))
+        for index, group in enumerate(groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) in places and not self.tables.steps(param):
+                    name = self._names.get(id(param), f"number {place}")
+                    raise ValueError(
+                        f"parameter {name} was put into group {index} of optimizer "
+                        f"{self._settings.name!r} after worker.optimizer(...), and the servers do "
+                        "not have it. Applied: no. To fix: optimizer.add_param_group(...), on all "
+                        "ranks at the same point"
+                    )
+        for part, (at, each) in zip(self._parts, found, strict=True):
+            part.group, part.present = at, each
+
+    # --- defining ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[B]]:

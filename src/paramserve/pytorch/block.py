@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -27,6 +28,10 @@ class AdoptedBlock:
     def __init__(self, block: Block, layout: Layout) -> None:
         self.block = block
         self.layout = layout
+        self.group: int | None = layout.group
+        """Index of the parameter group that these parameters are in now; None: in none."""
+        self.present: tuple[bool, ...] | None = None
+        """Which of the parameters are in it; None: all."""
         self._params = list(layout.params)
         self._views = Views(layout)
 
@@ -43,20 +48,25 @@ class ServedBlock(AdoptedBlock):
         self.hyper = hyper
         self._versions: list[int] = []
 
-    def gather(self, client: Client, group: ParamGroup, unscale: float | None) -> BlockPush:
+    def gather(
+        self, client: Client, groups: Sequence[ParamGroup], unscale: float | None
+    ) -> BlockPush:
         """Copy the gradients into a slot; parameters without one are left out of the push.
 
         Args:
-            group: the parameter group that these parameters belong to.
+            groups: the optimizer's parameter groups.
             unscale: what each gradient is multiplied by; None: they are copied as they are.
         Raises:
             TypeError: a gradient is not dense. Nothing was sent.
             ValueError: a hyper-parameter is out of its range. Nothing was sent.
         """
-        hyper = self.hyper.read(group)
+        hyper = self.hyper.read(groups[self.group] if self.group is not None else None)
         slot = client.gradient_slot(self.block)
         flat, views = self._views.of(slot)
         gradients = [param.grad for param in self._params]
+        if self.present is not None:
+            here = zip(gradients, self.present, strict=True)
+            gradients = [gradient if present else None for gradient, present in here]
         present = [gradient for gradient in gradients if gradient is not None]
         active = None
         if len(present) < len(gradients):

@@ -178,14 +178,18 @@ class HyperReader:
         self._hyper = self._rule.hyper()
         self._states = self._rule.states(self._hyper)
 
-    def rule(self, group: ParamGroup) -> Rule:
+    def rule(self, group: ParamGroup | None) -> Rule:
         """The group's rule with its options as they are now.
 
+        Args:
+            group: None: the optimizer has it no more, and its last options count.
         Raises:
             ValueError: an option is out of its range, or needs state that the block does not
                 have. Nothing was sent.
             TypeError: `amsgrad` is not as it was. Nothing was sent.
         """
+        if group is None:
+            return self._rule
         if _needs_itself(group) != self._itself:
             raise TypeError(
                 f"amsgrad is {group['amsgrad']} now, and the parameters were defined with "
@@ -205,7 +209,7 @@ class HyperReader:
             self._options, self._rule, self._hyper = options, rule, hyper
         return self._rule
 
-    def read(self, group: ParamGroup) -> Hyper:
+    def read(self, group: ParamGroup | None) -> Hyper:
         """The group's hyper-parameters as they are now; raises as `rule`."""
         self.rule(group)
         return self._hyper

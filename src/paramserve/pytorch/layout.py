@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ Array = npt.NDArray[Any]
 
 TRAINED = (torch.float32, torch.float64)
 """What the rules update."""
+_SHARES_WORK_MAX = 100_000
+"""Candidates that numpy tries before views that are hard to tell apart count as overlapping."""
 
 
 class Layout(NamedTuple):
@@ -90,19 +92,10 @@ def lay_out(names: dict[int, str], index: int, params: Sequence[Tensor]) -> list
         index: of the parameter group.
     Raises:
         TypeError: a parameter's dtype or kind is not supported.
-        ValueError: a parameter is there twice, or two of them share memory.
     """
     named = [(names.get(id(p), f"extra.{index}.{i}"), p) for i, p in enumerate(params)]
-    owners: dict[int, str] = {}
     for name, param in named:
         _check(name, param)
-        if param.numel() and param.data_ptr() in owners:
-            raise ValueError(
-                f"parameters {owners[param.data_ptr()]!r} and {name!r} of group {index} share "
-                "memory, and each would be updated by itself. Give the optimizer one of them; to "
-                "tie modules, give both the same Parameter object"
-            )
-        owners[param.data_ptr()] = name
     layouts = []
     for dtype in TRAINED:
         chosen = [(name, param) for name, param in named if param.dtype == dtype]
@@ -110,6 +103,42 @@ def lay_out(names: dict[int, str], index: int, params: Sequence[Tensor]) -> list
             block_names, block_params = zip(*chosen, strict=True)
             layouts.append(Layout(index, dtype, block_names, block_params))
     return layouts
+
+
+def sharing(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[int, int]]:
+    """Pairs of tensors that have memory in common, by their places in `named`, the first first."""
+    spans = sorted(
+        (str(param.device), *_span(param), place)
+        for place, (_, param) in enumerate(named)
+        if param.numel()
+    )
+    before: list[tuple[str, int, int]] = []
+    for device, start, stop, place in spans:
+        before = [each for each in before if each[0] == device and each[1] > start]
+        for _, _, other in before:
+            if _meet(named[other][1], named[place][1]):
+                yield min(place, other), max(place, other)
+        before.append((device, stop, place))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _meet(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors whose spans overlap have an element in common."""
+    if first.device.type != "cpu":
+        return True
+    try:
+        arrays = first.detach().numpy(), second.detach().numpy()
+        limit: Any = _SHARES_WORK_MAX  # numpy's types know of two special ones only
+        return bool(np.shares_memory(*arrays, max_work=limit))
+    except np.exceptions.TooHardError:
+        return True
 
 
 def _check(name: str, param: Tensor) -> None:

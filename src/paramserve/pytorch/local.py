@@ -95,7 +95,9 @@ class Local(Adopted[B]):
             found_inf: not zero, NaN included: this step is left out.
         Raises:
             ValueError: the weight. The own step was made, and does not count.
+            ValueError, RuntimeError: as `Adopted.regroup`. No step was made.
         """
+        self.regroup(groups)
         loss = None
         if found_inf is None or not bool(found_inf):
             params = [param for group in groups for param in group["params"]]
@@ -278,8 +280,9 @@ class Elastic(Local[ElasticBlock]):
 
     def _exchange(self) -> None:
         client = self._client
-        alphas = {index: self._alpha(index) for index in self._lrs}
-        push = [part.own_values(client, alphas[part.layout.group]) for part in self._parts]
+        alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
+        alphas[None] = 0.0  # in no group any more: neither side moves
+        push = [part.own_values(client, alphas[part.group]) for part in self._parts]
         ticket = client.step(self._settings.name, push, pull=self._blocks, weight=self._samples)
         self._exchanged()
         outcome = ticket.result()
@@ -290,7 +293,7 @@ class Elastic(Local[ElasticBlock]):
                     # on_nonfinite="skip": own values with NaN or Inf in them would never recover.
                     part.scatter(center)
                 else:
-                    part.approach(center, alphas[part.layout.group])
+                    part.approach(center, alphas[part.group])
         finally:
             ticket.release()
 

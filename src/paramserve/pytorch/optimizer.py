@@ -256,7 +256,9 @@ def adopt(
         model: its parameters and buffers make up the result, under their names in it.
         optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32 or
             float64. SGD, Adam and AdamW are compiled; the others run as themselves on the servers.
-        name: of the group on the servers; another one for each optimizer of a worker.
+        name: of the group on the servers; another one for each optimizer of a worker. A parameter
+            is stepped by the last optimizer that it was given to: an earlier one that has it too
+            is refused at its next step, and its group keeps the values of that time.
         overlap: return after the push, so that communication and the next gradient overlap. The
             gradients of step k then come from the values after step k - 2. Not with own steps.
         weight: number of samples behind each gradient, or a function that tells it at each step;

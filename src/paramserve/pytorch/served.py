@@ -23,6 +23,7 @@ from paramserve.pytorch.tables import clip, tensors
 if TYPE_CHECKING:
     from paramserve.client import BlockPush, Ticket
     from paramserve.client.table import TablePush
+    from paramserve.rules.base import Rule
 
 
 class Served(Adopted[ServedBlock]):
@@ -48,6 +49,10 @@ class Served(Adopted[ServedBlock]):
         self.install_pending()
         super().add_group(index, group)
 
+    def settle(self) -> None:
+        """Install what is outstanding."""
+        self.install_pending()
+
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[ServedBlock]]:
         plans = []
         for layout in self._layouts(index, group):
@@ -66,7 +71,7 @@ class Served(Adopted[ServedBlock]):
     def refresh(self) -> None:
         """Take the servers' present values, as after a step."""
         self.install_pending()
-        if self._parts:
+        if self._parts and self._taken is None:
             self._pull(self._parts)
 
     # --- a step ---------------------------------------------------------------------------------
@@ -80,6 +85,7 @@ class Served(Adopted[ServedBlock]):
             grad_scale: what `GradScaler` multiplied the loss by, if it has not divided yet.
             found_inf: not zero where `GradScaler` found Inf or NaN: this step is skipped.
         """
+        self.regroup(groups)
         if not self._warned:
             self._warn_of_changes()
         client, settings = self._client, self._settings
@@ -88,7 +94,7 @@ class Served(Adopted[ServedBlock]):
             ticket = self._send((), self.tables.drop(), weight=weight, skip=True)
         else:
             unscale = reciprocal(grad_scale) if grad_scale is not None else None
-            push = [part.gather(client, groups[part.layout.group], unscale) for part in self._parts]
+            push = [part.gather(client, groups, unscale) for part in self._parts]
             rows = self.tables.take(unscale)
             clip_norm = self._clip(push, rows)
             ticket = self._send(push, rows, weight=weight, clip_norm=clip_norm)
@@ -149,8 +155,8 @@ class Served(Adopted[ServedBlock]):
         """A state of each parameter that is trained, of the form that torch would give it."""
         with torch.no_grad():
             state = {
-                param: torch_state.first(part.hyper.rule(groups[part.layout.group]), param)
-                for part in self._parts
+                param: torch_state.first(rule, param)
+                for part, rule in self._rules(groups)
                 for param in part.layout.params
                 if param.requires_grad
             }
@@ -161,19 +167,23 @@ class Served(Adopted[ServedBlock]):
         self.install_pending()
         state: torch_state.State = {}
         with torch.no_grad():
-            for part in self._parts:
-                rule = part.hyper.rule(groups[part.layout.group])
+            for part, rule in self._rules(groups):
                 state.update(torch_state.fetch(self._client, part.block, part.layout, rule))
-        return state
+        given = {id(param) for group in groups for param in group["params"]}
+        return {param: entry for param, entry in state.items() if id(param) in given}
+
+    def _rules(self, groups: Sequence[ParamGroup]) -> list[tuple[ServedBlock, Rule]]:
+        """Each part with its rule, as the groups' options are now."""
+        if self._taken is None:
+            self.regroup(groups)
+        at = [groups[part.group] if part.group is not None else None for part in self._parts]
+        return [(part, part.hyper.rule(group)) for part, group in zip(self._parts, at, strict=True)]
 
     def store_state(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """On rank 0, overwrite the state on the servers with this one; the others only check it."""
         self.install_pending()
         self._store(
-            [
-                torch_state.prepare(p.layout, p.hyper.rule(groups[p.layout.group]), state)
-                for p in self._parts
-            ]
+            [torch_state.prepare(part.layout, rule, state) for part, rule in self._rules(groups)]
         )
 
     def _store(self, fields: Sequence[list[torch_state.Field]]) -> None:

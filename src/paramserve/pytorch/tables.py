@@ -77,6 +77,10 @@ class Tables:
         """Names of the tables' groups."""
         return tuple(each.table.group for each in self._stepped.values())
 
+    def steps(self, param: Tensor) -> bool:
+        """Whether this parameter is the rows of a table that steps with this optimizer."""
+        return id(param) in self._stepped
+
     # --- start -------------------------------------------------------------------------------
 
     def find(self, groups: Sequence[ParamGroup]) -> list[Stepped]:

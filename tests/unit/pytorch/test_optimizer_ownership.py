@@ -1,0 +1,118 @@
+"""Each parameter is stepped by one optimizer, once, however it is viewed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.pytorch.fakes import FakeCluster
+from tests.unit.pytorch.test_optimizer_step import assert_same, loss_of, small_model, train
+from torch import nn
+
+import paramserve as ps
+from paramserve.pytorch.optimizer import adopt
+
+
+class Views(nn.Module):
+    """Parameters that are parts of one tensor [4, 4]."""
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__()
+        whole = torch.arange(16.0).reshape(4, 4)
+        self.parts = nn.ParameterList([nn.Parameter(whole[part]) for part in parts])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (slice(None), slice(None)),
+        (slice(0, 3), slice(2, 4)),
+        ((slice(None), 1), slice(1, 2)),
+        ((slice(None), slice(0, 2)), (slice(None), slice(1, 3))),
+    ],
+    ids=["whole", "rows", "a column and a row", "columns"],
+)
+@pytest.mark.parametrize("grouping", ["one group", "two groups", "added later"])
+def test_adopt_parameters_with_common_memory_are_refused(parts, grouping) -> None:
+    model, cluster = Views(*parts), FakeCluster()
+    first, second = model.parts
+    text = r"'parts\.0' and 'parts\.1' share memory"
+    if grouping == "added later":
+        optimizer = adopt(cluster.worker(), model, torch.optim.SGD([first], lr=0.1))
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [second]})
+        assert len(optimizer.param_groups) == 1
+        return
+    groups = (
+        [first, second]
+        if grouping == "one group"
+        else [{"params": [first]}, {"params": [second], "lr": 0.2}]
+    )
+    with pytest.raises(ValueError, match=text):
+        adopt(cluster.worker(), model, torch.optim.SGD(groups, lr=0.1))
+    assert cluster.blocks == []
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(0, 1), ((slice(None), 0), (slice(None), 1)), (slice(0, 4, 2), slice(1, 4, 2))],
+    ids=["rows", "columns", "every second row"],
+)
+def test_adopt_parts_of_one_tensor_without_common_elements_train_as_in_torch(parts) -> None:
+    models = Views(*parts), Views(*parts)
+    adopted = adopt(
+        FakeCluster().worker(), models[0], torch.optim.SGD(models[0].parameters(), lr=0.1)
+    )
+    plain = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    for model, optimizer in zip(models, (adopted, plain), strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(part.square().sum() for part in model.parts).backward()
+            optimizer.step()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.LocalSteps(every=2)], ids=["served", "local"])
+def test_step_of_an_optimizer_whose_parameter_another_one_took_is_refused(policy) -> None:
+    cluster = FakeCluster(policy=policy)
+    worker, model = cluster.worker(), small_model()
+    first = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1), name="first")
+    second = adopt(worker, model, torch.optim.SGD([model[3].weight], lr=0.1), name="second")
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"'first' steps no more.*'3\.weight'.*'second'"):
+        first.step()
+    assert cluster.steps("first") == []
+    second.step()
+
+
+def test_step_of_an_optimizer_whose_parameter_was_added_to_another_one_is_refused() -> None:
+    worker, model = FakeCluster().worker(), small_model()
+    first = adopt(worker, model, torch.optim.SGD(model[0].parameters(), lr=0.1), name="first")
+    second = adopt(worker, model, torch.optim.SGD(model[3].parameters(), lr=0.1), name="second")
+    train(model, first, 1)
+    second.add_param_group({"params": [model[0].bias]})
+    with pytest.raises(RuntimeError, match=r"'0\.bias'"):
+        train(model, first, 1)
+    train(model, second, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_second_optimizer_for_a_later_phase_goes_on_from_the_values_of_the_first(overlap) -> None:
+    cluster, model, expected = FakeCluster(), small_model(), small_model()
+    worker = cluster.worker()
+    phases = [(torch.optim.SGD, 0.1), (torch.optim.Adam, 0.01)]
+    for kind, lr in phases:
+        optimizer = adopt(
+            worker, model, kind(model.parameters(), lr=lr), name=kind.__name__, overlap=overlap
+        )
+        plain = kind(expected.parameters(), lr=lr)
+        for step in range(3):
+            for each, stepped in ((model, optimizer), (expected, plain)):
+                stepped.zero_grad()
+                for param in each.parameters():
+                    param.grad = torch.full_like(param, step + 0.5)
+                stepped.step()
+    for refresh in worker.refreshers:
+        refresh()
+    for finish in worker.finishers:
+        finish()
+    assert_same(model, expected)
