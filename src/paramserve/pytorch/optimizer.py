@@ -7,11 +7,12 @@ where the servers make the steps, and in `local.py` where the worker makes them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -59,6 +60,17 @@ class AdoptedOptimizer(Optimizer):
         """As torch's; see `state_dict`."""
         with self._adopted.tables.hidden(self._adopted.tables.left_out_of(state_dict)):
             super().load_state_dict(state_dict)
+
+    @contextlib.contextmanager
+    def _scale_forgotten_on_error(self) -> Iterator[None]:
+        """`GradScaler` takes its scale back only from a step that did not raise, and multiplies
+        by what it finds at the next one."""
+        try:
+            yield
+        except BaseException:
+            for name in _SCALER:
+                vars(self).pop(name, None)
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -112,7 +124,7 @@ class ServedOptimizer(AdoptedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), self._scale_forgotten_on_error():
             self._adopted.step(
                 self.param_groups,
                 getattr(self, "grad_scale", None),
@@ -182,7 +194,8 @@ class LocalOptimizer(AdoptedOptimizer):
 
         if _is_for_a_checkpoint(self.param_groups):
             return own_step(closure)  # it makes the state, and is no step of the training
-        return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
+        with self._scale_forgotten_on_error():
+            return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
 
 
 _SCALER = ("grad_scale", "found_inf")
