@@ -61,7 +61,8 @@ class Lent:
         self._memory = memory  # The mapping lives as long as this.
 
     def __del__(self) -> None:
-        self._links.give_back_later(self._slot)
+        if "_slot" in self.__dict__:  # else it was not constructed to its end
+            self._links.give_back_later(self._slot)
 
 
 def class_bytes(nbytes: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,8 @@ class KeyedModule(nn.Module):
     enabled, the backward pass leaves theirs on `rows`, which all modules on one table share, and
     `optimizer.step()` of `worker.optimizer` sends them. In training mode a row is created when it
     is first used. Under `torch.no_grad()`, and in `eval()`, unknown keys read as their initial
-    values and nothing is created.
+    values and nothing is created. `torch.compile` leaves the pull to Python and compiles what is
+    before and behind it; with `fullgraph=True` it refuses the model.
 
     The table's own rule makes the steps, with the hyper-parameters that it was defined with: a
     learning rate scheduler of torch's, or the options of the torch optimizer, do not reach it.
@@ -51,6 +53,8 @@ class KeyedModule(nn.Module):
     """
 
     rows: Rows
+    _untraced: ClassVar[Callable[[KeyedModule, Tensor], _Found] | None] = None
+    """`_find`, which `torch.compile` leaves to Python: it sends and waits."""
 
     def __init__(self, table: Table, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -62,6 +66,10 @@ class KeyedModule(nn.Module):
         self._table = table
         self.padding_idx = padding_idx
         self.rows = rows_of(table)
+        if KeyedModule._untraced is None:
+            # Imports torch._dynamo, which every optimizer of torch's does as well.
+            disable: Any = torch.compiler.disable  # torch has no types for it
+            KeyedModule._untraced = disable(KeyedModule._find)
 
     @property
     def table(self) -> Table:
@@ -76,6 +84,11 @@ class KeyedModule(nn.Module):
     def extra_repr(self) -> str:
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self._table.name!r}, {self.embedding_dim}{padding}"
+
+    def _found(self, ids: Tensor) -> _Found:
+        find = KeyedModule._untraced
+        assert find is not None, "the first module has set it"
+        return find(self, ids)
 
     def _find(self, ids: Tensor) -> _Found:
         """The rows of these ids, pulled; with gradients enabled, a leaf that is collected from.
@@ -212,7 +225,7 @@ class Embedding(KeyedModule):
             TypeError: `ids` are not integers.
             ParamServeError: the pull failed; as `Table.pull`.
         """
-        found = self._find(ids)
+        found = self._found(ids)
         if found.rows.is_cuda:
             return F.embedding(found.places, found.rows, found.padding)
         # The same values; on the CPU the gradient takes less than half the time of F.embedding's.
@@ -282,7 +295,7 @@ class EmbeddingBag(KeyedModule):
             TypeError, ValueError: as torch's. Nothing was applied.
             ParamServeError: the pull failed; as `Table.pull`.
         """
-        found = self._find(ids)
+        found = self._found(ids)
         return F.embedding_bag(
             found.places,
             found.rows,
