@@ -16,7 +16,7 @@ from paramserve.core.coordination import (
     CoordinatorEvent,
     Decided,
     Noticed,
-    Paused,
+    ProcessPaused,
     TimePassed,
 )
 from paramserve.engine.child import Bootstrap, call_soon
@@ -111,7 +111,7 @@ class CoordinatorRole:
         if paused_s > PAUSE_S:
             level = logging.WARNING if paused_s > self._stall_s else logging.DEBUG
             logger.log(level, "the coordinator did not run for %.1f s: not counted", paused_s)
-            self._act(self._coordination.step(Paused(paused_s), now))
+            self._act(self._coordination.step(ProcessPaused(paused_s), now))
         self._act(self._coordination.step(event, now))
 
     def _act(self, decided: Decided) -> None:

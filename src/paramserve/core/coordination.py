@@ -86,14 +86,14 @@ class TimePassed(NamedTuple):
     """Look at deadlines and at who has been silent."""
 
 
-class Paused(NamedTuple):
+class ProcessPaused(NamedTuple):
     """This process did not run for so long: what came in was not read, so that no silence and no
     wait of that time counts."""
 
     seconds: float
 
 
-CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed | Paused
+CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed | ProcessPaused
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Coordination:
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
-            case Paused():
+            case ProcessPaused():
                 self.membership.paused(event.seconds)
                 self._waiting = [
                     each._replace(deadline=each.deadline + event.seconds) for each in self._waiting

@@ -12,7 +12,7 @@ from tests.unit.core.test_coordination import (
     place,
 )
 
-from paramserve.core.coordination import Noticed, Paused, TimePassed
+from paramserve.core.coordination import Noticed, ProcessPaused, TimePassed
 from paramserve.messages import AskStatus, Failed, Join, MarkDead, ServerBeat, WorkerBeat
 
 PAUSE_S = 10 * max(START_S, STALL_S, RESTART_S)
@@ -20,7 +20,7 @@ PAUSE_S = 10 * max(START_S, STALL_S, RESTART_S)
 
 def pause(cluster: Cluster, seconds: float = PAUSE_S) -> None:
     cluster.now += seconds
-    assert cluster.happen(Paused(seconds)).members is None
+    assert cluster.happen(ProcessPaused(seconds)).members is None
 
 
 def test_silence_during_a_pause_kills_no_worker_and_no_server() -> None:
