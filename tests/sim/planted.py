@@ -60,6 +60,7 @@ STRAGGLER = (slow(worker=2, factor=40),)
 CHANGES = Faults(slow=0.1, change=0.05)
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
+DEATHS_OF_JOINERS = {"faults": Faults(slow=0.1, join=0.03, kill=0.05), "restarts": True}
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
 
 
@@ -654,6 +655,16 @@ def compensated_with_half_of_lam(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     return SimulatedCluster
 
 
+def restarted_worker_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A later incarnation takes itself to be waited for, also where its rank rested."""
+
+    class Assumes(SimulatedWorker):
+        def going_on(self, outside: bool) -> None:
+            super().going_on(outside and self.incarnation == 1)
+
+    return with_worker(Assumes)
+
+
 def samples_risked_on_the_way_in(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A worker that comes later brings samples with its first step, which may be for a clock that
     is over: nothing of it is applied, and its mark says that they are used."""
@@ -707,6 +718,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (lease_of_a_dead_worker_lost, Async(), LEASES),
     (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
     (samples_risked_on_the_way_in, Sync(reduce="sum"), LEASES),
+    (restarted_worker_does_not_enter, Sync(reduce="sum"), DEATHS_OF_JOINERS),
 )
 """What is planted, under which policy, in which scenario."""
 RESTARTS_SYNC: tuple[Plant, ...] = (

@@ -20,7 +20,7 @@ from paramserve.client.steps import Steps
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.control import ControlLink
 from paramserve.core.decisions import number
-from paramserve.core.group import resume
+from paramserve.core.group import outside, resume
 from paramserve.core.partition import Block
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
@@ -114,9 +114,9 @@ class ClientLife:
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self._steps.learn(news)
             self._steps.go_on(name, found.clock)
-            if self.late and any(self.rank not in dict(each.clocks) for each in by_name[name]):
-                self._steps.came_late(name)
             self.repeated = max(self.repeated, found.repeated)
+        for name in outside(reports, self.rank):
+            self._steps.came_late(name)
 
     @classmethod
     def connect(

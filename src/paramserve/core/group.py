@@ -385,3 +385,18 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
         everywhere = min(clocks) == max(clocks) and len(held) == 1 and None not in held
         found[name] = Resumption(max(clocks) + (everywhere and len(parts) == len(reports)), 0)
     return found
+
+
+def outside(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
+    """Groups that a worker has yet to enter: no shard waits for its rank there.
+
+    The rank joined while the others were under way, or rested when its last incarnation died. One
+    shard that waits for it suffices: no synchronous clock is decided without that shard.
+
+    Args:
+        reports: as for `resume`.
+        rank: of the worker.
+    """
+    every = [report for shard in reports for report in shard]
+    waited_for = {report.name for report in every if rank in dict(report.clocks)}
+    return frozenset(report.name for report in every) - waited_for

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserve.client.payloads import Payloads
 from paramserve.core.answering import gathered
-from paramserve.core.group import resume
+from paramserve.core.group import outside, resume
 from paramserve.core.keyed.parts import padded
 from paramserve.core.policies import Terms
 from paramserve.core.session import Operation
@@ -162,8 +162,12 @@ class ClientProcess(ABC):
     def script(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
 
-    def going_on(self) -> None:  # noqa: B027 - a hook, rightly empty
-        """It has joined, and knows whether the others may be under way."""
+    def going_on(self, outside: bool) -> None:  # noqa: B027 - a hook, rightly empty
+        """The shards have told where it goes on.
+
+        Args:
+            outside: whether it has to enter first: no shard waits for its rank.
+        """
 
     def kill(self) -> None:
         """The process ends at once; what it has sent may still arrive, or not."""
@@ -243,7 +247,6 @@ class ClientProcess(ABC):
         self.cluster.joined(self)
         for connection in self.connections:
             self._connect(connection)
-        self.going_on()
         if self.late:
             self._ask()
         else:
@@ -271,6 +274,7 @@ class ClientProcess(ABC):
                     self.learn(change)
             found = resume(reports, self.rank)
             self.clock = max((each.clock for each in found.values()), default=0)
+            self.going_on(bool(outside(reports, self.rank)))
             self.script()
 
     def learn(self, news: GroupPolicy | None) -> None:

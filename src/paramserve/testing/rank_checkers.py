@@ -54,7 +54,7 @@ def restarts_keep_the_clocks(history: History) -> list[str]:
         for rank in ranks:
             last[rank] = each.order
         wrong += _done_without(missing, each, history.policy_at(each.clock))
-    return wrong + _resumed_wrongly(history) + _brought_twice(history)
+    return wrong + _resumed_wrongly(history) + _brought_twice(history) + _left_out(history)
 
 
 def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> list[str]:
@@ -95,6 +95,33 @@ def _resumed_wrongly(history: History) -> list[str]:
             )
         done = [call.clock + 1 for call in steps if call.answered is not None and not call.error]
         reached[rank] = max([reached.get(rank, 0), *done])
+    return wrong
+
+
+def _left_out(history: History) -> list[str]:
+    """Gradients of a worker that takes itself to be waited for, which their clock was decided
+    without although its policy waits for all.
+
+    Only the first ones of a rank that had ended for good, and comes back, may be: that clock may
+    have been under way without it.
+    """
+    decided = {each.clock: each for each in history.decided}
+    begun: set[int] = set()
+    wrong = []
+    for call in history.calls:
+        if call.tick and call.acknowledged:
+            begun.add(call.writer)
+        policy, clock = history.policy_of(call), decided.get(call.clock)
+        rejected = call.push is not None and (call.skipped or call.dropped)
+        if call.enters or not rejected or not isinstance(policy, Sync) or policy.partial:
+            continue
+        ended = any(r == call.rank and end < call.issued for end, r, away in history.away if away)
+        back = ended and call.writer not in begun
+        if clock is not None and not clock.empty and not back:
+            wrong.append(
+                f"{call_name(call)} was left out of clock {call.clock}, which was decided with "
+                f"{clock.contributors} ({policy!r})"
+            )
     return wrong
 
 

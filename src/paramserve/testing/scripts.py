@@ -144,8 +144,10 @@ class SimulatedWorker(ScriptedClient):
     being decided without its rank, which had ended for good.
     """
 
-    def going_on(self) -> None:
-        self.enters = self.late
+    def going_on(self, outside: bool) -> None:
+        self.enters = outside
+        if not outside:  # a rest of the incarnation before came to no shard
+            self.cluster.history.rests(self.rank, False)
 
     def state(self) -> int | None:
         """For a read without a step: how many clocks it shows, if nobody goes on without it."""

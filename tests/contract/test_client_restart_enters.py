@@ -1,0 +1,115 @@
+"""A worker that is started again where nobody waits for its rank: it rested, or had not begun.
+
+In plain Sync it enters as one that joins late does: no gradient of it is left out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster, wait_until
+from tests.contract.test_policies import scale
+
+from paramserve.client import BlockPush, Client, Outcome
+from paramserve.core.consistency import Sync
+from paramserve.rules import Add
+
+SIZE = 20_000
+"""Elements of float64: enough to lie on two shards."""
+STEPS = 3
+MakeCluster = Callable[..., RoleCluster]
+Make = Callable[[int], RoleCluster]
+
+
+@pytest.fixture
+def make(make_cluster: MakeCluster, shards: int) -> Make:
+    return lambda workers: make_cluster(
+        servers=shards, workers=workers, policy=Sync(reduce="sum"), restarts=True
+    )
+
+
+def define(client: Client) -> Client:
+    client.define("w", np.zeros(SIZE), rule=Add())
+    return client
+
+
+def step(client: Client) -> Outcome:
+    """Add 1 to all elements, in one clock."""
+    (block,) = client.blocks()
+    slot = client.gradient_slot(block)
+    slot[:] = 1.0
+    ticket = client.step("default", [BlockPush(block, slot)], pull=[block])
+    outcome = ticket.result()
+    ticket.release()
+    return outcome
+
+
+@contextmanager
+def stepping(client: Client) -> Iterator[list[int]]:
+    """Another worker steps all the time; how often it has."""
+    stop, made = threading.Event(), [0]
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                step(client)
+                made[0] += 1
+            client.rest()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        thread.join()
+        assert failed == []
+
+
+def dies(cluster: RoleCluster, client: Client) -> None:
+    """As if its process had ended: the coordinator loses it without a word."""
+    client._control.close()
+    shards = [server.role.shard for server in cluster.servers]
+    wait_until(lambda: {s.members[client.rank].state for s in shards} == {"restarting"})
+
+
+def each_step_counts(cluster: RoleCluster, first: Client, before: int) -> None:
+    """The next incarnation of rank 1 steps while rank 0 does, which is always ahead of it."""
+    with stepping(first) as made:
+        again = define(cluster.client(1))
+        assert again.incarnation == 2
+        joined = made[0]
+        wait_until(lambda: made[0] > joined)
+        outcomes = [step(again) for _ in range(STEPS)]
+        again.rest()
+    assert [outcome.skipped for outcome in outcomes] == [False] * STEPS
+    assert again.missed == 0
+    with cluster.client() as reader:
+        assert (reader.pull("w") == before + made[0] + STEPS).all()
+
+
+def test_worker_restarted_after_its_rank_rested_has_every_gradient_applied(make: Make) -> None:
+    cluster = make(2)
+    first, mortal = (define(cluster.client(rank)) for rank in range(2))
+    mortal.rest()
+    step(first)
+    dies(cluster, mortal)
+    each_step_counts(cluster, first, 1)
+
+
+def test_worker_restarted_before_its_added_rank_ever_stepped_has_every_gradient_applied(
+    make: Make,
+) -> None:
+    cluster = make(1)
+    first = define(cluster.client(0))
+    step(first)
+    scale(cluster, 2)
+    dies(cluster, cluster.client(1))
+    each_step_counts(cluster, first, 1)
