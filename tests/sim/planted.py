@@ -318,6 +318,18 @@ def own_step_of_a_restarted_worker_refused(
     return SimulatedCluster
 
 
+def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A shard refuses a worker's step, and goes on waiting for one of that clock."""
+
+    class Waits(Shard):
+        def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
+            if step.weight <= 0.0:
+                raise ParamServeError("the step's weight is not positive", fix="correct it")
+            return super()._step(session, request, step)
+
+    return with_shard(Waits)
+
+
 # --- policies that are off by one, or forget something ------------------------------------------
 
 
@@ -741,6 +753,7 @@ SYNC: tuple[Plant, ...] = (
     held_reply_lost_on_reconnect,
     slot_freed_on_timeout,
     slot_freed_at_the_first_answer,
+    refused_step_ends_no_clock,
 )
 ASYNC: tuple[Plant, ...] = (
     no_duplicate_filter,

@@ -97,6 +97,7 @@ def test_seeds_meet_every_kind_of_fault_and_answer(policy: str) -> None:
         seen["spoiled"] += any(call.spoiled for call in history.calls)
     expected = {"killed", "fenced", "restarted and finished", "unanswered", "skipped"}
     expected |= {"joined", "retired", "rested", "changed", "spoiled"}
+    expected |= {"ParamServeError"}  # of a step that a shard refuses
     expected |= {"NotAMember", "NonFinite"} if policy == "sync" else {"WorkerFenced"}
     assert expected <= set(+seen), seen
 

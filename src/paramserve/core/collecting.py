@@ -31,15 +31,36 @@ if TYPE_CHECKING:
     from paramserve.core.shard_members import ShardMembers
 
 Array = npt.NDArray[Any]
+Refusal = tuple[str, str, str]
+"""Kind, what failed, and how to correct it."""
+
+
+def refusal_with(group: Group, shard: int, rank: int, wrong: Exception) -> Refusal:
+    """Why a shard refuses a worker's step of the present clock, for all workers of the clock."""
+    fix = "correct the argument"
+    kind, failed = ParamServeError.__name__, str(wrong)
+    if isinstance(wrong, ParamServeError):
+        kind, failed, fix = type(wrong).__name__, wrong.failed, wrong.fix
+    failed = (
+        f"the step of rank {rank} for clock {group.committed} of group {group.name!r} was refused "
+        f"by shard {shard}: {failed}"
+    )
+    return kind, failed, fix
 
 
 def collect(
-    group: Group, session: ShardSession, request: Request, parts: list[Part], guest: bool
+    group: Group,
+    session: ShardSession,
+    request: Request,
+    parts: list[Part],
+    guest: bool,
+    refusal: Refusal | None = None,
 ) -> None:
     """Keep a worker's gradients of the present clock, unapplied (Sync).
 
     Args:
         guest: whether the worker is not waited for yet.
+        refusal: why this shard refuses the step, which then has no parts.
 
     Raises:
         NotAMember, ProtocolError: nothing was applied or kept.
@@ -61,7 +82,7 @@ def collect(
             fix="end each synchronous step with exactly one tick, in order",
         )
     by_block = {block.spec.block: (header, gradient) for block, header, gradient in parts}
-    held = Contribution(step, session.client, by_block, step.skip or finite(parts))
+    held = Contribution(step, session.client, by_block, step.skip or finite(parts), refusal)
     group.collect.held[rank] = held
 
 
@@ -102,7 +123,8 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     held = [each for _, each in chosen]
     steps = [each.step for each in held]
     clip = max((step.clip_norm for step in steps), default=0.0)
-    refusal = refusal_of(steps, [rank for rank, _ in chosen])
+    refusal = next((each.refusal for each in held if each.refusal is not None), None)
+    refusal = refusal or refusal_of(steps, [rank for rank, _ in chosen])
     bad = [rank for rank, each in chosen if not each.finite]
     finite = not bad
     if bad and not refusal and group.at(group.committed).policy.on_nonfinite == "refuse":
@@ -252,11 +274,23 @@ def late(
 
 
 def after_commit(
-    shard: ShardMembers, group: Group, commit: Commit, step: Step, session: ShardSession
+    shard: ShardMembers,
+    group: Group,
+    commit: Commit,
+    step: Step,
+    session: ShardSession,
+    own: Refusal | None = None,
 ) -> Answer:
-    """The answer to a step that was held until its clock was decided."""
+    """The answer to a step that was held until its clock was decided.
+
+    Args:
+        own: why this shard refuses the step, if it does.
+    """
     request = session.held
     assert request is not None
+    if own is not None:  # also if the clock was decided without it; its reads may be wrong, too
+        kind, failed, fix = own
+        return Answer(Refused(step.seq, kind, failed, "no", fix))
     if session.client not in commit.contributors:
         if commit.refusal:
             kind, failed, fix = commit.refusal

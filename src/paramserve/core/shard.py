@@ -249,11 +249,14 @@ class Shard(ShardChanges):
             session.asked = request
             step = structs.replace(step, clock=group.clocks.get(session.rank, group.start))
             request = request._replace(message=step)
+        parts: list[stepping.Part] = []
+        wrong: Exception | None = None
         try:
             parts = stepping.gradients(self, step, request.memory)
-        except (ParamServeError, ValueError, TypeError):
-            self._tick(group, session, step)
-            raise
+        except (ParamServeError, ValueError, TypeError) as error:
+            if not step.tick:
+                raise
+            wrong = error  # it ends a clock all the same: the worker has counted it
         paused = group.changes.paused
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
             self._hold(group, session, asked)
@@ -262,6 +265,8 @@ class Shard(ShardChanges):
         steps = bool(step.push or step.tick or step.skip)
         collects = group.collects
         if guest and not collects:
+            if wrong is not None:
+                raise wrong
             group.enter(session.rank)
         elif guest and collects and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too
@@ -270,14 +275,18 @@ class Shard(ShardChanges):
         since = group.of(session.rank, max(step.clock, group.start) if guest else step.clock)
         if guest and steps and step.clock < since.clock:
             # Of before a change of policy, which other shards may have handled the old way.
+            if wrong is not None:
+                raise wrong
             late = collecting.late(self, group, request, session, group.start)
             return self._with_news(group, session, late, guest)
         if not steps:
             answer = self._read(session, group, request)
         elif since.policy.collects:
-            answer = self._bring(group, session, request, parts, guest)
+            answer = self._bring(group, session, request, parts, guest, wrong)
         else:
             try:
+                if wrong is not None:
+                    raise wrong
                 done, written = stepping.apply_now(
                     group, session, step, parts, request.memory, since
                 )
@@ -301,8 +310,8 @@ class Shard(ShardChanges):
             self._release_waiting(group)
 
     def _tick(self, group: Group, session: ShardSession, step: Step) -> None:
-        """A step ends its worker's clock, also if its gradients were refused: the worker has
-        counted it. Under a policy that collects, the commit does that."""
+        """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
+        a policy that collects, the commit does that."""
         if (
             not step.tick
             or session.rank not in group.clocks

@@ -54,8 +54,12 @@ class ShardClocks(ShardWaiting):
         request: Request,
         parts: list[stepping.Part],
         guest: bool,
+        wrong: Exception | None = None,
     ) -> Answer | None:
         """Collect a step for the present clock; answered when the clock is decided.
+
+        A step that this shard refuses (`wrong`) is collected as well, with its refusal: then the
+        clock is refused to all its workers, and none of them waits for this one.
 
         A guest is not waited for, and counts from the clock on that it is in. A step of the next
         clock waits: the present one was decided without this worker, and the
@@ -69,12 +73,16 @@ class ShardClocks(ShardWaiting):
         if step.tick and (guest or rank in group.clocks):
             if step.clock < group.committed:
                 group.brought_by[rank] = session.client
+                if wrong is not None:
+                    raise wrong
                 return collecting.late(self, group, request, session, group.committed)
             ahead = self.shards > 1 or rank in collect.held  # of an older incarnation
             if step.clock == group.committed + 1 and ahead:
                 self._hold(group, session, request)
                 return None
-            answer = collecting.alone(self, group, session, request, parts)
+            answer = None
+            if wrong is None:
+                answer = collecting.alone(self, group, session, request, parts)
             if answer is not None:
                 group.brought_by[rank] = session.client
                 self._release_waiting(group)
@@ -87,7 +95,10 @@ class ShardClocks(ShardWaiting):
                 if forgotten is not None:
                     self._let_go(forgotten, self.members[rank])
         stepping.flush(group)  # of a policy before
-        collecting.collect(group, session, request, parts, guest)
+        refusal = None
+        if wrong is not None:
+            refusal = collecting.refusal_with(group, self.number, rank, wrong)
+        collecting.collect(group, session, request, parts, guest, refusal)
         group.brought_by[rank] = session.client
         group.came(rank)
         session.held = request
@@ -213,7 +224,9 @@ class ShardClocks(ShardWaiting):
                     again.append((session, session.asked))
                     session.held = None
                     continue
-                answer = collecting.after_commit(self, group, commit, each.step, session)
+                answer = collecting.after_commit(
+                    self, group, commit, each.step, session, each.refusal
+                )
                 if isinstance(answer.message, Done):
                     answer = self._with_news(group, session, answer)
                 self._answer(session, answer)

@@ -3,7 +3,7 @@
 A shard that holds a clock's gradients tells the group's lead shard (`Ready`); the lead answers all
 with one `Commit`; only then does a value change. Whatever could differ between shards (a worker
 that died between two of its messages, a NaN, clipping by the global norm, a hyper-parameter that
-does not match) is decided here, once. One shard is its own lead.
+does not match, a step that a shard refuses) is decided here, once. One shard is its own lead.
 
 Both messages may be lost, repeated or late: `Ready` is repeated until its `Commit` arrives, and a
 `Ready` for the clock committed last is answered with that `Commit` again.
@@ -52,6 +52,9 @@ class Contribution:
     gradients: dict[int, tuple[Gradient, Any]]
     """By block: the header part and this shard's elements."""
     finite: bool
+    refusal: tuple[str, str, str] | None = None
+    """Why this shard refuses the step, if it does: (kind, failed, fix). Then it has no gradients
+    here."""
 
     @property
     def weight(self) -> float:

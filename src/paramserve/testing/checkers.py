@@ -176,7 +176,8 @@ def sessions_in_order(history: History) -> list[str]:
 
 
 def spoiled_gradients_change_nothing(history: History) -> list[str]:
-    """9. A gradient with NaN is in no value, on no shard, at no time."""
+    """9. A gradient with NaN, or of a step that a shard refuses, is in no value, on no shard, at no
+    time."""
     wrong = []
     spoiled: dict[int, int] = {}
     for call in history.calls:

@@ -89,6 +89,7 @@ class SimulatedClient(ClientProcess):
         tick: bool = False,
         skip: bool = False,
         spoiled: bool = False,
+        wrong: bool = False,
         state: int | None = None,
         samples: tuple[int, int] | None = None,
         mark: tuple[int, int] | None = None,
@@ -98,6 +99,7 @@ class SimulatedClient(ClientProcess):
 
         Args:
             spoiled: one element of the gradient, on one shard, is NaN.
+            wrong: one shard refuses the step, whatever its gradient.
             state: how many clocks its reads contain, if they show a whole state.
             samples: [start, stop) of those that its gradients come from, and `mark` of its lease.
         """
@@ -105,12 +107,18 @@ class SimulatedClient(ClientProcess):
         if push and not skip:
             number, self._pushes = self._pushes, self._pushes + 1
         ids = frozenset(block.id for block in push) if number is not None else frozenset()
-        call = self._issue(number, ids, state, tick, spoiled)
+        call = self._issue(number, ids, state, tick, spoiled or wrong)
         call.samples = samples
         sources = self._gradients(push, number, spoiled)
         targets = self._targets(pull)
         plain = Step(0, self.group, self.clock, tick, (), (), skip=skip, mark=mark)
         requests = self._for_each_shard(plain, call.bases, sources, targets)
+        if wrong:
+            shards = [call.number % len(requests)]
+            if self._each_shard_judges():
+                shards = list(range(len(requests)))
+            for shard in shards:
+                requests[shard] = structs.replace(requests[shard], weight=0.0)
         operation = Operation(len(requests))
         self._slots[operation] = self._slots_of(sources, targets)
         operation.then(partial(self._complete, call, operation, targets, then))
@@ -199,12 +207,16 @@ class SimulatedClient(ClientProcess):
             block, slot = sources[-1]
             values = self.values(block, slot)
             values[-1] = np.nan
-            if self.late or not self.terms_at(self.clock).collects:
-                # Each shard judges its own part. Who has come later may not know the policy.
+            if self._each_shard_judges():
                 for shard in range(len(self.connections)):
                     low, high = block.range(shard)
                     values[low:high][-1:] = np.nan
         return sources
+
+    def _each_shard_judges(self) -> bool:
+        """Whether a shard may apply the next step though another one refuses it. A worker that has
+        come later may not know the policy."""
+        return self.late or not self.terms_at(self.clock).collects
 
     @staticmethod
     def _offset(block: Block, slot: int, shard: int) -> int:

@@ -45,7 +45,7 @@ class Call:
         clock: the writer's clock before it.
         tick: whether it ends its clock.
         state: if its reads show a synchronous clock as a whole, how many clocks they contain.
-        spoiled: whether its gradients hold NaN.
+        spoiled: whether its gradients hold NaN, or a shard refuses it for another reason.
         samples: [start, stop) of the shared samples that its gradients come from.
         enters: whether its worker counts from this step on, at a clock that the shards say.
         bases: by shard, the version that they were computed from, if it was told.

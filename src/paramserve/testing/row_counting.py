@@ -219,9 +219,7 @@ class RowsClient(ScriptedClient):
         which = Pushed(self.writer, self.rank, number, self.clock)
         keys, values = self.workload.gradients(push, which)
         if spoiled:
-            # Each shard judges its own part, unless all of them end a clock together.
-            alone = self.late or not self.terms_at(self.clock).collects
-            values[slice(None) if alone else -1, -1] = np.nan
+            values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
         return [lay_push(self._links, self.blocks[NAME], keys, values, None)]
 
     def _targets(self, pull: Sequence[Any]) -> Sequence[tuple[RowPull, Sequence[RowKey]]]:

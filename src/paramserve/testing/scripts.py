@@ -199,6 +199,8 @@ class SimulatedWorker(ScriptedClient):
             self.step(pull=every, tick=True, state=after, then=self.answered)
         elif kind < 0.96:
             self.step(every, every, tick=True, skip=True, state=after, then=self.answered)
+        elif kind < 0.965:
+            self.step(every, every, tick=True, wrong=True, then=self.answered)
         elif collects or kind < 0.97:
             self.step(every, every, tick=True, spoiled=True, then=self.answered)
         else:

@@ -341,7 +341,16 @@ def test_bad_request_is_refused_and_nothing_changes(
     one.define(WORKER, block_spec((4,), number=2, group=1))
     for arena in memory.values():
         arena.view(np.float64)[:] = 1.0
-    error = refused(one.send(WORKER, message, memory=memory))
+    effects = one.send(WORKER, message, memory=memory)
+    if isinstance(policy, Sync) and isinstance(message, Step) and message.group == 0:
+        assert effects.replies == [], "it ends its clock with the other worker's step"
+        effects = one.step(OTHER, {0: [1.0] * 4})
+        told = [(client, answer.message.failed) for client, answer in effects.replies]
+        assert [client for client, _ in told] == [WORKER, OTHER]
+        assert told[0][1] == told[1][1]
+        assert "the step of rank 0 for clock 0" in told[0][1]
+        del effects.replies[1]
+    error = refused(effects)
     assert type(error).__name__ == kind
     assert error.applied == "no"
     assert one.value() == [0.0] * 4
