@@ -211,7 +211,7 @@ class ServerRole:
         if isinstance(message, Inquire):
             self._happen(Inquired(client, message))
         elif isinstance(message, AskReport):
-            conn.send(encode(self._report()))
+            conn.send(encode(self._report(notes=True)))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Several):
@@ -320,11 +320,11 @@ class ServerRole:
             self._control.notify(self._report())
         self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
 
-    def _report(self) -> ServerBeat:
+    def _report(self, *, notes: bool = False) -> ServerBeat:
         blocks = self.shard.blocks.values()
         return ServerBeat(
             self.config.shard,
-            self.shard.report(),
+            self.shard.report(notes=notes),
             len(self.shard.sessions),
             sum(block.nbytes for block in blocks),
             self.shard.members_number,

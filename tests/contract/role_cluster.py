@@ -37,7 +37,7 @@ from paramserve.core.policies import spec as policy_spec
 from paramserve.core.registered import Registered, registered
 from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
-from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register
+from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register, Scale
 from paramserve.rules import SGD, Adam, Add
 from paramserve.server import ServerRole
 from paramserve.transport.arena import Arena
@@ -298,6 +298,18 @@ class RoleCluster:
         control.call(MarkDead(0, "worker", rank), Ok, timeout_s=WAIT_S)
         control.close()
         wait_until(lambda: all(rank not in s.role.shard.live() for s in self.servers))
+
+    def scale(self, workers: int) -> None:
+        """As `Job.scale` tells the coordinator."""
+        control = ControlLink.connect(
+            [self.address],
+            Hello("driver"),
+            credentials=NO_CREDENTIALS,
+            limits=self.limits,
+            timeout_s=WAIT_S,
+        )
+        control.call(Scale(0, workers), Ok, timeout_s=WAIT_S)
+        control.close()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

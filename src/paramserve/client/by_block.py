@@ -56,6 +56,7 @@ class BlockClient(TablesClient):
         skip: bool = False,
         clip_norm: float = 0.0,
         tables: Sequence[TablePush] = (),
+        note: bytes = b"",
     ) -> Ticket:
         """Push, tick and pull blocks of one group in one message to each shard.
 
@@ -68,6 +69,7 @@ class BlockClient(TablesClient):
                 0: no clipping.
             tables: gradients of tables that step together with the group; they go before it in the
                 same messages, each by its own table's policy, and are not clipped.
+            note: what `notes` gives of this rank from now on; empty: what it gave before.
         Raises:
             NonFinite: with rank and tensor.
             ValueError: blocks of another group, a gradient that is not from `gradient_slot`, or a
@@ -99,11 +101,22 @@ class BlockClient(TablesClient):
             if clip_norm and not skip and not self._steps.terms_of(first).collects:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
-            options = StepOptions(tick, weight, skip, clip_norm)
+            options = StepOptions(tick, weight, skip, clip_norm, note)
             if not before:
                 return self._steps.send("step", first, pushes, pull, options)
             parts = StepParts("step", first, pushes, pull, options)
             return joined(self._steps.send_together([*before, parts]))
+
+    def notes(self, group: str, *, timeout_s: float | None = None) -> dict[int, tuple[int, bytes]]:
+        """The last note that each rank has sent with a step of a group, and that step's clock."""
+        self._check()
+        found: dict[int, tuple[int, bytes]] = {}
+        for beat in self._exchange.reports(self._limit(timeout_s)):
+            for report in beat.groups:
+                if report.name == group:
+                    for rank, clock, note in report.notes:
+                        found[rank] = max(found.get(rank, (-1, b"")), (clock, note))
+        return found
 
     def fetch(
         self, block: Block, field: int, *, timeout_s: float | None = None

@@ -24,6 +24,7 @@ class StepOptions(NamedTuple):
     weight: float = 1.0
     skip: bool = False
     clip_norm: float = 0.0
+    note: bytes = b""
 
 
 class StepParts(NamedTuple):

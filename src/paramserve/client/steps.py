@@ -190,7 +190,7 @@ class Steps(Entering):
             enters: groups that it names.
         """
         name, group = block.group_name, block.group
-        tick, weight, skip, clip_norm = options
+        tick, weight, skip, clip_norm, note = options
         marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
         clock = self._clock_of_step(name, tick)
@@ -212,6 +212,7 @@ class Steps(Entering):
                 self.factor,
                 mark,
                 enters=names,
+                note=note,
             )
             for shard, base in enumerate(self.versions[group])
         ]

@@ -107,6 +107,8 @@ class Group:
         """By rank: gradients that came too late or were too stale."""
         self.marks: dict[int, tuple[int, int]] = {}
         """By client: the newest mark of its steps whose outcome is decided."""
+        self.notes: dict[int, tuple[int, bytes]] = {}
+        """By rank: the clock and the note of its last step that had one."""
         self.watching: dict[int, Watching] = {}
         """By client."""
         self._committed_at: float | None = None
@@ -296,8 +298,8 @@ class Group:
         }
         watching.kept.append((self.version, values))
 
-    def report(self) -> GroupReport:
-        """What this shard has done for the group."""
+    def report(self, *, notes: bool = False) -> GroupReport:
+        """What this shard has done for the group; with `notes`, those of the ranks as well."""
         present = self.at(self.start).policy
         return GroupReport(
             self.name,
@@ -315,6 +317,7 @@ class Group:
             self.reads.nbytes,
             tuple((client, *mark) for client, mark in sorted(self.marks.items())),
             None if self.table is None else self.table.report(),
+            tuple((r, *note) for r, note in sorted(self.notes.items())) if notes else (),
         )
 
 

@@ -91,9 +91,9 @@ class Shard(ShardChanges):
         effects.deadline = self._next_deadline()
         return effects
 
-    def report(self) -> tuple[GroupReport, ...]:
-        """What this shard has done, group by group."""
-        return tuple(group.report() for _, group in sorted(self.groups.items()))
+    def report(self, *, notes: bool = False) -> tuple[GroupReport, ...]:
+        """What this shard has done, group by group; with `notes`, those of the ranks as well."""
+        return tuple(group.report(notes=notes) for _, group in sorted(self.groups.items()))
 
     # --- numbered requests -----------------------------------------------------------------------
 
@@ -257,6 +257,8 @@ class Shard(ShardChanges):
             if not step.tick:
                 raise
             wrong = error  # it ends a clock all the same: the worker has counted it
+        if wrong is None and step.note and step.tick and session.rank >= 0:
+            group.notes[session.rank] = (step.clock, step.note)
         paused = group.changes.paused
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
             self._hold(group, session, asked)

@@ -28,7 +28,7 @@ from paramserve.errors import (
     UnknownName,
 )
 from paramserve.ids import NO_RANK
-from paramserve.messages import Done, Gradient, Step
+from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, Step
 from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled
 
@@ -52,6 +52,10 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
         raise ParamServeError(f"factor {step.factor} is not positive", fix="give a number > 0")
     if not (math.isfinite(step.clip_norm) and step.clip_norm >= 0.0):
         raise ParamServeError(f"clip_norm {step.clip_norm} is negative", fix="give a number > 0")
+    if len(step.note) > NOTE_BYTES_MAX:
+        raise ParamServeError(
+            f"a note of {len(step.note)} bytes, allowed are {NOTE_BYTES_MAX}", fix="send less"
+        )
     parts: list[Part] = []
     cursor = 0
     for header in step.push:

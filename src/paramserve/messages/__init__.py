@@ -51,6 +51,7 @@ from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, Lease
 from paramserve.messages.opening import Hello, Welcome
 from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Propose, Ready, Switch
 from paramserve.messages.requests import (
+    NOTE_BYTES_MAX,
     UNDER_WAY,
     AskReport,
     Assign,
@@ -112,6 +113,7 @@ __all__ = [
     "Place",
     "Define",
     "Step",
+    "NOTE_BYTES_MAX",
     "Rest",
     "SetPolicy",
     "Assign",

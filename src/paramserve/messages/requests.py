@@ -71,7 +71,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
     leased to it, with this step. `oldest`: every request with a lower number has been answered,
     and will not be asked for again. `enters`: groups where this worker is waited for as well, from
-    the clock on that is under way there when this step's clock, which collects, is decided.
+    the clock on that is under way there when this step's clock, which collects, is decided. `note`:
+    what the shard is to keep for the next incarnation of this rank and for added workers; it does
+    not look into it, and keeps each rank's last one. Empty: the one before still holds.
     """
 
     seq: int
@@ -88,6 +90,11 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     mark: tuple[int, int] | None = None
     oldest: int = 0
     enters: tuple[int, ...] = ()
+    note: bytes = b""
+
+
+NOTE_BYTES_MAX = 64 * 1024
+"""Of a step's note: a message to a reader has those of all ranks."""
 
 
 class Rest(Struct, frozen=True, array_like=True, tag="rest"):

@@ -22,6 +22,7 @@ from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.hyper import ParamGroup, check_options
 from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of, sharing
 from paramserve.pytorch.rows import Rows
+from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ class Adopted(ABC, Generic[B]):
         apart: see `Tables`.
     """
 
+    every = 1
+    """Steps of one clock."""
+
     def __init__(
         self,
         worker: Worker,
@@ -179,6 +183,10 @@ class Adopted(ABC, Generic[B]):
         """The lists of parameters as the parts' groups were found from them."""
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
+        self.late = worker.incarnation > 1 or worker.client.late
+        self._schedules = Schedules(
+            worker.client, settings.name, worker.rank, late=self.late, steps_per_clock=self.every
+        )
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """Check everything, then define on rank 0 or wait for it, and take the values."""
@@ -189,6 +197,8 @@ class Adopted(ABC, Generic[B]):
         trained = {id(param) for group in groups for param in group["params"]}
         self._untrained = self._untrained_of(trained)
         self._begin(plans, state)
+        if plans:
+            self._schedules.start(groups)
         self._untrained.start(define=worker.rank == 0)
         self.tables.adopt(found, groups)
         self._take_over(taken)

@@ -41,6 +41,7 @@ class Local(Adopted[B]):
     def __init__(
         self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
     ) -> None:
+        self.every = policy.every
         super().__init__(worker, model, settings)
         if settings.overlap:
             raise ValueError(
@@ -49,7 +50,6 @@ class Local(Adopted[B]):
                 "brought. Leave overlap out, or raise every"
             )
         self._policy = policy
-        self.every = policy.every
         self.since = 0
         """Own steps since the last exchange."""
         self._samples = 0.0
@@ -99,6 +99,7 @@ class Local(Adopted[B]):
         """
         self.regroup(groups)
         loss = None
+        self._schedules.before_step(groups)
         if found_inf is None or not bool(found_inf):
             params = [param for group in groups for param in group["params"]]
             if grad_scale is not None:
@@ -149,6 +150,11 @@ class Local(Adopted[B]):
         Raises:
             NonFinite: this worker's values hold NaN or Inf. Nothing was sent or counted.
         """
+
+    def _note(self) -> dict[str, Any]:
+        """What the exchange tells of the schedulers, as an option of `client.step`."""
+        note = self._schedules.note()
+        return {"note": note} if note else {}
 
     def _exchanged(self) -> None:
         """The push was sent: count from here. The ticket may still fail."""
@@ -205,7 +211,9 @@ class LocalStepping(Local[StartedBlock]):
     def _exchange(self) -> None:
         client = self._client
         push = [part.difference(client) for part in self._parts]
-        ticket = client.step(self._settings.name, push, pull=self._blocks, weight=self._samples)
+        ticket = client.step(
+            self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
+        )
         self._exchanged()
         self._install(ticket, self._parts)
 
@@ -283,7 +291,9 @@ class Elastic(Local[ElasticBlock]):
         alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
         alphas[None] = 0.0  # in no group any more: neither side moves
         push = [part.own_values(client, alphas[part.group]) for part in self._parts]
-        ticket = client.step(self._settings.name, push, pull=self._blocks, weight=self._samples)
+        ticket = client.step(
+            self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
+        )
         self._exchanged()
         outcome = ticket.result()
         try:

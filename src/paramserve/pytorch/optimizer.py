@@ -292,7 +292,10 @@ def adopt(
     """
     model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
-    _become(optimizer, _started(worker, model, optimizer, settings, dense))
+    adopted = _started(worker, model, optimizer, settings, dense)
+    _become(optimizer, adopted)
+    if adopted.late:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was
     return optimizer
 
 

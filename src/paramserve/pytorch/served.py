@@ -72,6 +72,7 @@ class Served(Adopted[ServedBlock]):
         """Take the servers' present values, as after a step."""
         self.install_pending()
         if self._parts and self._taken is None:
+            self._schedules.behind()
             self._pull(self._parts)
 
     # --- a step ---------------------------------------------------------------------------------
@@ -89,15 +90,20 @@ class Served(Adopted[ServedBlock]):
         if not self._warned:
             self._warn_of_changes()
         client, settings = self._client, self._settings
+        note = {}
+        if self._parts:
+            self._schedules.before_step(groups)
+            if told := self._schedules.note():
+                note["note"] = told
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
-            ticket = self._send((), self.tables.drop(), weight=weight, skip=True)
+            ticket = self._send((), self.tables.drop(), weight=weight, skip=True, **note)
         else:
             unscale = reciprocal(grad_scale) if grad_scale is not None else None
             push = [part.gather(client, groups, unscale) for part in self._parts]
             rows = self.tables.take(unscale)
             clip_norm = self._clip(push, rows)
-            ticket = self._send(push, rows, weight=weight, clip_norm=clip_norm)
+            ticket = self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
         ready: Ticket | None = ticket
         if settings.overlap:
             ready, self._pending = self._pending, ticket

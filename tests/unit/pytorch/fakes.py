@@ -256,6 +256,8 @@ class FakeTicket:
 
 
 class FakeClient:
+    late = False
+
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster
         self._rank = rank
@@ -265,6 +267,9 @@ class FakeClient:
     def enter(self, group: str) -> bool:
         """All are there from the beginning."""
         return False
+
+    def notes(self, group: str) -> dict[int, tuple[int, bytes]]:
+        return {}
 
     def terms(self, group: str) -> Terms:
         policy = self._cluster.policy_of(group)
@@ -336,7 +341,7 @@ class FakeClient:
         return slots[-1]
 
     def step(
-        self, group, push, *, pull=(), tick=True, weight=1.0, skip=False, clip_norm=0.0
+        self, group, push, *, pull=(), tick=True, weight=1.0, skip=False, clip_norm=0.0, note=b""
     ) -> FakeTicket:
         for each in push:
             for i, piece in enumerate(each.block.pieces):

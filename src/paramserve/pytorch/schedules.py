@@ -1,0 +1,316 @@
+"""The hyper-parameters of a worker that comes again, or later than the others.
+
+Each step says in its note, when that has changed, which hyper-parameters it goes by and how far the
+learning rate schedulers of its optimizer are. A worker that is started again reads the last note of
+its rank, an added one the others'. At its first step it steps its own schedulers until they are
+where they would be at that clock. Calls that its function has made before that, as a loop over
+epochs does whose batches were all left out, count. What no replay gives (a scheduler that wants a
+metric, other schedulers than before) has the group's hyper-parameters, and warns.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from paramserve.messages import NOTE_BYTES_MAX
+from paramserve.pytorch.hyper import ParamGroup
+
+if TYPE_CHECKING:
+    from paramserve.client import Client
+
+Numbers = dict[str, Any]
+_NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
+_QUICK = ("lr", "momentum", "betas", "weight_decay")
+"""What is compared at each step; the other hyper-parameters go along when one of these changes."""
+
+
+class Progress(NamedTuple):
+    """How far one scheduler is."""
+
+    name: str
+    """Of its class."""
+    position: float
+    """What torch calls `last_epoch`."""
+    rate: int
+    """Calls of its `step` for each step of the optimizer; 0: fewer than one for two."""
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """What a step tells of its optimizer."""
+
+    schedulers: tuple[Progress, ...]
+    groups: tuple[Numbers, ...]
+    """The numbers in each parameter group."""
+
+
+class Schedules:
+    """The hyper-parameters and the schedulers of one adopted optimizer.
+
+    Args:
+        group: its group on the servers.
+        late: whether the others may have made steps before this worker.
+        steps_per_clock: own steps between two that carry notes.
+    """
+
+    def __init__(
+        self, client: Client, group: str, rank: int, *, late: bool, steps_per_clock: int = 1
+    ) -> None:
+        self._client = client
+        self._group = group
+        self._rank = rank
+        self._behind = late
+        self._steps_per_clock = steps_per_clock
+        self._groups: Sequence[ParamGroup] = ()
+        self._taken: list[Numbers] | None = None
+        """Numbers that `start` has left: the function has not changed them since, if they stand."""
+        self._known: list[weakref.ref[LRScheduler]] = []
+        self._first: list[tuple[float, int]] = []
+        """Of each known scheduler: position and `_steps` when it was found."""
+        self._rates: list[int] = []
+        """Of each, as an older incarnation knew it; holds until there are two steps to go by."""
+        self._steps = 0
+        self._quick: list[Any] | None = None
+        self._positions: list[float] = []
+        self._unexplained = 0
+        self._told: Note | None = None
+
+    def start(self, groups: Sequence[ParamGroup]) -> None:
+        """Where the others were first, take the group's hyper-parameters, if no scheduler makes
+        them: schedulers begin with the optimizer's own."""
+        if self._behind:
+            found = self._best()
+            if found is not None and not found[1].schedulers:
+                _install(groups, found[1].groups)
+            self._taken = _numbers(groups)
+
+    def behind(self) -> None:
+        """This worker took no part for a while: it goes on where the others are."""
+        self._behind = True
+
+    def before_step(self, groups: Sequence[ParamGroup]) -> None:
+        """Catch up if this is the first step of a worker that was not there before; count it."""
+        self._groups = groups
+        if self._behind:
+            self._behind = False
+            self._catch_up(groups)
+            self._quick = None
+        elif self._steps == 0 and groups and "initial_lr" in groups[0]:
+            self._search(groups)
+        quick = [[group.get(name) for name in _QUICK] for group in groups]
+        positions = [_position(each) for each in self._alive()]
+        if self._quick is not None and quick != self._quick and positions == self._positions:
+            self._unexplained += 1
+            if self._unexplained & (self._unexplained - 1) == 0:  # a search goes over all objects
+                self._search(groups)
+                positions = [_position(each) for each in self._alive()]
+        self._quick, self._positions = quick, positions
+        self._steps += 1
+
+    def note(self) -> bytes:
+        """Of the step that was counted last; empty if it says what the last one said."""
+        if self._told is None and not self._known and not self._unexplained:
+            return b""
+        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)))
+        if note == self._told:
+            return b""
+        self._told = note
+        packed = msgspec.msgpack.encode(note)
+        return packed if len(packed) <= NOTE_BYTES_MAX else b""
+
+    # --- schedulers -------------------------------------------------------------------------------
+
+    def _alive(self) -> list[LRScheduler]:
+        found = [each() for each in self._known]
+        if None in found:
+            keep = [index for index, each in enumerate(found) if each is not None]
+            self._known = [self._known[index] for index in keep]
+            self._first = [self._first[index] for index in keep]
+            self._rates = [self._rates[index] for index in keep]
+        return [each for each in found if each is not None]
+
+    def _search(self, groups: Sequence[ParamGroup]) -> list[LRScheduler]:
+        """All schedulers of this optimizer that its function steps itself. Torch keeps no list of
+        them, and a scheduler leaves no trace of itself on its optimizer."""
+        found = [
+            each
+            for each in gc.get_objects()
+            if issubclass(type(each), LRScheduler)
+            and getattr(vars(each).get("optimizer"), "param_groups", None) is groups
+        ]
+        inner = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
+        own = sorted((e for e in found if id(e) not in inner), key=lambda e: type(e).__name__)
+        known = {id(each) for each in self._alive()}
+        for each in own:
+            if id(each) not in known:
+                self._known.append(weakref.ref(each))
+                self._first.append((_position(each), self._steps))
+                self._rates.append(0)
+        return self._alive()
+
+    def _progress(self) -> list[Progress]:
+        progress = []
+        for index, each in enumerate(self._alive()):
+            position, (first, since) = self._positions[index], self._first[index]
+            steps = self._steps - 1 - since
+            rate = round((position - first) / steps) if steps > 0 else self._rates[index]
+            progress.append(Progress(type(each).__name__, position, rate))
+        return progress
+
+    # --- catching up ------------------------------------------------------------------------------
+
+    def _best(self) -> tuple[int, Note] | None:
+        """The note to go by, and how many own steps after it the next one is."""
+        notes = self._client.notes(self._group)
+        if not notes:
+            return None
+        clock = self._client.clock(self._group)
+        if self._client.terms(self._group).collects:
+            # All ranks are at one clock, and go by the same schedule: the newest is the best.
+            rank = max(notes, key=lambda rank: (notes[rank][0], rank == self._rank))
+            clock = max(clock, notes[rank][0])
+        elif self._rank in notes:
+            rank = self._rank
+        else:
+            rank = min(notes, key=lambda rank: abs(notes[rank][0] - clock))
+        at, packed = notes[rank]
+        return (clock - at - 1) * self._steps_per_clock + 1, msgspec.msgpack.decode(
+            packed, type=Note
+        )
+
+    def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
+        found = self._best()
+        if found is None:
+            self._search(groups)
+            return
+        ahead, note = found
+        schedulers = self._search(groups)
+        if not note.schedulers:
+            if self._taken == _numbers(groups):
+                _install(groups, note.groups)
+            return
+        names = [type(each).__name__ for each in schedulers]
+        if sorted(names) != sorted(each.name for each in note.schedulers):
+            there = [each.name for each in note.schedulers]
+            self._take(groups, note, f"the group steps with {there}, this worker with {names}")
+        elif unfit := [name for name, each in zip(names, schedulers, strict=True) if _asks(each)]:
+            self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
+        else:
+            self._replay(groups, note, ahead, schedulers)
+        self._first = [(_position(each), self._steps) for each in schedulers]
+
+    def _replay(
+        self,
+        groups: Sequence[ParamGroup],
+        note: Note,
+        ahead: int,
+        schedulers: Sequence[LRScheduler],
+    ) -> None:
+        """Step the schedulers until they are where they were at the note, and then on to the
+        present step."""
+        pairs = _paired(schedulers, note.schedulers)
+        at_note = all(_position(each) <= progress.position for each, progress in pairs)
+        if ahead >= 0:
+            _advance([(each, progress.position) for each, progress in pairs])
+            if at_note and not _close(_numbers(groups), note.groups):
+                self._take(groups, note, "the schedulers, stepped as often, give others")
+            elif at_note:
+                _install(groups, note.groups)
+        _advance([(each, p.position + ahead * p.rate) for each, p in pairs])
+        by_id = {id(each): progress.rate for each, progress in pairs}
+        self._rates = [by_id[id(each)] for each in schedulers]
+
+    def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
+        _install(groups, note.groups)
+        warnings.warn(
+            f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
+            f"its schedulers are not where they were: {why}. From here on they go on from these "
+            "hyper-parameters; where that is wrong, set them from worker.clock",
+            stacklevel=7,
+        )
+
+
+def _position(scheduler: LRScheduler) -> float:
+    parts = vars(scheduler).get("_schedulers")
+    while "last_epoch" not in vars(scheduler) and parts:
+        scheduler = parts[0]
+        parts = vars(scheduler).get("_schedulers")
+    found: float = vars(scheduler).get("last_epoch", 0)
+    return found
+
+
+def _asks(scheduler: LRScheduler) -> bool:
+    """Whether its `step` wants an argument."""
+    needed = inspect.signature(scheduler.step).parameters.values()
+    return any(
+        each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for each in needed
+    )
+
+
+def _paired(
+    schedulers: Sequence[LRScheduler], progress: Sequence[Progress]
+) -> list[tuple[LRScheduler, Progress]]:
+    """Each scheduler with what the note says of it; both are of the same classes."""
+    left = list(progress)
+    pairs = []
+    for each in schedulers:
+        index = next(i for i, p in enumerate(left) if p.name == type(each).__name__)
+        pairs.append((each, left.pop(index)))
+    return pairs
+
+
+def _advance(goals: Sequence[tuple[LRScheduler, float]]) -> None:
+    """Step schedulers, in turns, until each is at its position."""
+    left = list(goals)
+    while left := [(each, goal) for each, goal in left if _position(each) < goal]:
+        for each, _ in left:
+            before = _position(each)
+            each.step()
+            if _position(each) <= before:
+                return  # it counts in another way: the group's hyper-parameters have to do
+
+
+def _numbers(groups: Sequence[ParamGroup]) -> list[Numbers]:
+    """The hyper-parameters that are numbers, or tuples of numbers."""
+    found = []
+    for group in groups:
+        numbers = {}
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, list | tuple):
+                plain = all(isinstance(each, int | float) for each in value)
+                value = list(value) if plain else None
+            if name not in _NOT_OURS and isinstance(value, int | float | list):
+                numbers[name] = value
+        found.append(numbers)
+    return found
+
+
+def _install(groups: Sequence[ParamGroup], numbers: Sequence[Numbers]) -> None:
+    for group, found in zip(groups, numbers, strict=False):
+        for name, value in found.items():
+            present = group.get(name)
+            if isinstance(present, Tensor):
+                present.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(present, tuple) else value
+
+
+def _close(ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> bool:
+    """Whether the rates are equal but for rounding."""
+    pairs = [(one.get("lr"), other.get("lr")) for one, other in zip(ours, theirs, strict=False)]
+    return all(
+        a is None or b is None or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in pairs
+    )

@@ -1,0 +1,249 @@
+"""Learning rate schedules of workers that die and are started again, or are added to a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import RoleCluster
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import TensorDataset
+
+import paramserve as ps
+from paramserve.core.decisions import Policy
+from paramserve.errors import HyperMismatch
+
+MakeCluster = Callable[..., RoleCluster]
+STEPS = 12
+NEVER = -1
+
+PER_STEP: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda o: schedulers.StepLR(o, 3, 0.7),
+    "exponential": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "milestones": lambda o: schedulers.MultiStepLR(o, [2, 5, 7], 0.3),
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, STEPS),
+    "one_cycle": lambda o: schedulers.OneCycleLR(o, 0.3, total_steps=STEPS + 1),
+    "lambda": lambda o: schedulers.LambdaLR(o, lambda n: 1.0 / (1 + n)),
+    "sequential": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.ExponentialLR(o, 0.8)], [4]
+    ),
+    "chained": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 3), schedulers.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_of_torch() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # SequentialLR steps its parts in its own constructor.
+        warnings.filterwarnings(
+            "ignore", ".*lr_scheduler.step.. before .optimizer.step", UserWarning
+        )
+        warnings.filterwarnings("ignore", ".*epoch parameter", UserWarning)
+        yield
+
+
+def build(worker: ps.Worker, momentum: float = 0.9) -> tuple[torch.nn.Module, Optimizer]:
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, 0.5)
+    torch.nn.init.constant_(model.bias, 0.1)
+    own = SGD(model.parameters(), lr=0.1, momentum=momentum)
+    return model, worker.optimizer(model, own)
+
+
+def step(worker: ps.Worker, model: torch.nn.Module, optimizer: Optimizer) -> float:
+    """One step on inputs that depend on rank and clock only; the rate that it was made with."""
+    generator = torch.Generator().manual_seed(100 * worker.rank + worker.clock)
+    optimizer.zero_grad()
+    model(torch.randn(4, 2, generator=generator)).square().mean().backward()
+    optimizer.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def kill(worker: ps.Worker, rank: int, clock: int) -> None:
+    """End a rank's first incarnation at this clock."""
+    if worker.rank == rank and worker.incarnation == 1 and worker.clock == clock:
+        worker.client.drain()
+        raise Killed
+
+
+def run(make: MakeCluster, train: Any, policy: Policy | None = None) -> tuple[Any, Any, int]:
+    """What the ranks returned, the values at the end, and how often a rank was started again."""
+    policy = policy if policy is not None else ps.Sync()
+    cluster = make("unix", servers=2, workers=2, policy=policy, restarts=True)
+    ranks = Ranks(cluster, train).start(0, 1)
+    returned = ranks.end()
+    return returned, cluster.client().pull(), len(ranks.restarts)
+
+
+@pytest.mark.parametrize("kind", PER_STEP)
+def test_schedule_per_step_goes_on_after_a_restart(make_cluster: MakeCluster, kind: str) -> None:
+    def training(clock: int) -> Callable[[ps.Worker], list[float]]:
+        def train(worker: ps.Worker) -> list[float]:
+            model, optimizer = build(worker)
+            scheduler = PER_STEP[kind](optimizer)
+            rates = []
+            while worker.clock < STEPS:
+                kill(worker, 1, clock)
+                rates.append(step(worker, model, optimizer))
+                scheduler.step()
+            return rates
+
+        return train
+
+    whole, values, _ = run(make_cluster, training(NEVER))
+    broken, found, restarts = run(make_cluster, training(7))
+    assert restarts == 1
+    assert broken[1] == whole[1][7:]
+    assert all((found[name] == values[name]).all() for name in values)
+
+
+def by_epoch(worker: ps.Worker, clock: int) -> list[float]:
+    """A schedule per epoch of four steps; rank 1 dies at `clock`."""
+    model, optimizer = build(worker)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    loader = worker.loader(TensorDataset(torch.arange(8.0 * worker.workers)), batch_size=2)
+    rates = []
+    for _ in range(3):
+        for _ in loader:
+            kill(worker, 1, clock)
+            rates.append(step(worker, model, optimizer))
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("clock", [2, 4, 10], ids=["first", "boundary", "last"])
+def test_schedule_per_epoch_goes_on_after_a_restart(make_cluster: MakeCluster, clock: int) -> None:
+    """The function itself makes the calls of the epochs whose batches are left out."""
+    broken, _, restarts = run(make_cluster, lambda worker: by_epoch(worker, clock))
+    assert restarts == 1
+    rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 4
+    assert broken == {0: rates, 1: rates[clock:]}
+
+
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.Async()], ids=["sync", "async"])
+def test_rate_that_the_function_sets_goes_on_after_a_restart(
+    make_cluster: MakeCluster, policy: Policy
+) -> None:
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        rates = []
+        while worker.clock < STEPS:
+            kill(worker, 1, 7)
+            if worker.clock and worker.clock % 3 == 0:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            rates.append(step(worker, model, optimizer))
+        return rates
+
+    broken, _, restarts = run(make_cluster, train, policy)
+    rates = [0.1 * 0.5 ** (clock // 3) for clock in range(STEPS)]
+    assert restarts == 1
+    assert broken == {0: rates, 1: rates[7:]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "every"),
+    [(ps.Async(), 1), (ps.LocalSteps(every=2), 2), (ps.ElasticAverage(0.5, every=2), 2)],
+    ids=["async", "local", "elastic"],
+)
+def test_schedule_goes_on_under_other_policies(
+    make_cluster: MakeCluster, policy: Policy, every: int
+) -> None:
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.9)
+        rates = []
+        while worker.clock < STEPS:
+            kill(worker, 1, 7)
+            for _ in range(every):
+                rates.append(step(worker, model, optimizer))
+                scheduler.step()
+        return rates
+
+    broken, _, restarts = run(make_cluster, train, policy)
+    assert restarts == 1
+    assert broken[1] == broken[0][7 * every :]
+
+
+def test_schedule_that_wants_a_metric_takes_the_groups_rate_and_warns(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
+        rates = []
+        while worker.clock < STEPS:
+            kill(worker, 1, 7)
+            rates.append(step(worker, model, optimizer))
+            scheduler.step(1.0 if worker.clock < 5 else -worker.clock)
+        return rates
+
+    with pytest.warns(UserWarning, match="rank 1 goes on with the hyper-parameters of group 'mod"):
+        broken, _, _ = run(make_cluster, train)
+    assert broken[0][:3] == [0.1, 0.1, 0.1]
+    assert broken[0][7] < 0.1
+    assert broken[1] == broken[0][7:]
+
+
+def test_other_schedule_than_before_takes_the_groups_rate_and_warns(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.9)
+        if worker.incarnation > 1:
+            scheduler = schedulers.ConstantLR(optimizer, 1.0, STEPS)
+        rates = []
+        while worker.clock < STEPS:
+            kill(worker, 1, 7)
+            rates.append(step(worker, model, optimizer))
+            scheduler.step()
+        return rates
+
+    with pytest.warns(UserWarning, match="steps with .'ExponentialLR'., this worker with .*Const"):
+        broken, _, _ = run(make_cluster, train, ps.Async())
+    assert broken[1][0] == broken[0][6], "of the last step of the incarnation before"
+
+
+def test_schedule_of_an_added_worker_is_that_of_the_others(make_cluster: MakeCluster) -> None:
+    """In Sync another rate than the others' ends the run."""
+
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.99)
+        client = worker.client
+        client.define("enough", [0.0], rule=ps.Add(), group="control")
+        rates = []
+        while not client.pull("enough")[0] or worker.clock < STEPS:
+            rates.append(step(worker, model, optimizer))
+            scheduler.step()
+            if worker.rank == 1 and len(rates) == 5:
+                client.assign("enough", [1.0])
+        return rates
+
+    cluster = make_cluster("unix", workers=1, policy=ps.Sync(), restarts=True)
+    ranks = Ranks(cluster, train).start(0)
+    reader = cluster.client()
+    ranks.until(lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].committed > 3)
+    cluster.scale(2)
+    found = ranks.start(1).end()
+    first = found[0].index(found[1][0])
+    assert first > 3
+    assert found[0][first : first + 5] == found[1][:5]
+
+
+def test_ranks_with_other_rates_are_still_refused_in_sync(make_cluster: MakeCluster) -> None:
+    def train(worker: ps.Worker) -> None:
+        model, optimizer = build(worker)
+        optimizer.param_groups[0]["lr"] = 0.1 + worker.rank
+        step(worker, model, optimizer)
+
+    with pytest.raises(HyperMismatch):
+        run(make_cluster, train)
