@@ -94,7 +94,7 @@ def run(
         **options,
     )
     try:
-        with nullcontext() if quiet else watch(job):
+        with job, nullcontext() if quiet else watch(job):
             result = job.wait()
     except KeyboardInterrupt:  # the job has said how far it got; click would add an empty line
         raise click.exceptions.Exit(INTERRUPTED) from None

@@ -6,6 +6,7 @@ so that a test acts at a step and does not sleep and hope.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -118,3 +119,11 @@ def train_model(worker: ps.Worker, pipe: str = "", at: int = -1, steps: int = ST
 
 def returns_what_cannot_travel(worker: ps.Worker) -> Any:
     return (each for each in ())
+
+
+def ignore_the_end(worker: ps.Worker, pipe: str) -> None:
+    """Do nothing, and go on with it when asked to end."""
+    tell(pipe, "here")
+    while True:
+        with contextlib.suppress(SystemExit):
+            time.sleep(60)

@@ -48,6 +48,29 @@ def killed(job: ps.Job, victim: Key) -> None:
     os.kill(processes[victim].pid, signal.SIGKILL)
 
 
+def test_job_of_a_task_that_raises_gives_its_cpus_back() -> None:
+    import ray
+    from ray.util import placement_group_table
+
+    @ray.remote(num_cpus=0)
+    def starts_and_raises() -> None:
+        import threading
+
+        import paramserve as ps
+
+        def train(worker: ps.Worker) -> None:
+            threading.Event().wait(60.0)
+
+        with ps.start(train, engine=ps.OnRay()) as job:
+            job.handle()  # it is up
+            raise LookupError("in the task")
+
+    with pytest.raises(LookupError, match="in the task"):
+        ray.get(starts_and_raises.remote())
+    states = {group["state"] for group in placement_group_table().values()}
+    assert states <= {"REMOVED"}
+
+
 def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
     found = [
         ps.run(victims.least_squares, workers=2, servers=2, engine=engine, seed=7)

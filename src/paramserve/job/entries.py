@@ -45,6 +45,8 @@ class Entry:
     """It ran when it was counted as dead."""
     counted: bool = False
     """It is dead, and that has been decided upon."""
+    stopped: bool = False
+    """It is a worker that was told to end, because the run ends before it is done."""
     incarnation: int = 0
     """Of a worker, as the cluster counts; 0 before it is ready."""
     restarts: int = 0
@@ -69,6 +71,8 @@ class Entry:
             return "retired" if self.retired else "retiring"
         if self.returned is not None:
             return "returned"
+        if self.stopped:
+            return "stopped"
         if self.fell_at is not None:
             return "dead"
         return "running" if self.ready else "starting"

@@ -107,7 +107,8 @@ class Roster:
         return self._of("worker")
 
     def worker_states(self) -> dict[int, str]:
-        """Of each rank: "starting", "running", "returned", "dead", "retiring" or "retired"."""
+        """Of each rank: "starting", "running", "returned", "stopped", "dead", "retiring" or
+        "retired"."""
         return {entry.key.number: entry.state for entry in self.workers()}
 
     def on_report(self, key: Key, kind: str, body: bytes, now: float) -> None:
@@ -183,8 +184,14 @@ class Roster:
     def dismiss_workers(self) -> None:
         """The workers are about to be stopped: their ends mean nothing from now on."""
         self._again.clear()
+        self.stop_workers()
         for entry in self.workers():
             entry.counted = True
+
+    def stop_workers(self) -> None:
+        """The workers that still train are told to end."""
+        for entry in self.workers():
+            entry.stopped |= entry.returned is None and entry.fell_at is None
 
     def decide(self, now: float) -> Decision:
         """What all that is known by now means."""

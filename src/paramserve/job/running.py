@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from paramserve.observe.status import RunStatus, by_group
 from paramserve.worker import Aliases
 
 SNAPSHOT_POLL_S = 0.05
+GOES_ON = "; the run goes on until job.stop() or the end of this process"
 END_S = 2.0
 """How much longer than `stop_s` the end of a run may take to be known."""
 
@@ -36,7 +38,13 @@ END_S = 2.0
 class Job:
     """A run that has been started. All methods may be called from any thread.
 
-    It does not outlive the process that started it: at the interpreter's exit it is stopped.
+    It does not outlive the process that started it: at the interpreter's exit it is ended. In a
+    `with` block it is stopped where the block ends, however it does, unless it has ended by then;
+    its values are kept, as by `stop`:
+
+        with ps.start(train, workers=4) as job:
+            for snapshot in job.snapshots(every=100):
+                plot(snapshot)  # an exception here ends the run as well
 
     Args:
         save_tables: folder for the tables at the end; empty: they are not written.
@@ -53,16 +61,29 @@ class Job:
         self._reader: Reader | None = None
         self._last_beats: list[ServerBeat] = []
         self._result: Result | None = None
+        self._ends_with_block = False
         self._supervisor = Supervisor(plan, engine, self._collect, self._forget)
 
     def __repr__(self) -> str:
         return f"Job({self._supervisor.state}, {self._supervisor.seconds:.1f} s)"
 
+    def __enter__(self) -> Job:
+        self._ends_with_block = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
     def wait(self) -> Result:
         """Wait for the end of the run.
 
-        Ctrl-C here stops the run, says in one line how far it got, and goes on as
-        `KeyboardInterrupt`.
+        Ctrl-C here interrupts this wait and not the run: it says in one line how far the run is,
+        and goes on as `KeyboardInterrupt`. In a `with` block of the job that ends the run, too.
 
         Raises:
             WorkerFailed: a training function raised, or its process ended.
@@ -70,7 +91,7 @@ class Job:
             RunTimeout: `timeout_s` was over.
             ConnectTimeout: the servers did not come up.
         """
-        with self._interruptible():
+        with self._telling_interrupt():
             self._supervisor.ended.wait()
         self._raise_error()
         with self._result_lock:
@@ -88,11 +109,15 @@ class Job:
         """End the run early, as if all workers had returned; returns when it has ended.
 
         The values of this moment are kept: `wait` gives them. Worker processes get `stop_s` to
-        end in order, then they are killed.
+        end in order, then they are killed. An exception that comes meanwhile, such as a second
+        Ctrl-C, ends everything at once, and the values are lost.
         """
-        self._supervisor.stop()
-        with self._interruptible():
+        try:
+            self._supervisor.stop()
             self._supervisor.ended.wait()
+        except BaseException:
+            self._supervisor.abandon()
+            raise
 
     def scale(self, workers: int) -> None:
         """Have this many workers from now on, while those that stay go on with the training.
@@ -206,13 +231,13 @@ class Job:
             elif over:
                 return
             else:
-                with self._interruptible():
+                with self._telling_interrupt():
                     supervisor.ended.wait(SNAPSHOT_POLL_S)
 
     def _next_snapshot(self, watching: Watching) -> Snapshot | None:
         supervisor = self._supervisor
         try:
-            with self._interruptible():
+            with self._telling_interrupt():
                 return watching.take(supervisor.connect, self._aliases(), supervisor.seconds)
         except ParamServeError:
             # The servers are gone; the run's own end, which is near, says why.
@@ -265,14 +290,14 @@ class Job:
             raise error
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """On Ctrl-C end everything, and say in one line how far it got."""
+    def _telling_interrupt(self) -> Iterator[None]:
+        """On Ctrl-C say in one line how far the run is."""
         try:
             yield
         except KeyboardInterrupt:
-            told = self.status().progress()
-            self._supervisor.abandon()
-            print(f"paramserve: interrupted {told}", file=sys.stderr, flush=True)
+            then = "" if self._ends_with_block else GOES_ON
+            told = f"paramserve: interrupted {self.status().progress()}{then}"
+            print(told, file=sys.stderr, flush=True)
             raise
 
 

@@ -5,6 +5,7 @@ What a run consists of is said in `plan.py`; how it goes on once it is started, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import Sync
 from paramserve.core.decisions import Policy
 from paramserve.engine.base import Engine
+from paramserve.errors import ParamServeError
 from paramserve.job.arguments import (
     SEED_BITS,
     check_count,
@@ -157,15 +159,28 @@ def run(
         WorkerFailed: a training function raised, or its process ended.
         ServerGone, CoordinatorGone: that process ended; the values are lost.
         RunTimeout: `timeout_s` was over.
+        KeyboardInterrupt: Ctrl-C. The run is stopped as by `Job.stop`; the exception's attribute
+            `result` is the `Result` of what was done. A second Ctrl-C ends everything at once, and
+            there is none. Any other exception that comes meanwhile stops the run as well.
     """
-    return _start(
+    job = _start(
         _Training(train, args, kwargs, seed, threads_per_worker),
         _Crew(workers, servers, worker_weight, on_worker_death),
         _Terms(consistency, rules, policies),
         _Bounds(timeout_s, deadlines, limits),
         engine,
         save_tables,
-    ).wait()
+    )
+    try:
+        with job:
+            return job.wait()
+    except KeyboardInterrupt as interrupt:
+        job.stop()  # it may have come before the block was entered
+        with contextlib.suppress(ParamServeError):  # nothing could be kept
+            interrupt.result = job.wait()  # type: ignore[attr-defined]
+        raise
+    finally:
+        job.stop()
 
 
 def _start(

@@ -36,6 +36,8 @@ TICK_S = 0.1
 QUICK_TICK_S = 0.005
 """The same while it waits for something that is no event of a process."""
 LAST_STATUS_S = 0.5
+ABANDON_S = 1.0
+"""How long processes that are abandoned may take to end in order, if `stop_s` is longer."""
 TOKEN_BYTES = 32
 OWN_REPORTS = ("ready", "failed", "returned")
 
@@ -92,6 +94,8 @@ class Supervisor:
         self._served = threading.Event()
         self._stop_at: float | None = None
         self._abandoned = False
+        self._begun = threading.Event()
+        """Everything is launched that can be, or nothing will be."""
         self._over = False
         """Nothing is begun any more."""
         self._ending = False
@@ -111,9 +115,23 @@ class Supervisor:
         self._scaling = Scaling(
             self._processes, self.roster, self.overview, plan.deadlines.request_s, self._why_fixed
         )
-        self._begin()
-        atexit.register(self.abandon)
-        threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True).start()
+        watch = threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True)
+        try:
+            watch.start()
+        except BaseException:
+            self._abandoned = True
+            self._begun.set()  # it may run all the same
+            self._fleet.close()
+            raise
+        try:
+            self._begin()
+            atexit.register(self.abandon)
+            self._begun.set()
+        except BaseException:
+            self._abandoned = True
+            self._begun.set()
+            self.ended.wait()
+            raise
 
     # --- for any thread -------------------------------------------------------------------------
 
@@ -192,16 +210,12 @@ class Supervisor:
     def _begin(self) -> None:
         """Start what can be started before anything is up."""
         first = self.plan.keys[:1]
-        try:
-            if self._fleet.shares_host:
-                self._processes.directory = make_directory()
-                self._processes.launch(first)
-                self._launch_rest(addresses_in(self._processes.directory))
-            else:  # where the coordinator listens is known when it does
-                self._processes.launch(first)
-        except BaseException:
-            self._release()
-            raise
+        if self._fleet.shares_host:
+            self._processes.directory = make_directory()
+            self._processes.launch(first)
+            self._launch_rest(addresses_in(self._processes.directory))
+        else:  # where the coordinator listens is known when it does
+            self._processes.launch(first)
 
     def _launch_rest(self, addresses: tuple[str, ...]) -> None:
         """Start all that have to know where the coordinator listens."""
@@ -214,6 +228,7 @@ class Supervisor:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        self._begun.wait()
         try:
             error = self._watch()
         except BaseException as unexpected:
@@ -342,14 +357,17 @@ class Supervisor:
             if self.roster.serving:
                 self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
             self._close_clients()
-        deadline = time.monotonic() + self.plan.deadlines.stop_s
+        self.roster.stop_workers()
+        end_by = time.monotonic() + self.plan.deadlines.stop_s
         for process in self._processes:
             process.interrupt()
         while any(process.exit_status is None for process in self._processes):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            if self._abandoned:
+                end_by = min(end_by, now + ABANDON_S)
+            if now >= end_by:
                 break
-            self._take(self._processes.events(left_s))
+            self._take(self._processes.events(min(end_by - now, TICK_S)))
         self._take(self._processes.events(0.0))
 
     def _close_clients(self) -> None:

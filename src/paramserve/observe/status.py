@@ -87,8 +87,9 @@ class RunStatus:
     Attributes:
         state: "starting", "running", "finishing", "finished", "stopped" or "failed".
         seconds: since the start; no longer counted once the run has ended.
-        workers: "starting", "running", "returned", "dead", "retiring" (asked to end, because the
-            run goes on with fewer) or "retired", by rank.
+        workers: "starting", "running", "returned", "dead", "stopped" (ended because the run was,
+            before it was done), "retiring" (asked to end, because the run goes on with fewer) or
+            "retired", by rank.
         groups: by name, as of the servers' last heartbeat.
         metrics: the last value of each name that a worker logged.
     """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.job.puppets import PLAN, Puppets
 
 from paramserve.config import Credentials
 from paramserve.errors import ParamServeError, ServerGone
+from paramserve.job import supervisor as module
 from paramserve.job.supervisor import Supervisor
 
 
@@ -40,6 +43,33 @@ def test_launch_that_fails_leaves_nothing(tmp_path: Path) -> None:
         Supervisor(PLAN, engine)
     assert engine.closed.is_set()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["Thread.start", "make_directory", "atexit.register"])
+def test_start_that_an_exception_leaves_leaves_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Puppets()
+    holder: Any = module
+    *path, name = ("threading." * (where == "Thread.start") + where).split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    real = getattr(holder, name)
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(holder, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Supervisor(PLAN, engine)
+    monkeypatch.undo()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)
+    assert engine.closed.is_set()
+    assert {process.exit_status for process in engine.processes.values()} <= {143}
+    assert not list(tmp_path.glob("paramserve-*")) or where == "make_directory"
 
 
 def test_failed_process_ends_the_others_and_removes_the_folder(tmp_path: Path) -> None:
