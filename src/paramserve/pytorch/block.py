@@ -40,13 +40,78 @@ class AdoptedBlock:
         torch._foreach_copy_(self._params, self._views.of(values)[1])
 
 
+class Sample:
+    """Elements of some parameters of one dtype, for comparing them with what they were.
+
+    All elements, or of many every k-th: looking must stay cheap beside a step.
+    """
+
+    LOOKED_AT_MAX = 16_384
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._every = sum(param.numel() for param in params) // self.LOOKED_AT_MAX + 1
+        self._every |= 1  # odd, so that it goes through all columns of most matrices
+        self._places: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
+        self._views: list[Tensor] = []
+        self._taken: Tensor | None = None
+
+    def take(self) -> None:
+        """Remember the elements as they are."""
+        self._taken = self._bits()
+
+    def changed(self) -> int | None:
+        """The place of the first parameter that has another value than when `take` was called."""
+        if self._taken is None:
+            return None
+        strides = self._strides
+        bits = self._bits()
+        if strides != self._strides:
+            return None  # another memory format: the same elements come in another order
+        if torch.equal(bits, self._taken.to(bits.device)):
+            return None
+        sizes = [view.numel() for view in self._views]
+        pairs = zip(bits.split(sizes), self._taken.to(bits.device).split(sizes), strict=True)
+        return next(i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then))
+
+    def _bits(self) -> Tensor:
+        """The elements in one tensor of integers: equal for equal NaN, other for -0.0 and 0.0."""
+        places = [param.data_ptr() for param in self._params]
+        if places != self._places:
+            self._places = places
+            self._strides = [param.stride() for param in self._params]
+            self._views = [_in_memory_order(param)[:: self._every] for param in self._params]
+        views = self._views
+        if len({view.device for view in views}) > 1:
+            views = [view.cpu() for view in views]
+        found = torch.cat(views)
+        return found.view(torch.int64 if found.dtype == torch.float64 else torch.int32)
+
+
+def _in_memory_order(param: Tensor) -> Tensor:
+    """A view [n] of a parameter's elements; of one with gaps between them, of its first row."""
+    order = sorted(range(param.ndim), key=lambda axis: -param.stride(axis))
+    ordered = param.detach().permute(order)
+    if ordered.is_contiguous():
+        return ordered.view(-1)
+    return ordered[(0,) * (param.ndim - 1)]
+
+
 class ServedBlock(AdoptedBlock):
-    """A block whose gradients are pushed, and whose values are nobody's but the servers'."""
+    """A block whose gradients are pushed, and whose values are nobody's but the servers'.
+
+    Attributes:
+        watches: `changed_outside` will be asked. It looks at what torch counts, and, since writes
+            through `.data` are not counted, at a `Sample` of the values.
+    """
 
     def __init__(self, block: Block, layout: Layout, hyper: HyperReader) -> None:
         super().__init__(block, layout)
         self.hyper = hyper
+        self.watches = True
         self._versions: list[int] = []
+        self._sample = Sample(self._params)
 
     def gather(
         self, client: Client, groups: Sequence[ParamGroup], unscale: float | None
@@ -93,12 +158,15 @@ class ServedBlock(AdoptedBlock):
     def scatter(self, values: npt.NDArray[Any]) -> None:
         """Copy the block's values [size] into the parameters."""
         super().scatter(values)
-        self._versions = [param._version for param in self._params]
+        if self.watches:
+            self._versions = [param._version for param in self._params]
+            self._sample.take()
 
     def changed_outside(self) -> str | None:
-        """The name of a parameter that somebody else wrote to since the last `scatter`."""
+        """The name of a parameter that was written to since the last `scatter`."""
         versions = [param._version for param in self._params]
         if versions == self._versions:
-            return None
+            place = self._sample.changed()
+            return self.layout.names[place] if place is not None else None
         pairs = zip(versions, self._versions, strict=True)
         return next(name for name, (a, b) in zip(self.layout.names, pairs, strict=True) if a != b)

@@ -147,6 +147,8 @@ class Served(Adopted[ServedBlock]):
             name = part.changed_outside()
             if name is not None:
                 self._warned = True
+                for each in self._parts:
+                    each.watches = False
                 warnings.warn(
                     f"parameter {name!r} was changed outside optimizer.step(): the values live on "
                     "the servers, and the next ones overwrite it. Load weights before "
