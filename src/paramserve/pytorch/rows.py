@@ -1,6 +1,6 @@
 """The parameter that stands for a table's rows in a model, and collects their gradients.
 
-torch's tools see each table as one `nn.Parameter`, `rows`, without a value of its own: between two
+torch's tools see each table as one `nn.Parameter`, `rows`, without elements: between two
 steps its `grad` has the gradients of the keys that were used, so that `GradScaler.unscale_`,
 `clip_grad_norm_` and `zero_grad` do to them what they do to any other gradient.
 """
@@ -25,7 +25,10 @@ class Gradients(NamedTuple):
 
 
 class Rows(torch.nn.Parameter):
-    """A table's rows as torch sees them: [0, dim], or [m, dim] while gradients are collected.
+    """A table's rows as torch sees them: [0, dim], with a `grad` [m, dim] of the collected keys.
+
+    The two shapes differ, which no other parameter's do: what goes over the values of parameters
+    finds none here, and what goes over gradients finds these.
 
     It says that it requires no gradient, so that `DistributedDataParallel` leaves it alone. To
     freeze the table set `requires_grad = False`, as for any parameter: then `trained` is False.
@@ -40,6 +43,7 @@ class Rows(torch.nn.Parameter):
     trained: bool
     apart: bool
     stepped: bool
+    _collected: Tensor | None
     _keys: Tensor | None
     _bad: Tensor | None
     _left: int
@@ -49,8 +53,17 @@ class Rows(torch.nn.Parameter):
         """Rows of a table of this width, without anything collected."""
         rows = cls(torch.empty(0, dim), requires_grad=False)
         rows.trained, rows.apart, rows.stepped = True, False, False
-        rows._keys, rows._bad, rows._left = None, None, 0
+        rows._collected, rows._keys, rows._bad, rows._left = None, None, None, 0
         return rows
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradients of the keys that were collected."""
+        return self._collected
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._collected = value
 
     @property
     def requires_grad(self) -> bool:
@@ -103,13 +116,9 @@ class Rows(torch.nn.Parameter):
         """Forget what was collected."""
         self._keys = None
         self.grad = None
-        self.data = self.data.new_empty(0, self.shape[1])
 
     def _hold(self, gradients: Gradients) -> None:
         keys, values = gradients
-        self.grad = None
-        # torch wants a value of the gradient's shape; one number, seen m * dim times, is enough.
-        self.data = values.new_zeros(()).expand(values.shape)
         self.grad = values
         self._keys, self._left = keys, values._version
 
