@@ -72,7 +72,8 @@ class Sample:
         if torch.equal(bits, self._taken.to(bits.device)):
             return None
         sizes = [view.numel() for view in self._views]
-        pairs = zip(bits.split(sizes), self._taken.to(bits.device).split(sizes), strict=True)
+        taken = self._taken.to(bits.device)
+        pairs = zip(torch.split(bits, sizes), torch.split(taken, sizes), strict=True)
         return next(i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then))
 
     def _bits(self) -> Tensor:
@@ -91,7 +92,8 @@ class Sample:
 
 def _in_memory_order(param: Tensor) -> Tensor:
     """A view [n] of a parameter's elements; of one with gaps between them, of its first row."""
-    order = sorted(range(param.ndim), key=lambda axis: -param.stride(axis))
+    strides = param.stride()
+    order = sorted(range(param.ndim), key=lambda axis: -strides[axis])
     ordered = param.detach().permute(order)
     if ordered.is_contiguous():
         return ordered.view(-1)

@@ -186,10 +186,11 @@ class HyperReader:
         Raises:
             ValueError: an option is out of its range, or needs state that the block does not
                 have. Nothing was sent.
-            TypeError: `amsgrad` is not as it was. Nothing was sent.
+            TypeError: `amsgrad` is not as it was, or as `check_options`. Nothing was sent.
         """
         if group is None:
             return self._rule
+        check_options(group)
         if _needs_itself(group) != self._itself:
             raise TypeError(
                 f"amsgrad is {group['amsgrad']} now, and the parameters were defined with "

@@ -148,13 +148,18 @@ class ServedOptimizer(AdoptedOptimizer):
         The other ranks do not wait for rank 0's write. In Sync no update comes before it.
 
         Raises:
-            ValueError, TypeError: the state does not fit this optimizer. Nothing was stored.
+            ValueError, TypeError, KeyError: the state does not fit this optimizer. Nothing was
+                stored, and the hyper-parameters are as they were.
         """
-        for group in state_dict["param_groups"]:
-            check_options(group)
-        super().load_state_dict(state_dict)
+        before = self.param_groups
         try:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                check_options(group)
             self._adopted.store_state(self.param_groups, self.state)
+        except BaseException:
+            self.param_groups = before
+            raise
         finally:
             self.state = FetchedState(self)
 

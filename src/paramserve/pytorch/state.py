@@ -57,7 +57,8 @@ def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
                 if name == STEP:
                     entry[name] = torch.tensor(float(count), dtype=kept.dtype)
                 else:
-                    entry[name] = _as_kept(views[name][index], kept, param)
+                    value = _as_kept(views[name][index], kept, param)
+                    entry[name] = value if value is not None else first(rule, param)[name]
         elif isinstance(rule, TorchRule):
             entry = rule.first(param)
         if entry:
@@ -83,10 +84,12 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
     }
 
 
-def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor:
-    """A state of a parameter from the elements that lie beside it on the servers."""
+def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor | None:
+    """A state of a parameter from the elements that lie beside it on the servers, if any do."""
     if kept.shape == tuple(param.shape):
         return torch.empty_like(param).copy_(view)
+    if not view.numel():
+        return None  # a number, and there is no element that it could lie beside
     leading = view.reshape(-1)[: prod(kept.shape)].view(kept.shape)
     return leading.to(kept.dtype if kept.dtype is not None else param.dtype, copy=True)
 
