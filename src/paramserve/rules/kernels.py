@@ -240,13 +240,16 @@ def adam(
     eps: float,
     step: float,
 ) -> None:
-    """g = scale * gradient + decay * value; mean += take1 * (g - mean);
+    """g = scale * gradient + decay * value; mean += take1 * (g - mean), which for a `take1` of 0.5
+    or more is computed from g, as torch's lerp does: mean = g + (take1 - 1) * (g - mean);
     square = beta2 * square + take2 * g * g;
     value = shrink * value - step * mean / (sqrt(square) / root + eps)
     """
     kind = value.dtype.type
     c, wd, left, rate = kind(scale), kind(decay), kind(shrink), kind(step)
     t1, b2, t2, r, e = kind(take1), kind(beta2), kind(take2), kind(root), kind(eps)
+    near = t1 >= kind(0.5)
+    way = t1 - kind(1.0) if near else t1
     for at in range(start, stop, TILE):
         end = min(at + TILE, stop)
         v = value[at:end]
@@ -255,7 +258,7 @@ def adam(
         s = square[at:end]
         for i in range(v.size):
             d = c * g[i] + wd * v[i]
-            mi = m[i] + t1 * (d - m[i])
+            mi = (d if near else m[i]) + way * (d - m[i])
             si = b2 * s[i] + t2 * d * d
             m[i] = mi
             s[i] = si

@@ -24,7 +24,7 @@ from paramserve.rules.kernels import inlined, kernel
 from paramserve.rules.layout import RowView
 from paramserve.rules.prefetch import LINE, prefetch_to_write
 
-EDITION = 2
+EDITION = 3
 """Of `kernels` and `halves`: to be raised when they change, so that this text changes as well."""
 AHEAD = 8
 """Rows. Measured with 512 bytes a row, random in 4 GiB."""
