@@ -52,8 +52,9 @@ def from_embedding(
         options: further ones of `client.table`; `init` is for keys that come later.
     Raises:
         TypeError: `embedding` is neither an nn.Embedding nor an nn.EmbeddingBag.
-        ValueError: it has options that a table cannot follow (`max_norm`, `scale_grad_by_freq`), or
-            a padding row that is not zeros. Nothing was defined.
+        ValueError: it has options that a table cannot follow (`max_norm`, `scale_grad_by_freq`), a
+            padding row that is not zeros, or a weight that float32 does not hold exactly by its
+            dtype, as float64. Nothing was defined.
         DefineTimeout: rank 0 did not bring its rows in time.
         ParamServeError: as `client.table` and `Table.put`.
     """
@@ -85,6 +86,12 @@ def _check(embedding: nn.Embedding | nn.EmbeddingBag) -> None:
         raise ValueError(
             "from_embedding: max_norm and scale_grad_by_freq change the rows in a way that a "
             "table's rule does not. Take over a module without them"
+        )
+    if torch.promote_types(embedding.weight.dtype, torch.float32) != torch.float32:
+        raise ValueError(
+            f"from_embedding: the weight is {embedding.weight.dtype}, and a table's rows are "
+            "float32 for torch, which would round it. Give a copy that you have rounded: "
+            "copy.deepcopy(embedding).float()"
         )
     padding = embedding.padding_idx if isinstance(embedding, nn.Embedding) else None
     if padding is not None and bool(embedding.weight[padding].any()):

@@ -289,9 +289,13 @@ def test_from_embedding_what_a_table_cannot_do_is_refused() -> None:
         (nn.Embedding(SIZE, DIM, max_norm=1.0), "max_norm"),
         (nn.EmbeddingBag(SIZE, DIM, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (padded, "not zeros"),
+        (nn.Embedding(SIZE, DIM, dtype=torch.float64), "the weight is torch.float64"),
     ):
         with pytest.raises(ValueError, match=match):
             from_embedding(client, "items", module, rule=None)
     with pytest.raises(TypeError, match="Linear"):
         from_embedding(client, "items", nn.Linear(1, 1), rule=None)
     assert client.tables == {}
+    narrow = nn.Embedding(SIZE, DIM, dtype=torch.bfloat16)
+    ours = from_embedding(client, "items", narrow, rule=None)
+    assert torch.equal(ours(torch.arange(SIZE)), narrow.weight.float())
