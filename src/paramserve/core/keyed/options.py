@@ -105,7 +105,9 @@ class Zeros:
 
 @dataclass(frozen=True)
 class MinCount:
-    """A key gets a row at its `count`-th push. Each push of it counts once.
+    """A key gets a row at its `count`-th push. Each push of it counts once, and those that are
+    applied together count once together: all workers' of a clock under Sync, a buffer's under
+    Buffered.
 
     Before that a pull of it reads its initial value and creates nothing, and gradients for it are
     dropped and counted. Counting is bounded (`admission.CANDIDATES_MAX`): a key whose pushes lie
