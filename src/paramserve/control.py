@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from paramserve.config import Credentials, Limits
-from paramserve.errors import ClientClosed, CoordinatorGone, Timeout, rebuild
+from paramserve.errors import ClientClosed, CoordinatorGone, ParamServeError, Timeout, rebuild
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorReply,
@@ -52,9 +52,12 @@ class ControlLink:
         """All of the coordinator's; `address` is the one that was reached."""
         self.notices: deque[Members] = deque()
         self._link = link
-        self._lock = threading.Lock()
+        # An interrupt can come right after a lock was taken, before that is noted: so each is
+        # released without asking, and raises RuntimeError if this thread does not have it. Nothing
+        # else may be called there (as `suppress`): an interrupt would come before the release.
+        self._lock = threading.RLock()
         """Held for a whole call: one at a time."""
-        self._io = threading.Lock()
+        self._io = threading.RLock()
         """Held while the link is used, but not while an answer is waited for: a heartbeat can be
         sent meanwhile. Not one for each direction: TLS takes no two threads at once."""
         self._poll = select.poll()
@@ -101,19 +104,23 @@ class ControlLink:
         Raises:
             ParamServeError: the coordinator's own refusal.
             CoordinatorGone: the connection broke. Whether the call had an effect is unknown.
+            ClientClosed: an earlier call was interrupted within a message, which ended it.
             Timeout: no reply in `timeout_s` + `slack_s`.
         """
         deadline = time.monotonic() + timeout_s + slack_s
         reply = None
-        if self._lock.acquire(timeout=max(timeout_s + slack_s, 0.0)):
-            try:
+        try:
+            if self._lock.acquire(timeout=max(timeout_s + slack_s, 0.0)):
                 self._call += 1
                 if self._send(structs.replace(message, call=self._call), deadline):
                     reply = self._await(self._call, deadline)
-            except ConnectionError as error:
-                raise self._gone(error) from error
-            finally:
+        except ConnectionError as error:
+            raise self._gone(error) from error
+        finally:
+            try:  # noqa: SIM105
                 self._lock.release()
+            except RuntimeError:
+                pass
         if reply is None:
             raise Timeout(
                 f"the coordinator at {self.address} did not answer "
@@ -142,13 +149,16 @@ class ControlLink:
 
     def _send(self, message: CoordinatorRequest | CoordinatorNotice, deadline: float) -> bool:
         """False: another thread was sending until the deadline. Nothing was sent."""
-        if not self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            return False
         try:
+            if not self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                return False
             self._link.send(encode(message))
+            return True
         finally:
-            self._io.release()
-        return True
+            try:  # noqa: SIM105
+                self._io.release()
+            except RuntimeError:
+                pass
 
     def _receive(self, timeout_s: float) -> bytes | None:
         """The next header; None: not in time, or not in `LOOK_S`. Only for who holds `_lock`."""
@@ -162,12 +172,15 @@ class ControlLink:
 
     def _take(self, timeout_s: float) -> bytes | None:
         """What is there; the time is for another thread that sends."""
-        if not self._io.acquire(timeout=timeout_s):
-            return None
         try:
+            if not self._io.acquire(timeout=timeout_s):
+                return None
             return self._link.receive(0.0)
         finally:
-            self._io.release()
+            try:  # noqa: SIM105
+                self._io.release()
+            except RuntimeError:
+                pass
 
     def notify(self, message: CoordinatorNotice) -> bool:
         """Send a heartbeat, also while a call waits for its answer.
@@ -201,7 +214,14 @@ class ControlLink:
         self.notices.clear()
         return notices
 
-    def _gone(self, error: Exception) -> CoordinatorGone:
+    def _gone(self, error: Exception) -> ParamServeError:
+        if self._link.broken_off:
+            return ClientClosed(
+                f"the connection to the coordinator at {self.address} was closed here: an earlier "
+                "call was interrupted within a message",
+                applied="unknown",
+                fix="connect again, as with cluster.client()",
+            )
         return CoordinatorGone(
             f"the coordinator at {self.address} is gone ({error})",
             applied="unknown",

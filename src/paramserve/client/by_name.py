@@ -30,6 +30,10 @@ class Client(WatchingClient):
 
     Usable from any thread. Not across a fork: a child makes its own. A pickled client becomes a new
     one, with a new id, where it is unpickled.
+
+    A call that is interrupted (Ctrl-C, a signal handler that raises) was sent whole or not at all.
+    The client stays usable, or closes itself where the interrupt came while it changed what it
+    knows of its session: then the next call raises `ClientClosed`, which says so.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -277,12 +281,13 @@ class Client(WatchingClient):
         """Send what was staged for a block's group, with a tick."""
         if block.table is not None:
             return self.push_tables([TablePush(self.table(block.group_name))])
-        weight = self._weights.pop(block.group_name, 1.0)
         try:
+            weight = self._weights.pop(block.group_name, 1.0)
             pushes, finite = self._gradients.staged(block.group_name)
             options = StepOptions(True, weight, not finite)
             return self._steps.send(what, block, pushes, pull, options)
-        except (ParamServeError, ValueError) as error:
+        except BaseException as error:
+            self._gradients.unstage(block.group_name)
             self._steps.fail_staged(block.group_name, error)
             raise
 

@@ -148,11 +148,14 @@ class DefiningClient(ClientLife):
 
     def _know(self, block: Block) -> Block:
         with self._lock:
+            self._exchange.check_whole()
+            self._exchange.unfinished = "a define"
             known = self._exchange.blocks.setdefault(block.id, block)
             if known.table is None:
                 self._names.add(known)
             self._terms.defined(known.group, known.spec.consistency)
             self._steps.versions.setdefault(known.group, [0] * len(self._exchange.shards))
+            self._exchange.unfinished = ""
             return known
 
     def _policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:
@@ -177,6 +180,7 @@ class DefiningClient(ClientLife):
 
     def _find(self, names: Sequence[str] | None) -> list[Block]:
         """Blocks that hold these names; the coordinator is asked about unknown ones."""
+        self._exchange.check_whole()
         if names is not None:
             missing = [name for name in names if name not in self._names]
             if not missing:

@@ -11,11 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from msgspec import structs
 
 from paramserve.client.links import (
+    POLL_SLICE_S,
     QUICK_TCP_S,
     SPIN_TCP_S,
     WINDOW,
@@ -77,6 +79,7 @@ class Exchange(Links):
         """Of the lock; notified when a thread has read something."""
         self._waiters = 0
         self._polling = False
+        """Whether a thread polls the links, without the lock."""
         self.waited_s = 0.0
         """Seconds that calls have waited for answers; where several threads wait, each counts."""
         self._reason: ParamServeError | None = None
@@ -135,74 +138,127 @@ class Exchange(Links):
                 return
 
     def _wait_for_room(self, timeout_s: float, requests: int) -> None:
-        began = time.monotonic()
-        deadline = began + timeout_s
-        with self._lock:
-            while True:
-                self._check_gone()
-                full = next((s for s in self.shards if not s.session.has_room(requests)), None)
-                if full is None:
-                    self.waited_s += time.monotonic() - began
-                    return
-                if not self._progress(deadline):
-                    raise PushTimeout(
-                        f"shard {full.number} left {full.session.window} calls unanswered for "
-                        f"{timeout_s:.1f} s",
-                        fix="look at that server, or raise timeout_s",
-                    )
+        def has_room() -> bool:
+            self._check_gone()
+            return all(shard.session.has_room(requests) for shard in self.shards)
+
+        if not self._until(has_room, time.monotonic() + timeout_s):
+            full = next((s for s in self.shards if not s.session.has_room(requests)), None)
+            if full is not None:
+                raise PushTimeout(
+                    f"shard {full.number} left {full.session.window} calls unanswered for "
+                    f"{timeout_s:.1f} s",
+                    fix="look at that server, or raise timeout_s",
+                )
 
     def _check_gone(self) -> None:
         """Raise what a shard was lost by, for a call that has sent nothing."""
         if self._gone is not None:
             raise rebuild(type(self._gone).__name__, self._gone.failed, "no", self._gone.fix)
 
-    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
+    def submit(
+        self,
+        requests: Sequence[ShardRequest],
+        operation: Operation,
+        numbered: Callable[[], None] | None = None,
+    ) -> None:
         """Send one request to each shard, in shard order; returns before they are answered.
 
-        `make_room` comes first, by the same thread.
+        `make_room` comes first, by the same thread. All requests are numbered before the first is
+        sent: a call that is interrupted later is sent whole, on new connections if need be.
 
         Args:
             operation: what is to happen when it is complete must be agreed already, since another
                 thread may read the answers at once.
+            numbered: called as soon as the call is certain to be sent.
         Raises:
             ClientClosed: nothing was sent.
         """
-        with self._lock:
-            if self._closed:
-                raise self._ended()
-            for shard, message in zip(self.shards, requests, strict=True):
-                if self._gone is not None:
-                    operation.failed(self._gone)
-                    continue
-                numbered = shard.session.submit(message, operation)
-                # A broken link is made anew by whoever reads next, and this is sent again.
-                try:
-                    self._transmit(shard, numbered)
-                except ConnectionError:
-                    self._disconnect(shard)
+        self.submit_together([(requests, operation)], numbered)
 
-    def submit_together(self, calls: Sequence[tuple[Sequence[ShardRequest], Operation]]) -> None:
+    def submit_together(
+        self,
+        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        numbered: Callable[[], None] | None = None,
+    ) -> None:
         """Send several requests to each shard in one frame; for the rest as `submit`.
 
         Args:
             calls: one request for each shard, in shard order, and the operation that they are.
         """
         with self._lock:
-            if self._closed:
-                raise self._ended()
+            self._check()
+            self._torn = "a request"
+            self._in_use.update(range(len(self.shards)))
+            for _, operation in calls:
+                operation.numbered = True
+            messages: list[list[ShardRequest]] = []
             for shard in self.shards:
                 if self._gone is not None:
                     for _, operation in calls:
                         operation.failed(self._gone)
                     continue
-                numbered = [
-                    shard.session.submit(requests[shard.number], operation, first=not index)
-                    for index, (requests, operation) in enumerate(calls)
-                ]
+                messages.append(
+                    [
+                        shard.session.submit(requests[shard.number], operation, first=not index)
+                        for index, (requests, operation) in enumerate(calls)
+                    ]
+                )
+            if numbered is not None:
+                numbered()
+            self._torn = ""
+            for shard, each in zip(self.shards, messages, strict=False):
+                # A broken link is made anew by the thread that reads next, which sends this again.
                 try:
-                    self._transmit_together(shard, numbered)
+                    if len(each) == 1:
+                        self._transmit(shard, each[0])
+                    else:
+                        self._transmit_together(shard, each)
                 except ConnectionError:
                     self._disconnect(shard)
+                self._in_use.discard(shard.number)
+            if not messages:
+                self._in_use.clear()
+
+    # --- interrupts --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Before the links are used: whether this exchange is closed, or was interrupted.
+
+        A call that was interrupted while it used a link may have left half a frame there: that
+        link is broken off, and what is unanswered is sent again on the next one.
+
+        Raises:
+            ClientClosed: it is closed, or what it knows was being changed when it was interrupted.
+        """
+        if self._closed:
+            raise self._ended()
+        if self._torn:
+            self._end_torn(self._torn)
+        if self._in_use:
+            for number in sorted(self._in_use):
+                self._disconnect(self.shards[number])
+            self._in_use.clear()
+
+    def check_whole(self) -> None:
+        """Before the owner begins a call: whether an earlier one left `unfinished` set.
+
+        Raises:
+            ClientClosed: it did.
+        """
+        if self.unfinished:
+            self._end_torn(self.unfinished)
+
+    def _end_torn(self, what: str) -> NoReturn:
+        """Close, because what is known of the session was being changed when it was interrupted."""
+        error = ClientClosed(
+            f"the client closed itself: an earlier call was interrupted within {what}, and what "
+            "the client knows of its session is incomplete",
+            applied="unknown",
+            fix="connect again, as with cluster.client()",
+        )
+        self.close(error, bye=False)
+        raise self._ended()
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -212,55 +268,71 @@ class Exchange(Links):
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
-        began = time.monotonic()
-        deadline = began + timeout_s
-        with self._lock:
-            while not operation.complete and self._progress(deadline):
-                pass
-            self.waited_s += time.monotonic() - began
-            return operation.complete
+        if operation.complete:
+            return True
+        return self._until(lambda: operation.complete, time.monotonic() + timeout_s)
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether the operation is complete."""
         with self._lock:
             if not operation.complete and not self._polling and not self._closed:
-                self._read(self._ready(0.0))
-                if self._waiters:
-                    self._condition.notify_all()
+                self._check()
+                self._read_all(self._ready(0.0))
             return operation.complete
 
-    def _progress(self, deadline: float) -> bool:
-        """Read at least one answer, or let another thread do so; False past the deadline."""
-        if self._closed:
-            raise self._ended()
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        if self._polling:
-            self._waiters += 1
+    def _until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Read answers, or let another thread do so, until `done`; whether it was in time. The
+        caller does not hold the lock, under which `done` is called.
+
+        Raises:
+            ClientClosed: the client was closed meanwhile.
+        """
+        began = now = time.monotonic()
+        polling = False
+        while True:
             try:
-                self._condition.wait(left)
+                with self._lock:
+                    finished = done()
+                    if finished or now >= deadline:
+                        self.waited_s += now - began
+                        return finished
+                    self._check()
+                    if self._polling:
+                        self._wait_for_other(deadline - now)
+                    else:
+                        self._polling = polling = True
+                if polling:
+                    ready = self._ready(deadline - now)
+                    with self._lock:
+                        self._polling = polling = False
+                        self._read_all(ready)
+                now = time.monotonic()
             finally:
-                self._waiters -= 1
-            return True
-        self._polling = True
+                if polling:  # Interrupted; there is no call here that another interrupt could hit.
+                    self._polling = False
+
+    def _read_all(self, ready: list[ReachedShard]) -> None:
+        """Read what is there; whatever happens here, one of the waiting threads polls next."""
         try:
-            self._lock.release()
-            try:
-                ready = self._ready(left)
-            finally:
-                self._lock.acquire()
-                self._polling = False
-            self._read(ready)
-        finally:  # Whatever happened here, one of those who wait polls next.
+            if not self._closed:
+                self._read(ready)
+        finally:
             if self._waiters:
                 self._condition.notify_all()
-        return True
+
+    def _wait_for_other(self, left_s: float) -> None:
+        """Let another thread read; not for long, since it may be interrupted."""
+        self._waiters += 1
+        try:
+            self._condition.wait(min(left_s, POLL_SLICE_S))
+        finally:
+            self._waiters -= 1
 
     def _read(self, ready: list[ReachedShard]) -> None:
         for shard in ready:
+            self._in_use.add(shard.number)
             try:
-                if shard.link is None:
+                if shard.link is None or shard.number in self._down:
                     raise ConnectionError("not connected")
                 header = shard.link.receive(0.0)
                 while header is not None:
@@ -272,6 +344,7 @@ class Exchange(Links):
                 if isinstance(error, ClientClosed):
                     raise
                 self._give_up(shard, error)
+            self._in_use.discard(shard.number)
 
     def _take(self, shard: ReachedShard, header: bytes) -> None:
         assert shard.link is not None
@@ -288,14 +361,15 @@ class Exchange(Links):
                 shard.link.skip_payload()
             else:
                 self.payloads.read(shard.number, shard.link, sent)
+        self._torn = "an answer"
         shard.session.on_reply(reply)
+        self._torn = ""
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
-        with self._lock:
-            asked = [shard for shard in self.shards if shard.session.unanswered]
-            answers = self._ask(asked, Inquire(group), timeout_s)
-            return [answer for answer in answers if isinstance(answer, Waiting)]
+        asked = [shard for shard in self.shards if shard.session.unanswered]
+        answers = self._ask(asked, Inquire(group), timeout_s)
+        return [answer for answer in answers if isinstance(answer, Waiting)]
 
     def reports(self, timeout_s: float) -> list[ServerBeat]:
         """Ask all shards what they have done so far; what came within `timeout_s`.
@@ -303,43 +377,44 @@ class Exchange(Links):
         Raises:
             ServerGone: a shard is gone.
         """
-        with self._lock:
-            answers = self._ask(self.shards, AskReport(), timeout_s)
-            self._check_gone()
-            return [answer for answer in answers if isinstance(answer, ServerBeat)]
+        answers = self._ask(self.shards, AskReport(), timeout_s)
+        self._check_gone()
+        return [answer for answer in answers if isinstance(answer, ServerBeat)]
 
     def _ask(
         self, shards: Sequence[ReachedShard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
-        for shard in shards:
-            shard.told = None
         asked: dict[int, Link] = {}
-        deadline = time.monotonic() + timeout_s
-        while True:
+
+        def told() -> bool:
             waiting = [each for each in shards if each.told is None and self._gone is None]
             for shard in waiting:  # Not numbered: a question is lost with its link.
                 if shard.link is not None and shard.link is not asked.get(shard.number):
                     asked[shard.number] = shard.link
                     self._question(shard, shard.link, question)
-            if not waiting or not self._progress(deadline):
-                return [shard.told for shard in shards if shard.told is not None]
+            return not waiting
+
+        with self._lock:
+            for shard in shards:
+                shard.told = None
+        self._until(told, time.monotonic() + timeout_s)
+        return [shard.told for shard in shards if shard.told is not None]
 
     def _question(self, shard: ReachedShard, link: Link, question: Inquire | AskReport) -> None:
+        self._in_use.add(shard.number)
         try:
             link.send(encode(question))
         except ConnectionError:
             self._disconnect(shard)
+        self._in_use.discard(shard.number)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every request has been answered; False after `timeout_s`."""
-        began = time.monotonic()
-        deadline = began + timeout_s
-        settled = True
-        with self._lock:
-            while settled and any(shard.session.unanswered for shard in self.shards):
-                settled = self._progress(deadline)
-            self.waited_s += time.monotonic() - began
-            return settled
+
+        def settled() -> bool:
+            return not any(shard.session.unanswered for shard in self.shards)
+
+        return self._until(settled, time.monotonic() + timeout_s)
 
     def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe.
@@ -353,7 +428,7 @@ class Exchange(Links):
                 return
             self._reason = reason
             for shard in self.shards:
-                if shard.link is not None and bye:
+                if shard.link is not None and bye and shard.number not in self._in_use:
                     with contextlib.suppress(ConnectionError, ParamServeError):
                         shard.link.send(encode(Bye()))
                 self._disconnect(shard)

@@ -169,6 +169,7 @@ class Gradients:
         if bad is not None and self._refuses(blocks[0]):
             self._undo(new)
             raise self._nonfinite(bad)
+        self._exchange.unfinished = "a push"
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
             for total, gradient in sums:
                 total += gradient
@@ -178,10 +179,16 @@ class Gradients:
             filling.staged |= {piece.index for piece in pieces if piece.name in arrays}
             filling.lent = set()
             self._staged.setdefault(block.group_name, {})[block.id] = filling
+        self._exchange.unfinished = ""
 
     def has_staged(self, group: str) -> bool:
         """Whether something waits for a group's tick."""
         return group in self._staged
+
+    def unstage(self, group: str) -> None:
+        """What was staged for a group, if it is still here, will not be sent."""
+        fillings = self._staged.pop(group, {}).values()
+        self._exchange.give_back([filling.slot for filling in fillings])
 
     def staged(self, group: str) -> tuple[Pushes, bool]:
         """What was staged for a group: to be sent with its tick."""

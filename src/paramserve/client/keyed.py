@@ -184,6 +184,8 @@ class KeyedClient(ReadingClient):
             ready.append((push.table.block, hyper, *_checked(push)))
         self._steps.begin(requests=len(pushes) + 1)
         parts: list[StepParts] = []
+        if tick and pushes:
+            self._exchange.unfinished = "a step"
         try:
             for block, hyper, keys, values in ready:
                 staged = self._staged_rows.pop(block.group_name, []) if tick else []
@@ -213,6 +215,7 @@ class KeyedClient(ReadingClient):
         self._exchange.give_back([slot for each in parts for slot in each.slots])
         for table in tables:
             self._steps.fail_staged(table, why)
+        self._exchange.unfinished = ""
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
         push = lay_push(self._exchange, block, keys, values, hyper)

@@ -6,6 +6,7 @@ decided in `exchange`. Arenas are mapped by all servers on this host; a slot is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import threading
@@ -168,6 +169,15 @@ class Links:
         """Shards whose link is broken and not yet made anew."""
         self._gone: ParamServeError | None = None
         """Why the last shard that was given up is gone."""
+        self._in_use: set[int] = set()
+        """Shards whose link is being written to or read from, or is about to be, under the lock.
+        Found by another call, it was interrupted there."""
+        self._torn = ""
+        """What of the sessions is being changed, under the lock. Found by another call, it was
+        interrupted there."""
+        self.unfinished = ""
+        """The same for what the owner knows besides, under the owner's lock: set and cleared
+        there, looked at by `Exchange.check_whole`."""
 
     # --- slots -------------------------------------------------------------------------------
 
@@ -262,21 +272,25 @@ class Links:
             timeout_s=timeout_s,
             limits=self._limits,
         )
-        self._down.discard(shard.number)
         shard.fileno = link.fileno()
         self._by_fileno[shard.fileno] = shard
         self._poll.register(shard.fileno, select.POLLIN)
+        self._down.discard(shard.number)
         return link
 
     def _disconnect(self, shard: ReachedShard) -> None:
         """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
-        link, shard.link = shard.link, None
         if shard.gone is None:
             self._down.add(shard.number)
+        link = shard.link
         if link is not None:
-            del self._by_fileno[shard.fileno]
-            self._poll.unregister(shard.fileno)
+            if shard.fileno >= 0:
+                with contextlib.suppress(KeyError):  # An earlier try was interrupted.
+                    self._poll.unregister(shard.fileno)
+                self._by_fileno.pop(shard.fileno, None)
+                shard.fileno = -1
             link.close()
+            shard.link = None
 
     def _give_up(self, shard: ReachedShard, error: Exception) -> None:
         """A shard is lost, and with it the cluster: nothing that was sent to any shard is waited
@@ -292,8 +306,10 @@ class Links:
         error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
         shard.gone = self._gone = error
         self._down.discard(shard.number)
+        self._torn = "an answer"
         for each in self.shards:
             each.session.abandon(error)
+        self._torn = ""
 
     # --- bytes -------------------------------------------------------------------------------
 

@@ -71,3 +71,4 @@ class Prepared(NamedTuple):
     group: str
     clock: int
     """Of this client in that group before it."""
+    tick: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from paramserve.client.entering import Entering
@@ -60,6 +61,10 @@ class Steps(Entering):
             ParamServeError: as `Exchange.make_room` (`PullTimeout` if `what` is "pull"), or an
                 error of an earlier step. Nothing was sent.
         """
+        self._exchange.check_whole()
+        self._make_room(timeout_s, what, requests)
+
+    def _make_room(self, timeout_s: float | None, what: str, requests: int) -> None:
         if self._unread:
             self.raise_unread()
         if self._forgotten:
@@ -89,6 +94,7 @@ class Steps(Entering):
         """
         captured = [slot for _, slot in pushes]
         slots: list[Slot] = []
+        sent: list[Prepared] = []
         try:
             enters = self.enter((block,), self.timeout_s) if options.tick else ()
             for each in pull:
@@ -96,16 +102,42 @@ class Steps(Entering):
             push_parts = () if options.skip else [self._gradient_parts(*each) for each in pushes]
             pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
             places = tuple(zip(pull, slots, strict=True))
-            sent = self._prepare(
-                what, block, push_parts, pull_parts, options, captured, places, enters=enters
+            if options.tick:
+                self._exchange.unfinished = "a step"
+            sent.append(
+                self._prepare(
+                    what, block, push_parts, pull_parts, options, captured, places, enters=enters
+                )
             )
-            self._exchange.submit(sent.requests, sent.operation)
-        except (ParamServeError, ValueError):
-            self._exchange.give_back([*captured, *slots])
+            numbered = partial(self._numbered, sent, enters) if options.tick else None
+            self._exchange.submit(sent[0].requests, sent[0].operation, numbered)
+        except BaseException as error:
+            self._broken_off(sent, [*captured, *slots], error)
             raise
-        if options.tick:
-            self._ended(sent, enters)
-        return sent.ticket
+        return sent[0].ticket
+
+    def _numbered(self, sent: Sequence[Prepared], enters: Sequence[Block]) -> None:
+        """A call is certain to be sent."""
+        for each in sent:
+            if each.tick:
+                self._ended(each, enters)
+        self._exchange.unfinished = ""
+
+    def _broken_off(
+        self, sent: Sequence[Prepared], slots: Sequence[Slot], error: BaseException
+    ) -> bool:
+        """A call was ended by an error or an interrupt; whether nothing of it will be sent.
+
+        Args:
+            slots: that it has taken. The shards may write to those of a call that has its numbers.
+        """
+        if isinstance(error, ParamServeError | ValueError):
+            self._exchange.unfinished = ""
+        if any(each.operation.numbered for each in sent):
+            self._forgotten.extend(each.ticket for each in sent)
+            return False
+        self._exchange.give_back(slots)
+        return True
 
     def send_together(self, parts: Sequence[StepParts]) -> list[Ticket]:
         """Send steps of several groups in one frame to every shard, or none; else as `send`. Their
@@ -115,22 +147,21 @@ class Steps(Entering):
         try:
             ticks = [each.block for each in parts if each.options.tick]
             enters = self.enter(ticks, self.timeout_s)
+            if ticks:
+                self._exchange.unfinished = "a step"
             for each in parts:
                 prepared.append(self._prepare_parts(each, values, enters))
-            if len(prepared) == 1:
-                self._exchange.submit(prepared[0].requests, prepared[0].operation)
-            else:
-                self._exchange.submit_together([(p.requests, p.operation) for p in prepared])
-        except (ParamServeError, ValueError) as error:
-            for each in parts:
-                self._exchange.give_back([*each.slots, *each.read_slots])
-                if each.options.tick:
-                    self.fail_staged(each.block.group_name, error)
-            self._exchange.give_back(values)
+            self._exchange.submit_together(
+                [(p.requests, p.operation) for p in prepared],
+                partial(self._numbered, prepared, enters) if ticks else None,
+            )
+        except BaseException as error:
+            taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
+            if self._broken_off(prepared, [*taken, *values], error):
+                for each in parts:
+                    if each.options.tick:
+                        self.fail_staged(each.block.group_name, error)
             raise
-        for each, sent in zip(parts, prepared, strict=True):
-            if each.options.tick:
-                self._ended(sent, enters)
         at = {id(each): number for number, each in enumerate(parts)}
         return [prepared[at[id(each)]].ticket for each in given]
 
@@ -221,7 +252,7 @@ class Steps(Entering):
         ticket.operation = operation
         after = clock + tick if clock != UNDER_WAY else UNDER_WAY
         self._bind(ticket, operation, captured, name, after)
-        return Prepared(ticket, requests, operation, name, clock)
+        return Prepared(ticket, requests, operation, name, clock, tick)
 
     def _ended(self, sent: Prepared, enters: Sequence[Block]) -> None:
         """A step with a tick was sent, which names groups."""
@@ -236,10 +267,12 @@ class Steps(Entering):
     def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
         """As `Entering` says; the step takes no leased samples either."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
-        self.begin(max(until - time.monotonic(), 0.0))
+        self._make_room(max(until - time.monotonic(), 0.0), "step", 1)
+        unfinished, self._exchange.unfinished = self._exchange.unfinished, "entering a group"
         sent = self._prepare("step", block, (), (), options, [], (), marked=False, enters=enters)
         self._exchange.submit(sent.requests, sent.operation)
         self.go_on(sent.group, sent.clock + 1)
+        self._exchange.unfinished = unfinished
         return sent.ticket
 
     def stage(self, block: Block) -> Ticket:
@@ -325,8 +358,9 @@ class Steps(Entering):
         try:
             self.begin(limit_s)
             self._exchange.submit(requests, operation)
-        except ParamServeError:
-            self._exchange.give_back(slots)
+        except BaseException:
+            if not operation.numbered:
+                self._exchange.give_back(slots)
             raise
         if not self._exchange.wait(operation, limit_s):
             raise self.late(what, None, limit_s)
@@ -367,6 +401,7 @@ class Steps(Entering):
 
     def raise_unread(self) -> None:
         """Raise the oldest error that nobody has read from its ticket."""
+        self._exchange.check_whole()
         ticket = next(iter(self._unread), None)
         if ticket is not None:
             self.error_was_read(ticket)

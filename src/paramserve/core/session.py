@@ -27,10 +27,20 @@ class Operation:
     applied its part and another has not, the error says "unknown".
     """
 
-    __slots__ = ("_applied", "_on_complete", "complete", "error", "replies", "waiting")
+    __slots__ = (
+        "_applied",
+        "_on_complete",
+        "complete",
+        "error",
+        "numbered",
+        "replies",
+        "waiting",
+    )
 
     def __init__(self, shards: int) -> None:
         self.waiting = shards
+        self.numbered = False
+        """Whether its requests have numbers: from then on it is answered, or fails by itself."""
         self.complete = False
         self.replies: dict[int, Done] = {}
         self.error: ParamServeError | None = None

@@ -58,6 +58,7 @@ class Link:
         address: the one of the addresses that was reached.
         shared: whether the peer has mapped the arenas that `connect` was given.
         payload_bytes: what is left to read of the payload whose header came last.
+        broken_off: whether a call ended within a frame, and the connection with it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Link:
         self.address = address
         self.shared = False
         self.payload_bytes = 0
+        self.broken_off = False
         self._sock = sock
         self._hello = hello
         self._limits = limits
@@ -193,20 +195,24 @@ class Link:
             raise forks.forked(self.address, self._pid)
         if len(header) > self._limits.header_bytes_max:
             raise header_not_sent(len(header), self._limits.header_bytes_max)
-        if payload:
-            views, total = on_wire(payload)
-            views.insert(0, memoryview(prelude(len(header), total) + header))
-            self._send_all(deque(views))
-            return
-        data = prelude(len(header), 0) + header
         try:
-            sent = self._sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise self._failed(error) from error
-        if sent < len(data):
-            self._send_all(deque([memoryview(data)[sent:]]))
+            if payload:
+                views, total = on_wire(payload)
+                views.insert(0, memoryview(prelude(len(header), total) + header))
+                self._send_all(deque(views))
+                return
+            data = prelude(len(header), 0) + header
+            try:
+                sent = self._sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._failed(error) from error
+            if sent < len(data):
+                self._send_all(deque([memoryview(data)[sent:]]))
+        except BaseException:
+            self._break_off()
+            raise
 
     def _send_all(self, views: deque[memoryview]) -> None:
         while views:
@@ -254,14 +260,20 @@ class Link:
     def _fill(self) -> bytes | None:
         """Read what the socket has; the next header, if it is whole then."""
         try:
-            count = self._sock.recv_into(self._reader.space())
+            try:
+                count = self._sock.recv_into(self._reader.space())
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise self._failed(error) from error
+            if not count:
+                raise self._closed_by_peer("the peer closed the connection")
+            return self._reader.filled(count)
         except BlockingIOError:
             raise
-        except OSError as error:
-            raise self._failed(error) from error
-        if not count:
-            raise self._closed_by_peer("the peer closed the connection")
-        return self._reader.filled(count)
+        except BaseException:
+            self._break_off()
+            raise
 
     def buffered(self) -> bytes | None:
         """As `receive`, but only of what is here already: the socket is not touched.
@@ -288,15 +300,23 @@ class Link:
                 f"the payload has {self.payload_bytes} bytes, the arrays for it take {total}"
             )
         scrap = memoryview(bytearray(ALIGN))
-        for part in into:
-            self._read(part.data)
-            self._read(scrap[: -part.nbytes % ALIGN])
+        try:
+            for part in into:
+                self._read(part.data)
+                self._read(scrap[: -part.nbytes % ALIGN])
+        except BaseException:
+            self._break_off()
+            raise
 
     def skip_payload(self) -> None:
         """Read the payload of the frame whose header came last and drop it."""
         scrap = memoryview(bytearray(min(self.payload_bytes, 1 << 20)))
-        while self.payload_bytes:
-            self._read(scrap[: self.payload_bytes])
+        try:
+            while self.payload_bytes:
+                self._read(scrap[: self.payload_bytes])
+        except BaseException:
+            self._break_off()
+            raise
 
     def _read(self, rest: memoryview) -> None:
         reader = self._reader
@@ -348,6 +368,13 @@ class Link:
         self._closed = True
         self._sock.close()
 
+    def _break_off(self) -> None:
+        """End the connection: a call was interrupted within a frame, and the peer would take the
+        next frame for the rest of it. Later calls raise `ConnectionError`."""
+        if self._sock.fileno() >= 0:
+            self.broken_off = True
+            self._sock.close()
+
     def _wait(self, poll: select.poll, what: str) -> None:
         if not poll.poll(self.io_timeout_s * 1000):
             late = f"{what} for {self.io_timeout_s:.1f} s"
@@ -364,6 +391,11 @@ class Link:
         self._sock.close()
         if isinstance(error, ConnectionError):
             return error
+        if self.broken_off:
+            return ConnectionAbortedError(
+                f"the connection to {self.address} was broken off: a call was interrupted within a "
+                "message"
+            )
         return ConnectionAbortedError(f"the connection to {self.address} failed: {error}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -57,6 +57,7 @@ class Memory:
         self.sent: list[tuple[list[ShardRequest], Operation]] = []
         self.waiting: list[Waiting] = []
         self.full: Exception | None = None
+        self.unfinished = ""
         self._count = 0
 
     def take(self, nbytes: int) -> Slot:
@@ -73,8 +74,29 @@ class Memory:
         if self.full is not None:
             raise self.full
 
-    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
+    def check_whole(self) -> None:
+        assert not self.unfinished
+
+    def submit(
+        self,
+        requests: Sequence[ShardRequest],
+        operation: Operation,
+        numbered: Callable[[], None] | None = None,
+    ) -> None:
+        operation.numbered = True
         self.sent.append((list(requests), operation))
+        if numbered is not None:
+            numbered()
+
+    def submit_together(
+        self,
+        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        numbered: Callable[[], None] | None = None,
+    ) -> None:
+        for requests, operation in calls:
+            self.submit(requests, operation)
+        if numbered is not None:
+            numbered()
 
     def wait(self, operation: Operation, timeout_s: float) -> bool:
         return operation.complete

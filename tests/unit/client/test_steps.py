@@ -286,8 +286,8 @@ def test_answer_that_comes_before_its_step_was_counted_is_not_lost(
     """Another thread may read it at once."""
     submit = bench.memory.submit
 
-    def answered_at_once(requests: Any, operation: Any) -> None:
-        submit(requests, operation)
+    def answered_at_once(requests: Any, operation: Any, numbered: Any = None) -> None:
+        submit(requests, operation, numbered)
         bench.memory.answer(skipped=True, at=8)
 
     monkeypatch.setattr(bench.memory, "submit", answered_at_once)
@@ -347,8 +347,8 @@ def test_empty_step_with_which_a_guest_enters_takes_no_mark(
     bench.terms.changed(GroupPolicy(BLOCK.group, 1, 0, spec(Sync())))
     submit = bench.memory.submit
 
-    def answered_at_once(requests: Any, operation: Any) -> None:
-        submit(requests, operation)
+    def answered_at_once(requests: Any, operation: Any, numbered: Any = None) -> None:
+        submit(requests, operation, numbered)
         bench.memory.answer(len(bench.memory.sent) - 1)
 
     monkeypatch.setattr(bench.memory, "submit", answered_at_once)

@@ -1,0 +1,339 @@
+"""An interrupt (Ctrl-C, an alarm, a cancelled task) at any moment of a client's call.
+
+Afterwards the client works, or says that it was closed; and what was acknowledged was applied once.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster, wait_until
+
+import paramserve
+from paramserve.client import Client
+from paramserve.core.consistency import Sync
+from paramserve.core.keyed.options import Zeros
+from paramserve.errors import ClientClosed
+from paramserve.rules import Add
+
+MakeCluster = Callable[..., RoleCluster]
+Array = np.ndarray[Any, Any]
+
+SIZE = 40_000
+KEYS = np.arange(64)
+SAMPLE = 32
+"""Moments of each call that the quick test tries."""
+SOURCES = str(Path(paramserve.__file__).parent)
+CHECKS = frozenset(
+    number
+    for name, number in dis.opmap.items()
+    if name.startswith("CALL") or name == "RESUME" or "JUMP_BACKWARD" in name
+)
+"""After these instructions CPython looks for signals (ceval.c, `CHECK_EVAL_BREAKER`)."""
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt in a call, in the package's own code on this thread: after the
+    n-th instruction where CPython delivers signals.
+
+    Attributes:
+        passed: how many such moments there were.
+        where: the one that was interrupted; empty: the call ended before.
+    """
+
+    def __init__(self, at: int = sys.maxsize) -> None:
+        self.passed = 0
+        self.where = ""
+        self._at = at
+        self._code: dict[CodeType, bytes] = {}
+        self._due: dict[FrameType, bool] = {}
+
+    def run(self, call: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            call()
+        except KeyboardInterrupt:
+            assert self.where
+        finally:
+            sys.settrace(before)
+            self._due.clear()
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(SOURCES) or code.co_name == "__del__":
+            return None
+        if code not in self._code:
+            self._code[code] = code.co_code
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "opcode":
+            if self._due.get(frame, False):
+                self.passed += 1
+                if self.passed == self._at:
+                    place = Path(frame.f_code.co_filename).name
+                    self.where = f"{place}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                    raise KeyboardInterrupt
+            self._due[frame] = self._code[frame.f_code][frame.f_lasti] in CHECKS
+        elif event == "return":
+            self._due.pop(frame, None)
+        return self._step
+
+
+class Trial:
+    """One call that is interrupted again and again, and what the servers must hold meanwhile.
+
+    Attributes:
+        pushes: whether the call itself adds 1.
+        closed: how often the client closed itself.
+    """
+
+    pushes = True
+    closed = 0
+
+    def __init__(self, cluster: RoleCluster) -> None:
+        self.cluster = cluster
+        self.client = self.connect()
+        self.prepare()
+        self.known = self.read()
+        """What an acknowledged read has seen."""
+
+    def connect(self) -> Client:
+        return self.cluster.client()
+
+    def prepare(self) -> None:
+        self.client.define("w", np.zeros(SIZE), rule=Add())
+
+    def act(self) -> None:
+        """What is interrupted."""
+        raise NotImplementedError
+
+    def push(self) -> None:
+        self.client.push("w", np.ones(SIZE)).result()
+
+    def read(self) -> Array:
+        return np.asarray(self.client.pull("w"))
+
+    def moments(self) -> int:
+        """How many there are in one call."""
+        self.act()  # What is found out once only was found out before.
+        counting = Interrupter()
+        counting.run(self.act)
+        self.known = self.read()
+        return counting.passed
+
+    def interrupt(self, at: int) -> None:
+        """Interrupt the call at a moment, and see that all is well."""
+        interrupter = Interrupter(at)
+        interrupter.run(self.act)
+        more, closed = 1, ""
+        try:
+            self.push()
+            now = self.read()
+        except ClientClosed as error:
+            closed = str(error)
+        if closed:
+            assert "interrupted" in closed, f"{interrupter.where}: {closed}"
+            self.closed += 1
+            more = 0
+            self._begin_anew()
+            now = self.read()
+        gained = now - self.known - more
+        allowed = (0, 1) if self.pushes else (0,)
+        assert np.isin(gained, allowed).all(), f"{interrupter.where}: {np.unique(gained)}"
+        self.known = now
+
+    def _begin_anew(self) -> None:
+        number = self.client.id
+        self.client.close()
+        roles = [server.role for server in self.cluster.servers]
+        wait_until(lambda: all(number not in role._clients for role in roles))
+        self.client = self.connect()
+
+
+class PushPull(Trial):
+    def act(self) -> None:
+        self.client.push_pull({"w": np.ones(SIZE)})
+
+
+class Pull(Trial):
+    pushes = False
+
+    def act(self) -> None:
+        self.client.pull("w")
+
+
+class SyncStep(Trial):
+    """Of the only worker: its push is kept here until the step ends."""
+
+    def connect(self) -> Client:
+        return self.cluster.client(0)
+
+    def prepare(self) -> None:
+        policy = Sync(reduce="sum")
+        self.client.define("w", np.zeros(SIZE), rule=Add(), consistency=policy)
+
+    def act(self) -> None:
+        self.client.push_pull({"w": np.ones(SIZE)}, tick=True)
+
+    def push(self) -> None:
+        self.client.push("w", np.ones(SIZE))
+        self.client.tick().result()
+
+
+class Define(Trial):
+    """Of a new name each time; the same define, once more, finds it or completes it."""
+
+    pushes = False
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.count = 0
+
+    def _define(self) -> None:
+        self.client.define(f"d{self.count}", np.full(8, 2.0), rule=Add())
+
+    def act(self) -> None:
+        self.count += 1
+        self._define()
+
+    def push(self) -> None:
+        self._define()
+        assert self.client.pull(f"d{self.count}").tolist() == [2.0] * 8
+        super().push()
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._define()
+        assert self.client.pull(f"d{self.count}").tolist() == [2.0] * 8
+
+
+class TablePush(Trial):
+    def prepare(self) -> None:
+        self.client.table("t", dim=4, rule=Add(), init=Zeros())
+
+    def act(self) -> None:
+        self.push()
+
+    def push(self) -> None:
+        ones = np.ones((KEYS.size, 4), np.float32)
+        self.client.table("t").push(KEYS, ones).result()
+
+    def read(self) -> Array:
+        return self.client.table("t").pull(KEYS)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def workers_cluster(
+    request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int
+) -> RoleCluster:
+    return make_cluster(request.param, servers=shards, workers=1)
+
+
+@pytest.fixture(
+    params=[PushPull, Pull, SyncStep, Define, TablePush], ids=lambda kind: kind.__name__
+)
+def trial(
+    request: pytest.FixtureRequest, workers_cluster: RoleCluster, tables_ready: None
+) -> Trial:
+    made: Trial = request.param(workers_cluster)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # A socket that nothing owned yet.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupt_at_some_moments_leaves_the_client_whole_or_closed(trial: Trial) -> None:
+    moments = trial.moments()
+    for at in sorted(random.Random(moments).sample(range(1, moments + 1), SAMPLE)):
+        trial.interrupt(at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupt_at_every_moment_leaves_the_client_whole_or_closed(trial: Trial) -> None:
+    moments = trial.moments()
+    for at in range(1, moments + 1):
+        trial.interrupt(at)
+    assert trial.closed < moments / 2  # Closing is for where nothing else is safe.
+
+
+LOOK_S = 0.01
+LOOKS = 5
+"""So often in a row the thread has to stand at the same instruction: then it waits there."""
+
+
+@pytest.fixture
+def interrupt_wait() -> Iterator[Callable[[], None]]:
+    """Interrupts this thread, by a signal from another one, as soon as it waits in the package."""
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    main, ended = threading.get_ident(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def look() -> None:
+        before, same = None, 0
+        while same < LOOKS and not ended.wait(LOOK_S):
+            frame = sys._current_frames()[main]
+            here = (id(frame), frame.f_lasti, frame.f_code.co_filename.startswith(SOURCES))
+            same = same + 1 if here == before and here[-1] else 0
+            before = here
+        if same == LOOKS:
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    def begin() -> None:
+        threads.append(threading.Thread(target=look))
+        threads[-1].start()
+
+    handler = signal.signal(signal.SIGUSR1, raise_it)
+    yield begin
+    ended.set()
+    for thread in threads:
+        thread.join()
+    signal.signal(signal.SIGUSR1, handler)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_push_that_is_interrupted_within_its_frame_over_tcp_is_applied_once_or_not_at_all(
+    make_cluster: MakeCluster, interrupt_wait: Callable[[], None], servers: int
+) -> None:
+    size = 4_000_000  # More than the sockets' buffers hold.
+    cluster = make_cluster("tcp", servers=servers)
+    client = cluster.client()
+    client.define("w", np.zeros(size), rule=Add())
+    with cluster.frozen():
+        interrupt_wait()
+        with pytest.raises(KeyboardInterrupt):
+            client.push("w", np.full(size, 1.0)).result()
+    client.push("w", np.full(size, 1.0)).result()
+    assert np.unique(client.pull("w")).tolist() in ([1.0], [2.0])
+
+
+def test_wait_that_is_interrupted_leaves_the_client_usable(
+    remote: RoleCluster, interrupt_wait: Callable[[], None]
+) -> None:
+    client = remote.client()
+    client.define("w", np.zeros(3), rule=Add())
+    connects = remote.connects
+    with remote.frozen():
+        interrupt_wait()
+        with pytest.raises(KeyboardInterrupt):
+            client.push("w", np.ones(3)).result()
+    assert client.push("w", np.ones(3)).result().version == 2
+    assert client.pull("w").tolist() == [2.0] * 3
+    assert remote.connects == connects  # Nothing was torn, so nothing was broken off.
