@@ -11,7 +11,7 @@ from paramserve.core.consistency import ElasticAverage, LocalSteps
 from paramserve.core.decisions import Policy
 from paramserve.core.policies import Terms
 from paramserve.errors import Timeout
-from paramserve.messages import GroupPolicy, Rest, SetPolicy
+from paramserve.messages import GroupPolicy, Rest, SetPolicy, Step
 
 CHANGE_POLL_S = 0.01
 """How often is asked whether the shards have decided a change of policy."""
@@ -84,8 +84,8 @@ class ChangingClient(DefiningClient):
     def rest(self, group: str = "default", *, timeout_s: float | None = None) -> None:
         """Take no part in a group until the next step there: nobody waits for this worker.
 
-        What was sent is answered first. The next step may go on at a later clock, as that of a
-        worker that joins.
+        A pull is no step, and ends no rest. What was sent is answered first. The next step may go
+        on at a later clock, as that of a worker that joins.
 
         Raises:
             UnknownName: nothing is defined in the group. Nothing was sent.
@@ -112,11 +112,18 @@ class ChangingClient(DefiningClient):
             Whether it took no part before: then the values may have changed since the last pull.
         Raises:
             UnknownName: nothing is defined in the group.
-            PushTimeout: the others' clock was not decided in `timeout_s`.
+            PushTimeout: the others' clock was not decided in `timeout_s`, or, under a policy that
+                does not collect, not all shards have answered.
         """
         self._check()
+        limit = self._limit(timeout_s)
         with self._lock:
-            return self._steps.enter_ahead(self._defined_in(group), self._limit(timeout_s))
+            block = self._defined_in(group)
+            if self._steps.is_guest(group) and not self._steps.terms_of(block).collects:
+                clock, number = self.clock(group), block.group
+                enters = Step(0, number, clock, False, (), (), enters=(number,))
+                self._steps.finish("enter", [enters] * len(self._exchange.shards), limit, ())
+            return self._steps.enter_ahead(block, limit)
 
 
 def _undecided(

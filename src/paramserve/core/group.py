@@ -208,8 +208,11 @@ class Group:
         """A live worker takes its first step here, or its first one after a rest. Where gradients
         are collected, `commit` takes it in."""
         self.resting.discard(rank)
-        start = max(self.start, self._ended.get(rank, 0))
-        self._set({**self.clocks, rank: start})
+        self._set({**self.clocks, rank: self.clock_of(rank)})
+
+    def clock_of(self, rank: int) -> int:
+        """The clock of a rank that counts, or the one at which it would begin to."""
+        return self.clocks.get(rank, max(self.start, self._ended.get(rank, 0)))
 
     def rest(self, rank: int) -> None:
         """Nobody waits for this worker until it enters again."""

@@ -266,7 +266,8 @@ class Shard(ShardChanges):
         guest = session.rank not in group.clocks and self._may_enter(session)
         steps = bool(step.push or step.tick or step.skip)
         collects = group.collects
-        if guest and not collects:
+        rests = session.rank in group.resting and not (steps or group.id in step.enters)
+        if guest and not (collects or rests):
             if wrong is not None:
                 raise wrong
             group.enter(session.rank)

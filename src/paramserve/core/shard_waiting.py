@@ -39,7 +39,7 @@ class ShardWaiting(ShardMembers):
         asks = group.id in session.asks_clock
         session.asks_clock.discard(group.id)
         if (guest or asks) and message.at < 0:
-            message = structs.replace(message, at=group.clocks.get(session.rank, group.start))
+            message = structs.replace(message, at=group.clock_of(session.rank))
         told = session.told.get(group.id, 0)
         if told < group.changes.number:
             session.told[group.id] = group.changes.number

@@ -1,0 +1,48 @@
+"""A worker that rests in a group and reads from it: reading is no step, so nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.contract.role_cluster import RoleCluster
+
+from paramserve.client import Client
+from paramserve.core.consistency import Async, BoundedStaleness
+from paramserve.core.decisions import Policy
+from paramserve.rules import Add
+
+SIZE = 20_000
+"""Elements of float64: enough to lie on two shards."""
+MakeCluster = Callable[..., RoleCluster]
+
+
+def counted(client: Client) -> set[tuple[int, ...]]:
+    """The ranks that the shards count in the group."""
+    return {tuple(r for r, _ in g.clocks) for beat in client.reports() for g in beat.groups}
+
+
+@pytest.mark.parametrize("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
+def test_pull_of_a_resting_worker_does_not_end_its_rest(
+    make_cluster: MakeCluster, shards: int, policy: Policy
+) -> None:
+    cluster = make_cluster(servers=shards, workers=2, policy=policy)
+    steps, rests = (cluster.client(rank) for rank in range(2))
+    for client in (steps, rests):
+        client.define("w", np.zeros(SIZE), rule=Add())
+    rests.rest()
+    assert (rests.pull("w") == 0).all()
+    for clock in range(4):  # beyond the bound, if the other one counted
+        values = steps.push_pull({"w": np.ones(SIZE)}, tick=True, timeout_s=2.0)
+        assert (values["w"] == clock + 1).all()
+    assert (rests.pull("w") == 4).all()
+    assert counted(steps) == {(0,)}
+    rests.push("w", np.ones(SIZE))
+    rests.tick().result()
+    assert counted(steps) == {(0, 1)}
+    assert (rests.pull("w") == 5).all()
+    rests.rest()
+    assert rests.enter() is True
+    assert counted(steps) == {(0, 1)}, "from now on, and not from its next step on"
+    assert rests.enter() is False
