@@ -57,7 +57,7 @@ class Rows(torch.nn.Parameter):
         return rows
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradients of the keys that were collected."""
         return self._collected
 
