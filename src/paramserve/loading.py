@@ -45,6 +45,17 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
     _load(_key(dtype, rule), [kernels], lambda: _prepare(kernels, dtype, rule))
 
 
+def load_if_compiled() -> None:
+    """Import what kernels need, and load the shared ones for each dtype that they are compiled for:
+    in a process that will be forked."""
+    from paramserve.rules import kernels
+
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        mark = _mark((dtype.name, "*"), [kernels])
+        if any(mark.parent.glob(mark.name)):  # with any rule
+            kernels.prepare(dtype)
+
+
 def load_routing() -> None:
     """Have ready what spreads a table's keys and gradients over the shards, as `load_kernels`."""
     if _ROUTING in _loaded:

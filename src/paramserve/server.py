@@ -33,6 +33,7 @@ from paramserve.core.shard import Shard
 from paramserve.core.together import apart
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
+from paramserve.loading import load_if_compiled
 from paramserve.messages import (
     AskReport,
     Bye,
@@ -383,6 +384,11 @@ async def register(role: ServerRole, control: ControlLink, addresses: tuple[str,
     timeout_s = role.config.deadlines.start_s
     await asyncio.to_thread(control.call, call, Ok, timeout_s=timeout_s)
     role.take_notices(control.read_notices())
+
+
+def prepare_process() -> None:
+    """Load what a server needs before it is forked; see `engine.prepared`."""
+    load_if_compiled()
 
 
 def main(boot: Bootstrap) -> None:

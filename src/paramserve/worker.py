@@ -6,6 +6,7 @@ is why it may be unpickled here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from paramserve import seeding
 from paramserve.client import Client
 from paramserve.config import Deadlines, Limits
 from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.loading import load_if_compiled
 
 if TYPE_CHECKING:
     import torch
@@ -373,6 +375,18 @@ def _pickle(returned: Any) -> bytes:
             f"the driver: {error}"
         ) from error
     return packed
+
+
+def prepare_process() -> None:
+    """Import what a worker needs sooner or later, torch's part where torch is imported already.
+
+    Called in a process that will be forked; see `engine.prepared`.
+    """
+    load_if_compiled()
+    if "torch" in sys.modules:
+        from paramserve.pytorch.optimizer import import_all
+
+        import_all()
 
 
 def main(boot: Bootstrap) -> None:

@@ -30,6 +30,22 @@ def environment(boot: Bootstrap) -> None:
     boot.report("value", os.environ.get(boot.payload.decode(), "unset").encode())
 
 
+def draw(boot: Bootstrap) -> None:
+    """What it draws at random."""
+    import random
+
+    import numpy as np
+
+    boot.report("drawn", repr((random.random(), np.random.random())).encode())
+
+
+def streams(boot: Bootstrap) -> None:
+    """Write to both, and tell where it is."""
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    boot.report("here", os.getcwd().encode())
+
+
 def exit_with(boot: Bootstrap) -> NoReturn:
     sys.exit(int(boot.payload))
 

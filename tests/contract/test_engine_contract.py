@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,21 @@ def local(request: pytest.FixtureRequest) -> Engine:
     return Local()
 
 
+MANY = ["coordinator", "server 0", "worker 0"]
+"""So many processes are forked from a prepared one."""
+
+
+class Forks(Local):
+    """`Local` as it starts the processes of a run."""
+
+    def open(self, roles: Sequence[str] = ()) -> Fleet:
+        return super().open([*roles, *MANY])
+
+
+def forks(request: pytest.FixtureRequest) -> Engine:
+    return Forks()
+
+
 def on_ray(request: pytest.FixtureRequest) -> Engine:
     request.getfixturevalue("ray_cluster")
     return OnRay()
@@ -53,6 +68,7 @@ def external(request: pytest.FixtureRequest) -> Engine:
 
 ENGINES: dict[str, Callable[[pytest.FixtureRequest], Engine]] = {
     "Local": local,
+    "Local, forks": forks,
     "OnRay": on_ray,
     "External": external,
 }
@@ -67,11 +83,11 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
     return ENGINES[request.param](request)
 
 
-@pytest.fixture
-def local_fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+@pytest.fixture(params=[Local, Forks])
+def local_fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """For what is promised of children only; each such test says why."""
     monkeypatch.syspath_prepend(HERE)
-    with contextlib.closing(Local().open()) as opened:
+    with contextlib.closing(request.param().open()) as opened:
         yield opened
 
 
@@ -370,10 +386,11 @@ def test_two_fleets_of_one_engine_do_not_meet(engine: Engine) -> None:
         assert process.exit_status is None
 
 
-def test_local_interpreter_that_does_not_exist_leaves_nothing_open() -> None:
+@pytest.mark.parametrize("kind", [Local, Forks])
+def test_local_interpreter_that_does_not_exist_leaves_nothing_open(kind: type[Local]) -> None:
     descriptors = sorted(os.listdir("/dev/fd"))
     with (
-        contextlib.closing(Local(python="/no/such/python").open()) as fleet,
+        contextlib.closing(kind(python="/no/such/python").open()) as fleet,
         pytest.raises(FileNotFoundError),
     ):
         fleet.launch(role("echo"))
@@ -389,7 +406,7 @@ from paramserve.engine.base import Reported, Role
 from paramserve.engine.local import Local
 from paramserve.engine.on_ray import OnRay
 
-fleet = Local().open()
+fleet = Local().open({names!r})
 roles = [
     Role("a", "engine_entries:pause", b"", b"", directory={directory!r}),
     Role("b", "engine_entries:spin", {marker!r}, b""),
@@ -415,16 +432,20 @@ sys.stdin.read()
 
 @needs_pidfd
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with-a-fork-that-lives-on"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "returns"])
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [(signal.SIGKILL, []), (signal.SIGKILL, MANY), (None, [])],
+    ids=["killed", "killed, forks", "returns"],
+)
 def test_local_drivers_death_leaves_nothing(
-    tmp_path: Path, forks: bool, how: signal.Signals | None
+    tmp_path: Path, forks: bool, how: signal.Signals | None, names: list[str]
 ) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "s0.sock").touch()
     marker = tmp_path / "callback-ran"
     script = DRIVER.format(
-        here=str(HERE), directory=str(directory), marker=bytes(marker), forks=forks
+        here=str(HERE), directory=str(directory), marker=bytes(marker), forks=forks, names=names
     )
     driver = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -533,7 +554,8 @@ def test_run_is_scaled_up_down_and_up_and_counts_every_push_once(
     assert told.value.applied == "no"
 
 
-def test_run_scaled_to_what_means_nothing_goes_on(local_fleet: Fleet) -> None:
+def test_run_scaled_to_what_means_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
     with started(Local()) as (job, client):
         for workers, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
             with pytest.raises(error, match="workers must be"):

@@ -99,11 +99,14 @@ class _DriverWatch:
     choice: it follows the thread that forked, and a driver's threads come and go.
     """
 
-    def __init__(self, driver: int, reports: int) -> None:
+    def __init__(self, driver: int, reports: int, driver_fd: int | None) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self._poll = select.poll()
         self._poll.register(reports, 0)  # only errors: its reader is gone
         self._alive = True
+        if driver_fd is not None:
+            self._poll.register(driver_fd, select.POLLIN)
+            return
         if hasattr(os, "pidfd_open"):
             try:
                 self._poll.register(os.pidfd_open(driver), select.POLLIN)
@@ -134,8 +137,13 @@ class _DriverWatch:
             os._exit(EXIT_DRIVER_GONE)
 
 
-def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
-    """Run the entry that `source` names; the first thing that a child process does."""
+def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None = None) -> None:
+    """Run the entry that `source` names; the first thing that a child process does.
+
+    Args:
+        driver: its pid.
+        driver_fd: a pidfd of it, in a process that is no child of the driver.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopping = Stopping()
     signal.signal(signal.SIGTERM, lambda signum, frame: stopping.stop())
@@ -146,7 +154,7 @@ def main(source: BinaryIO, reports_fd: int, driver: int) -> None:
     for stream in (sys.stdout, sys.stderr):  # lines of several processes, each line whole
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # TextIOWrapper here
     reports = _Reports(reports_fd)
-    watch = _DriverWatch(driver, reports_fd)
+    watch = _DriverWatch(driver, reports_fd, driver_fd)
     if package.directory:
         watch.add(lambda: _remove(package.directory))
     watch.start()

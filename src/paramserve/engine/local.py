@@ -27,6 +27,7 @@ from paramserve.config import TLS
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import REPORT_HEAD_BYTES, Package
+from paramserve.engine.prepared import Forked, Prepared, surroundings
 
 _START = """\
 import os, sys
@@ -41,6 +42,11 @@ main(source, {reports}, {driver})
 READ_BYTES = 1 << 20
 POLL_S = 0.05
 """How often children are asked for where the system has no pidfd (macOS)."""
+PREPARED_FROM = 3
+"""So many processes are forked from a prepared one; fewer are started quicker by themselves."""
+PREPARED_MAX = 2
+"""One for the servers, and one for workers that have more threads; what differs from both, as the
+environment may after a change of the driver's, is started afresh."""
 CLOSE_S = 10.0
 """A killed process is gone at once, unless the kernel holds it (a dead disk, a debugger)."""
 
@@ -58,7 +64,7 @@ class Local:
     def open(self, roles: Sequence[str] = ()) -> LocalFleet:
         """A new, empty fleet. The caller closes it; every machine has room for all roles."""
         python = self.python if self.python is not None else sys.executable
-        return LocalFleet(python)
+        return LocalFleet(python, forks=len(roles) >= PREPARED_FROM)
 
     def publish(self, name: str, data: bytes) -> Callable[[], None]:
         """Publish for other processes of this user on this machine; see `base.Engine`."""
@@ -74,7 +80,7 @@ class LocalProcess:
 
     why = ""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], reports_fd: int) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes] | Forked, reports_fd: int) -> None:
         self.name = name
         self._popen = popen
         self._status: int | None = None
@@ -148,7 +154,7 @@ class LocalProcess:
         with self._ended:
             if self._status is not None:
                 return
-            if hasattr(os, "waitid"):
+            if isinstance(self._popen, subprocess.Popen) and hasattr(os, "waitid"):
                 try:
                     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
                     if os.waitid(os.P_PID, self.pid, options) is not None:
@@ -167,15 +173,21 @@ class LocalProcess:
 
 
 class LocalFleet:
-    """Children of this process. See `base.Fleet`."""
+    """Children of this process, and of a process that is prepared to fork them. See `base.Fleet`.
+
+    Args:
+        forks: whether to start processes as forks of prepared ones, where that can be done.
+    """
 
     shares_host = True
     plain = False
     room_s = 0.0
     tls: TLS | None = None
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, *, forks: bool = False) -> None:
         self._python = python
+        self._forks = forks and hasattr(os, "pidfd_open")
+        self._prepared: list[Prepared] = []
         self._selector = selectors.DefaultSelector()
         self._running: list[LocalProcess] = []
         self._lock = threading.Lock()
@@ -223,6 +235,8 @@ class LocalFleet:
             for process in tuple(self._running):
                 process.wait(deadline - time.monotonic())
                 self._forget(process)
+            for prepared in self._prepared:
+                prepared.close()
             self._selector.close()
 
     def _look(self, process: LocalProcess) -> list[Event]:
@@ -250,15 +264,8 @@ class LocalFleet:
         os.set_blocking(reports_fd, False)
         try:
             with _parcel(role) as source:
-                start = _START.format(
-                    source=source.fileno(), reports=child_reports_fd, driver=os.getpid()
-                )
-                popen = subprocess.Popen(
-                    [self._python, "-c", start, f"paramserve {role.name}"],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(source.fileno(), child_reports_fd),
-                    env={**os.environ, **role.environment},
-                    process_group=0,
+                popen = self._fork(role, source, child_reports_fd) or self._start(
+                    role, source, child_reports_fd
                 )
         except BaseException:
             os.close(reports_fd)
@@ -266,6 +273,31 @@ class LocalFleet:
         finally:
             os.close(child_reports_fd)
         return LocalProcess(role.name, popen, reports_fd)
+
+    def _fork(self, role: Role, source: BinaryIO, reports_fd: int) -> Forked | None:
+        """A fork of a prepared process; None: it is to be started afresh."""
+        if not self._forks:
+            return None
+        wanted = surroundings(self._python, role.environment)
+        prepared = next((each for each in self._prepared if each.surroundings == wanted), None)
+        if prepared is None:
+            if len(self._prepared) == PREPARED_MAX:
+                return None
+            prepared = Prepared(self._python, role.environment)
+            self._prepared.append(prepared)
+        if not prepared.usable:
+            return None
+        return prepared.fork(role.name, role.entry, source, reports_fd)
+
+    def _start(self, role: Role, source: BinaryIO, reports_fd: int) -> subprocess.Popen[bytes]:
+        start = _START.format(source=source.fileno(), reports=reports_fd, driver=os.getpid())
+        return subprocess.Popen(
+            [self._python, "-c", start, f"paramserve {role.name}"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(source.fileno(), reports_fd),
+            env={**os.environ, **role.environment},
+            process_group=0,
+        )
 
 
 def _parcel(role: Role) -> BinaryIO:

@@ -232,6 +232,12 @@ def _is_for_a_checkpoint(groups: Sequence[dict[str, Any]]) -> bool:
     return False
 
 
+def import_all() -> None:
+    """Have torch import what it imports for the first optimizer of a process: its compiler, which
+    takes a second of processor time."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
 def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[AdoptedOptimizer]:
     prefix = base.__name__.removesuffix("Optimizer")
     return type(f"{prefix}{kind.__name__}", (base, kind), {"__module__": __name__})

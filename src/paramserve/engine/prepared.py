@@ -1,0 +1,287 @@
+"""A prepared process: it has imported what the processes of a run need, and forks them.
+
+Each process of a run imports numpy, Numba and paramserve, and workers torch as well: 0.7 to 3 s of
+processor time. A fork of a process that has done so costs milliseconds. A fork is used only where
+it equals a fresh start: while the driver's environment, working directory, standard streams and
+module path are those that the prepared process was started with (`surroundings`), and only from a
+process that has no thread. Otherwise the caller starts a fresh interpreter.
+
+The prepared process is a child of the driver, and the parent of what it forks: it waits for them on
+the driver's behalf (`Forked.poll`). It ends with the driver, or when the driver closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from paramserve.engine.child import main
+
+logger = logging.getLogger("paramserve")
+
+_START = """\
+import sys
+sys.path[:] = {path!r}.split("\\0")
+from paramserve.engine.prepared import serve
+serve({control}, {driver})
+"""
+ANSWER_S = 60.0
+"""The first fork waits for the imports: torch takes seconds, on a busy machine some ten."""
+MESSAGE_BYTES = 1 << 16
+EXIT_UNKNOWN = 255
+"""Exit status of a process whose prepared process was killed before it had told the status."""
+
+
+class ForkRequest(msgspec.Struct, tag="fork"):
+    """Fork a process; two descriptors come along: its `Package`, and its pipe for reports.
+
+    Attributes:
+        name: for process lists.
+        module: of its entry, imported before the fork.
+        torch: whether the driver has imported torch.
+    """
+
+    name: str
+    module: str
+    torch: bool
+
+
+class Collect(msgspec.Struct, tag="collect"):
+    """Wait for a process that has ended."""
+
+    pid: int
+
+
+class Answer(msgspec.Struct):
+    """Of either: a pid or an exit status; a reason if it could not be done."""
+
+    number: int
+    failed: str = ""
+
+
+_requests = msgspec.msgpack.Decoder(ForkRequest | Collect)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+# --- the driver's side ---------------------------------------------------------------------------
+
+
+def surroundings(python: str, environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a fresh process would take over from this one; None in it where it cannot be told."""
+    streams: list[tuple[int, int] | None] = []
+    for fd in (1, 2):
+        try:
+            found = os.fstat(fd)
+            streams.append((found.st_dev, found.st_ino))
+        except OSError:
+            streams.append(None)
+    try:
+        here = os.getcwd()
+    except OSError:  # removed
+        here = None
+    return (python, {**os.environ, **environment}, here, streams, list(sys.path))
+
+
+class Prepared:
+    """A prepared process, from the driver's side. For any thread.
+
+    Attributes:
+        surroundings: that its forks have; see there.
+        usable: whether it forks; False for ever once it could not.
+    """
+
+    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+        self.surroundings = surroundings(python, environment)
+        self.usable = True
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = "\0".join(
+            os.fspath(each) for each in sys.path if isinstance(each, str | os.PathLike)
+        )
+        start = _START.format(path=path, control=theirs.fileno(), driver=os.getpid())
+        try:
+            self._popen = subprocess.Popen(
+                [python, "-c", start, "paramserve prepared"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **environment},
+                process_group=0,
+            )
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+        self._control.settimeout(ANSWER_S)
+
+    def fork(self, name: str, entry: str, source: BinaryIO, reports_fd: int) -> Forked | None:
+        """A process that runs an entry; None: it cannot be forked, start a fresh one.
+
+        Waits until the prepared process has imported what the entry needs.
+        """
+        request = ForkRequest(name, entry.partition(":")[0], "torch" in sys.modules)
+        answer = self._ask(request, [source.fileno(), reports_fd])
+        if answer is None:
+            return None
+        if answer.failed:
+            self.usable = False
+            logger.info("paramserve: processes are started one by one: %s", answer.failed)
+            return None
+        return Forked(self, answer.number)
+
+    def collect(self, pid: int) -> int:
+        """The exit status of a forked process that has ended."""
+        answer = self._ask(Collect(pid))
+        return answer.number if answer is not None and not answer.failed else EXIT_UNKNOWN
+
+    def close(self) -> None:
+        """End it. What it has forked and was not collected goes on, without a parent."""
+        with self._lock:
+            self.usable = False
+            self._control.close()
+            self._popen.kill()  # it holds nothing, and an interpreter's end in order takes time
+            self._popen.wait()
+
+    def _ask(self, request: ForkRequest | Collect, fds: list[int] | None = None) -> Answer | None:
+        """Its answer; None: it is gone, or hangs, and is not asked again."""
+        with self._lock:
+            if self._control.fileno() < 0:
+                return None
+            answer = None
+            try:
+                socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds or [])
+                if data := self._control.recv(MESSAGE_BYTES):
+                    answer = _answers.decode(data)
+            except OSError as error:
+                logger.warning("paramserve: the prepared process does not answer: %s", error)
+            finally:
+                if answer is None:  # also after an interrupt: a late answer would be the next one's
+                    self.usable = False
+                    self._control.close()
+                    self._popen.kill()
+            return answer
+
+
+class Forked:
+    """A forked process, with what is used of `subprocess.Popen`. Linux only: it needs pidfds."""
+
+    def __init__(self, parent: Prepared, pid: int) -> None:
+        self.pid = pid
+        self._parent = parent
+        # Nothing else can get its number before it is collected.
+        self._pidfd = os.pidfd_open(pid)
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None: it runs. What is left of its process group is killed before."""
+        if self._status is None and select.select([self._pidfd], [], [], 0)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._status = self._parent.collect(self.pid)
+            os.close(self._pidfd)
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+# --- the prepared process itself -----------------------------------------------------------------
+
+
+def serve(control_fd: int, driver: int) -> None:
+    """Fork what is asked for, until the driver closes or dies. Returns in each forked process, when
+    its entry has returned."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a driver may ignore it, and that is inherited
+    control = socket.socket(fileno=control_fd)
+    control.set_inheritable(False)
+    driver_fd = os.pidfd_open(driver)
+    if os.getppid() != driver:
+        os._exit(0)
+    ready = select.poll()
+    for fd in (control_fd, driver_fd):
+        ready.register(fd, select.POLLIN)
+    while True:
+        found = [fd for fd, _ in ready.poll()]
+        if driver_fd in found:
+            os._exit(0)
+        data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+        if not data:
+            os._exit(0)
+        request = _requests.decode(data)
+        if isinstance(request, Collect):
+            answer = _collect(request.pid)
+        else:
+            source_fd, reports_fd = fds
+            failed = _prepare(request)
+            pid = os.fork() if not failed else 0
+            if not failed and pid == 0:
+                break
+            if pid:
+                with contextlib.suppress(OSError):  # the child does so, too: whoever is first
+                    os.setpgid(pid, pid)
+            os.close(source_fd)
+            os.close(reports_fd)
+            answer = Answer(pid, failed)
+        control.send(msgspec.msgpack.encode(answer))
+    os.setpgid(0, 0)
+    control.close()
+    os.set_inheritable(source_fd, False)
+    _show(request.name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else all would draw the same; `random` does so itself
+    source = os.fdopen(source_fd, "rb")
+    source.seek(0)
+    source.read(int(source.readline()))  # the module path, which is this process's own
+    main(source, reports_fd, driver, driver_fd)
+
+
+def _collect(pid: int) -> Answer:
+    try:
+        return Answer(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    except ChildProcessError as error:
+        return Answer(EXIT_UNKNOWN, str(error))
+
+
+def _prepare(request: ForkRequest) -> str:
+    """Import what the process will need; why it must not be forked, or nothing."""
+    for name in ("torch", request.module) if request.torch else (request.module,):
+        # What fails here fails in the process again, and is told there.
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            if name == request.module and hasattr(module, "prepare_process"):
+                module.prepare_process()
+    if threading.active_count() > 1:
+        names = ", ".join(each.name for each in threading.enumerate()[1:])
+        return f"importing {request.module} has started a thread ({names})"
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    return ""
+
+
+def _show(name: str) -> None:
+    """Put a name into process lists: over this process's own arguments, which Python has read."""
+    import ctypes
+
+    with contextlib.suppress(Exception):
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        shown = b"\0".join((sys.executable.encode(), b"-c", f"paramserve {name}".encode()))
+        ctypes.memmove(start, shown.ljust(end - start, b"\0")[: end - start], end - start)

@@ -1,0 +1,166 @@
+"""Processes that are forked from a prepared one are as if they had been started afresh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.contract.test_engine_contract import (
+    HERE,
+    WAIT_S,
+    bodies,
+    report_of,
+    role,
+    status_of,
+    until_ended,
+)
+
+from paramserve.engine import prepared
+from paramserve.engine.base import Event, Role
+from paramserve.engine.local import PREPARED_MAX, Local, LocalFleet
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
+STARTS = 100
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFleet]:
+    monkeypatch.syspath_prepend(HERE)
+    with contextlib.closing(Local().open(["coordinator", "server 0", "worker 0"])) as opened:
+        yield opened
+
+
+def run(fleet: LocalFleet, wanted: Role) -> list[Event]:
+    fleet.launch(wanted)
+    return until_ended(fleet)
+
+
+def parents(fleet: LocalFleet) -> list[int]:
+    """Pids of the prepared processes that fork."""
+    return [each._popen.pid for each in fleet._prepared if each.usable]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_processes_are_forks_of_one_process(fleet: LocalFleet) -> None:
+    first = fleet.launch(role("pause"))
+    report_of(fleet, "up")
+    second = fleet.launch(role("pause"))
+    report_of(fleet, "up")
+    assert [parent_of(first.pid), parent_of(second.pid)] == parents(fleet) * 2
+    assert f"paramserve {first.name}".encode() in Path(f"/proc/{first.pid}/cmdline").read_bytes()
+
+
+def test_few_processes_are_started_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    with contextlib.closing(Local().open(["worker 0"])) as fleet:
+        assert parent_of(fleet.launch(role("pause")).pid) == os.getpid()
+
+
+def test_each_fork_draws_other_random_numbers(fleet: LocalFleet) -> None:
+    drawn = [bodies(run(fleet, role("draw")))["drawn"] for _ in range(3)]
+    assert len(set(drawn)) == 3
+
+
+def test_what_the_driver_has_changed_since_holds(
+    fleet: LocalFleet,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run(fleet, role("echo"))
+    monkeypatch.setenv("PARAMSERVE_TEST_DRIVER", "changed")
+    assert bodies(run(fleet, role("environment", b"PARAMSERVE_TEST_DRIVER"))) == {
+        "value": b"changed"
+    }
+    monkeypatch.chdir(tmp_path)
+    assert bodies(run(fleet, role("streams"))) == {"here": bytes(tmp_path)}
+    assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
+    assert len(parents(fleet)) == PREPARED_MAX
+
+
+def test_threads_of_a_role_are_set_before_anything_is_imported(fleet: LocalFleet) -> None:
+    for threads in ("1", "3", "1"):
+        more = {"OMP_NUM_THREADS": threads}
+        found = bodies(run(fleet, role("environment", b"OMP_NUM_THREADS", environment=more)))
+        assert found == {"value": threads.encode()}
+    assert len(parents(fleet)) == 2
+
+
+def test_module_that_starts_a_thread_is_not_forked(fleet: LocalFleet) -> None:
+    wanted = Role("a thread", "threaded_entry:tell", b"", b"")
+    for _ in range(2):
+        assert int(bodies(run(fleet, wanted))["threads"]) > 1
+    assert parents(fleet) == []
+
+
+def test_many_starts_leave_nothing_behind(fleet: LocalFleet) -> None:
+    run(fleet, role("descriptors"))
+    before, threads = sorted(os.listdir("/dev/fd")), threading.active_count()
+    for number in range(STARTS):
+        seen = run(fleet, role("descriptors"))
+        assert (bodies(seen)["kept"], status_of(seen)) == (b"[]", 0), number
+    assert sorted(os.listdir("/dev/fd")) == before
+    assert threading.active_count() == threads
+    [parent] = parents(fleet)
+    assert Path(f"/proc/{parent}/task/{parent}/children").read_text() == ""
+    assert len(os.listdir(f"/proc/{parent}/fd")) < 10
+
+
+def test_prepared_process_that_is_killed_is_done_without(fleet: LocalFleet) -> None:
+    process = fleet.launch(role("serve"))
+    report_of(fleet, "up")
+    os.kill(parents(fleet)[0], signal.SIGKILL)
+    assert len(run(fleet, role("echo"))) == 4
+    process.interrupt()
+    seen = until_ended(fleet)
+    assert bodies(seen) == {"cleaned": b""}
+    assert status_of(seen) == prepared.EXIT_UNKNOWN
+
+
+def test_interrupted_fork_leaves_no_answer_for_the_next(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(fleet, role("echo"))
+    [used] = fleet._prepared
+
+    class Interrupts:
+        """A socket on which Ctrl-C comes while an answer is waited for."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self._real = real
+
+        def recv(self, size: int) -> bytes:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._real, name)
+
+    used._control = Interrupts(used._control)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        fleet.launch(role("echo"))
+    assert not used.usable
+    assert len(run(fleet, role("echo"))) == 4
+
+
+def test_driver_that_ignores_sigchld_hears_how_a_process_ended(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert status_of(run(fleet, role("exit_with", b"7"))) == 7
+        process = fleet.launch(role("spin", b"/nowhere"))
+        report_of(fleet, "up")
+        process.kill()
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+    finally:
+        fleet.close()
+        signal.signal(signal.SIGCHLD, before)
