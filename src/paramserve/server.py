@@ -116,6 +116,7 @@ class ServerRole:
             config, credentials, PEER_CONNECT_S, lambda task: self._loop.create_task(task)
         )
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
         """Frames that came while kernels are being compiled, in order."""
         self.ended = asyncio.Event()
@@ -253,9 +254,18 @@ class ServerRole:
             if connection is not None:
                 logger.warning("client %d broke the order of its requests; cut off", client)
                 connection.close()
-        if effects.deadline is not None and self._timer is None:
-            delay = max(0.0, effects.deadline - self._loop.time())
-            self._timer = self._loop.call_later(delay, self._deadline)
+        if effects.deadline is not None:
+            self._wake_at(effects.deadline)
+
+    def _wake_at(self, deadline: float) -> None:
+        """Look at the shard's deadlines then, or sooner if that was planned before."""
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        self._timer_at = deadline
+        delay = max(0.0, deadline - self._loop.time())
+        self._timer = self._loop.call_later(delay, self._deadline)
 
     def _deadline(self) -> None:
         self._timer = None

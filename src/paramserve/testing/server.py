@@ -263,11 +263,13 @@ class SimulatedServer:
             if stream is not None:
                 stream.close(FAR)
                 self.lost(stream)
-        if effects.deadline is not None and self._timer is None:
+        if effects.deadline is not None and (self._timer is None or effects.deadline < self._timer):
             self._timer = effects.deadline
-            self.cluster.clock.at(effects.deadline, self._deadline)
+            self.cluster.clock.at(effects.deadline, self._deadline, effects.deadline)
 
-    def _deadline(self) -> None:
+    def _deadline(self, planned: float) -> None:
+        if planned != self._timer:
+            return  # It was moved to an earlier time.
         self._timer = None
         self._happen(DeadlineReached())
 

@@ -1,0 +1,207 @@
+"""When a server looks at its shard's deadlines: at each of them, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from paramserve import server
+from paramserve.config import NO_CREDENTIALS, Deadlines, ServerConfig
+from paramserve.core.consistency import Sync
+from paramserve.core.policies import spec
+from paramserve.messages import (
+    BlockSpec,
+    Commit,
+    Define,
+    Done,
+    Gradient,
+    Hello,
+    PeerMessage,
+    Piece,
+    Ready,
+    ShardReply,
+    Step,
+    decoder,
+    encode,
+)
+from paramserve.rules import Add
+from paramserve.rules.registry import spec as rule_spec
+from paramserve.server import ServerRole
+from paramserve.virtual import VirtualClock
+
+RESEND_S = 0.25
+SIZE = 8
+"""Elements of float64: one payload without padding."""
+
+_decode_reply = decoder(ShardReply).decode
+_decode_peer = decoder(PeerMessage).decode
+
+
+class Later:
+    """A call that was planned, as an event loop gives it."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do: Callable[[], None] | None = do
+
+    def __call__(self) -> None:
+        if self._do is not None:
+            self._do()
+
+    def cancel(self) -> None:
+        self._do = None
+
+
+class VirtualLoop:
+    """What a server uses of an event loop, in virtual time."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def call_later(self, delay_s: float, do: Callable[[], None]) -> Later:
+        later = Later(do)
+        self.clock.after(delay_s, later)
+        return later
+
+    def call_soon(self, do: Callable[[], None]) -> None:
+        """Only used to look for the next request sooner."""
+
+
+class Peer:
+    """A connection to the server, which notes when it was answered."""
+
+    kind = "unix"
+
+    def __init__(self, loop: VirtualLoop, hello: Hello) -> None:
+        self._loop = loop
+        self.hello = hello
+        self.arenas: dict[int, Any] = {}
+        self.replies: list[tuple[float, Any]] = []
+
+    def send(self, header: bytes, payload: Any = ()) -> None:
+        self.replies.append((self._loop.time(), _decode_reply(header)))
+
+
+class OtherServers:
+    """Links to the other servers, which note what was sent, and when."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self.sent: list[tuple[float, int, Any]] = []
+
+    def send(self, shard: int, header: bytes) -> None:
+        self.sent.append((self._loop.time(), shard, _decode_peer(header)))
+
+    def close(self) -> None:
+        pass
+
+
+class Harness:
+    """One server whose heartbeats are too rare to help, and its two workers."""
+
+    def __init__(self, loop: VirtualLoop, *, shard: int, servers: int) -> None:
+        config = ServerConfig(
+            shard,
+            servers,
+            2,
+            (),
+            "",
+            spec(Sync(reduce="sum")),
+            deadlines=Deadlines(resend_s=RESEND_S, heartbeat_s=1000.0),
+        )
+        self.loop, self.shard, self.servers = loop, shard, servers
+        self.role = ServerRole(config, NO_CREDENTIALS, None)
+        self.others = OtherServers(loop)
+        self.role._peers = self.others  # type: ignore[assignment]
+        self.workers = [
+            self.connects(Hello("client", client=rank + 1, incarnation=1, rank=rank, window=4))
+            for rank in range(2)
+        ]
+        self._last = [0, 0]
+
+    def connects(self, hello: Hello) -> Any:
+        peer: Any = Peer(self.loop, hello)
+        self.role.opened(peer, hello)
+        return peer
+
+    def sends(self, rank: int, message: Any, payload: Any) -> None:
+        """A numbered request of a worker."""
+        self._last[rank] += 1
+        numbered = structs.replace(message, seq=self._last[rank])
+        self.role.frame(self.workers[rank], encode(numbered), payload)
+
+    def define(self, group: int, policy: Sync) -> None:
+        cuts = [0] * (self.shard + 1) + [SIZE] * (self.servers - self.shard)
+        block = BlockSpec(
+            group,
+            group,
+            f"group {group}",
+            "float64",
+            rule_spec(Add()),
+            (Piece(f"w{group}", (SIZE,)),),
+            tuple(cuts),
+            consistency=spec(policy),
+        )
+        self.sends(0, Define(0, block, 1, 0, 0), np.zeros(SIZE).view(np.uint8))
+
+    def steps(self, rank: int, group: int, clock: int) -> None:
+        gradient = np.ones(SIZE).view(np.uint8)
+        step = Step(0, group, clock, True, (Gradient(group, 0, 0),), ())
+        self.sends(rank, step, gradient)
+
+    def answered(self, rank: int) -> list[float]:
+        """When a worker's requests were answered."""
+        for _, reply in self.workers[rank].replies:
+            assert isinstance(reply, Done), reply
+        return [at for at, _ in self.workers[rank].replies]
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    monkeypatch.setattr(server.asyncio, "get_running_loop", lambda: loop)
+    monkeypatch.setattr(server, "needed", lambda spec, rules: None)  # kernels are no matter here
+    return loop
+
+
+def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
+    loop: VirtualLoop,
+) -> None:
+    """A decided clock leaves the timer of its repeated message, 0.25 s after it was sent."""
+    one = Harness(loop, shard=1, servers=2)
+    one.define(0, Sync(reduce="sum", timeout_s=0.02))
+    lead = one.connects(Hello("server", client=0))
+    for rank in range(2):
+        one.steps(rank, 0, clock=0)
+    told = [message for _, _, message in one.others.sent]
+    assert [type(each) for each in told] == [Ready]
+    loop.clock.run(0.03)
+    one.role.frame(lead, encode(Commit(0, 0, (1, 2), 1.0, decided=(1, 2))), None)
+    loop.clock.run(0.1)
+    one.steps(0, 0, clock=1)
+    loop.clock.run(10.0)
+    repeats = [pytest.approx(0.12 + RESEND_S * n) for n in range(3)]
+    assert [at for at, _, _ in one.others.sent][1:4] == repeats
+    assert {(to, m.clock, m.contributors) for _, to, m in one.others.sent[1:]} == {(0, 1, (1,))}
+
+
+def test_deadlines_of_several_groups_on_one_server_are_each_kept(loop: VirtualLoop) -> None:
+    one = Harness(loop, shard=0, servers=1)
+    for group, timeout_s in enumerate((3.0, 0.02)):
+        one.define(group, Sync(reduce="sum", timeout_s=timeout_s))
+        for rank in range(2):
+            one.steps(rank, group, clock=0)
+    one.steps(0, 0, clock=1)
+    loop.clock.run(0.5)
+    one.steps(1, 1, clock=1)
+    loop.clock.run(10.0)
+    assert [one.answered(rank)[-1] for rank in range(2)] == [
+        pytest.approx(3.0),
+        pytest.approx(0.52),
+    ]
