@@ -10,7 +10,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.core.consistency import ElasticAverage, LocalSteps
 from paramserve.core.decisions import Policy
 from paramserve.core.policies import Terms
-from paramserve.errors import Timeout
+from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import GroupPolicy, Rest, SetPolicy, Step
 
 CHANGE_POLL_S = 0.01
@@ -42,11 +42,12 @@ class ChangingClient(DefiningClient):
         Returns:
             The first clock of the new policy.
         Raises:
-            UnknownName: nothing is defined in the group. UnknownRule: the servers do not know the
-                policy. TypeError: it is no policy. ValueError: it cannot work with this many
-                workers, or the change needs another optimizer in the workers. In all these cases
-                nothing was changed.
-            ParamServeError: not all workers are past the clock of an earlier change.
+            UnknownName: nothing is defined in the group. UnknownRule: a server, which is named,
+                does not know the policy. TypeError: it is no policy. ValueError: it cannot work
+                with this many workers, or the change needs another optimizer in the workers. In
+                all these cases nothing was changed on any server, and training goes on.
+            ParamServeError: not all workers are past the clock of an earlier change. Nothing was
+                changed.
             Timeout: not all shards have decided in `timeout_s`; the text names them. The change
                 may still come.
         """
@@ -59,8 +60,12 @@ class ChangingClient(DefiningClient):
             block = self._defined_in(name)
             _check_changeable(policy)
             _check_changeable(self._steps.terms_of(block).policy)
-            requests = [SetPolicy(0, block.group, described)] * len(self._exchange.shards)
-            self._steps.finish("set_consistency", requests, limit, ())
+            try:  # No shard begins before all have said that they can.
+                self._ask_for(SetPolicy(0, block.group, described, check=True), limit)
+            except ParamServeError as error:
+                error.applied = "no"
+                raise
+            self._ask_for(SetPolicy(0, block.group, described), limit)
         while True:
             changes = self._changes(name)
             decided = changes[0]
@@ -71,6 +76,10 @@ class ChangingClient(DefiningClient):
             if time.monotonic() >= until:
                 raise _undecided(name, policy, changes, described, limit)
             time.sleep(CHANGE_POLL_S)
+
+    def _ask_for(self, change: SetPolicy, limit_s: float) -> None:
+        requests = [change] * len(self._exchange.shards)
+        self._steps.finish("set_consistency", requests, limit_s, ())
 
     def _changes(self, name: str) -> list[GroupPolicy | None]:
         """A group's newest change of policy on each shard."""

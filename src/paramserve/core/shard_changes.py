@@ -10,7 +10,7 @@ from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_clocks import ShardClocks
 from paramserve.core.shard_session import Answer
 from paramserve.core.two_stroke import lead_of
-from paramserve.errors import ParamServeError
+from paramserve.errors import ParamServeError, UnknownRule
 from paramserve.messages import Done, Pause, Paused, SetPolicy, Switch
 
 
@@ -19,7 +19,14 @@ class ShardChanges(ShardClocks):
 
     def _set_policy(self, message: SetPolicy) -> Answer:
         group = self.group(message.group)
-        policy = build_policy(message.policy, self.policies)
+        try:
+            policy = build_policy(message.policy, self.policies)
+        except UnknownRule as error:
+            raise UnknownRule(
+                f"group {group.name!r} keeps its policy, since the server of shard {self.number} "
+                f"cannot build the new one: {error.failed}",
+                fix=error.fix,
+            ) from None
         asking.check(policy, len(group.clocks))
         check_table_policy(group.name, policy, group.table is not None)
         if group.lead is not None:
@@ -30,9 +37,10 @@ class ShardChanges(ShardClocks):
                     f"{changing.policy.name}; its slowest worker is at clock {group.slowest}",
                     fix="wait until the slowest worker is past the clock of that change",
                 )
-            number = group.changes.number + 1
-            group.changing = Changing(number, message.policy, self.shards)
-            self._pause_all(group, group.changing)
+            if not message.check:
+                number = group.changes.number + 1
+                group.changing = Changing(number, message.policy, self.shards)
+                self._pause_all(group, group.changing)
         return Answer(Done(message.seq, group.version, group.slowest))
 
     @staticmethod

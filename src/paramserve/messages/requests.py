@@ -107,11 +107,14 @@ class Rest(Struct, frozen=True, array_like=True, tag="rest"):
 
 class SetPolicy(Struct, frozen=True, array_like=True, tag="set-policy"):
     """Give a group another policy, from a clock on that the shards agree on. The answer says that
-    it is known; `Done.news` and `GroupReport.change` say when it is decided."""
+    it is known; `Done.news` and `GroupReport.change` say when it is decided. With `check` the
+    answer says whether this shard can, and nothing else happens: all are asked before the lead
+    begins, since a server may have been started without the policy's class."""
 
     seq: int
     group: int
     policy: ConsistencySpec
+    check: bool = False
 
 
 class Assign(Struct, frozen=True, array_like=True, tag="assign"):
