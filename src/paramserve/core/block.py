@@ -170,6 +170,14 @@ class ShardBlock(Ruled):
         ranges = (self._bounds[piece] for piece in active)
         return all(finite(gradient[start:stop]) for start, stop in ranges)
 
+    def below(self, gradient: Array, active: Sequence[int] | None, limit: float) -> bool:
+        """Whether the size of all active elements is below a limit."""
+        below = compiled().below
+        if active is None:
+            return bool(below(gradient, limit))
+        ranges = (self._bounds[piece] for piece in active)
+        return all(below(gradient[start:stop], limit) for start, stop in ranges)
+
     def squared_norm(self, gradient: Array) -> float:
         """Sum of the squares of all elements."""
         return float(compiled().squared_norm(gradient)) if self.size else 0.0

@@ -52,6 +52,11 @@ class Sum:
         if self.active is not None:
             self.active.update(header.active)
 
+    def copy(self) -> Sum:
+        """To try what one more gradient makes of it."""
+        active = None if self.active is None else set(self.active)
+        return Sum(self.array.copy(), active, self.hyper, self.count)
+
     def pieces(self) -> tuple[int, ...] | None:
         """As a push names them."""
         return None if self.active is None else tuple(sorted(self.active))
@@ -82,6 +87,10 @@ class RowSum:
         """Their sum, key by key."""
         return self.block.total(self.kept)
 
+    def copy(self) -> RowSum:
+        """To try what one more gradient makes of it."""
+        return RowSum(self.block, [*self.kept], self.hyper, self.count)
+
     def pieces(self) -> None:
         """As a push names them."""
 
@@ -93,6 +102,21 @@ class GradientBuffer:
     sums: dict[int, Any] = field(default_factory=dict)
     """By block: a `Sum` or a `RowSum`, as the block is."""
     count: int = 0
+    large: bool = False
+    """Whether it may hold gradients so large that any other one may make the sum overflow."""
+
+    def fits(self, parts: Sequence[Part], weight: float) -> bool:
+        """Whether the sums stay finite with these gradients, each of which is."""
+        self.large = True
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part in parts:
+                block = part[0]
+                found = self.sums.get(block.spec.block)
+                coming: Any = _empty_sum(block) if found is None else found.copy()
+                coming.add(part, weight)
+                if not block.finite(coming.array, None):
+                    return False
+        return True
 
     def add(self, parts: Sequence[Part], weight: float) -> None:
         """One more gradient."""
@@ -128,8 +152,7 @@ class GradientBuffer:
                 continue
             total = Sum(np.zeros(block.size, block.dtype))
             if isinstance(kept, Sum) and full:
-                active = None if kept.active is None else set(kept.active)
-                total = Sum(kept.array.copy(), active, kept.hyper, kept.count)
+                total = kept.copy()
             if number in coming:
                 total.add(coming[number], weight)
             block.draft(total.array, total.pieces(), total.hyper, push, key=self)
@@ -142,6 +165,7 @@ class GradientBuffer:
                 sum is lost.
         """
         self.count = 0
+        self.large = False
         failure: RuleFailed | TableFull | None = None
         for number, each in sorted(self.sums.items()):
             if not each.count:

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from paramserve.core import asking
 from paramserve.core.answering import with_values
 from paramserve.core.group import Group, Staleness
+from paramserve.core.overflow import LARGEST, addable
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
-from paramserve.core.two_stroke import Contribution, refusal_of, total
+from paramserve.core.two_stroke import NONFINITE_FIX, Contribution, reduced, refusal_of
 from paramserve.errors import (
     NotAMember,
     Overloaded,
@@ -82,7 +83,10 @@ def collect(
             fix="end each synchronous step with exactly one tick, in order",
         )
     by_block = {block.spec.block: (header, gradient) for block, header, gradient in parts}
-    held = Contribution(step, session.client, by_block, step.skip or finite(parts), refusal)
+    held = Contribution(step, session.client, by_block, finite=True, refusal=refusal)
+    if not step.skip and not addable(parts, held.weight):
+        held.finite = finite(parts)
+        held.large = held.finite
     group.collect.held[rank] = held
 
 
@@ -138,7 +142,16 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     skip = any(step.skip for step in steps)
     if finite and not refusal and not skip and held:
         try:
-            if clip > 0.0:
+            finite = not any(each.large for each in held) or _sum_is_finite(group, held)
+            if not finite:
+                if group.at(group.committed).policy.on_nonfinite == "refuse":
+                    refusal = (
+                        "NonFinite",
+                        f"the sum of the gradients of ranks {[rank for rank, _ in chosen]} for "
+                        f"group {group.name!r} is not finite on shard {shard}, although each is",
+                        NONFINITE_FIX,
+                    )
+            elif clip > 0.0:
                 squared = _squared_norm(group, held)
             else:
                 _draft(group, held)
@@ -160,13 +173,28 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
     )
 
 
+def _sum_is_finite(group: Group, held: list[Contribution]) -> bool:
+    """Whether these gradients, each finite, have a reduced one that is."""
+    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
+    for number, block in sorted(group.blocks.items()):
+        having = [each for each in held if number in each.gradients]
+        if having and any(each.large for each in having):
+            gradient, _, left = reduced(having, block, scale, keep=True)
+            if not block.below(gradient, None, LARGEST[block.dtype] / max(left, 1.0)):
+                return False
+    return True
+
+
 def _squared_norm(group: Group, held: list[Contribution]) -> float:
+    """Sum of the squares of the gradients' sum, to which the scale is still to be applied."""
+    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
     squared = 0.0
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having:
-            gradient, _ = total(having, block, keep=True)
-            squared += block.squared_norm(gradient)
+            gradient, _, left = reduced(having, block, scale, keep=True)
+            part = block.squared_norm(gradient)
+            squared += part if left == scale or not part else part / scale / scale
     return squared
 
 
@@ -178,9 +206,10 @@ def _draft(group: Group, held: list[Contribution]) -> None:
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and block.drafted:
-            gradient, active = total(having, block, keep=True)
+            gradient, active, left = reduced(having, block, scale, keep=True)
             hyper = having[0].gradients[number][0].hyper
-            block.draft(gradient, active, hyper, push, key)
+            its_push = push if left == scale else push._replace(scale=left)
+            block.draft(gradient, active, hyper, its_push, key)
 
 
 def _full(group: Group) -> Overloaded:
@@ -242,12 +271,13 @@ def _apply(
             block = group.blocks[number]
             if block.guarded is not guarded or block.has_draft(key):
                 continue
-            gradient, active = total(having, block, keep=False)
+            gradient, active, left = reduced(having, block, commit.scale, keep=False)
             hyper = having[0].gradients[number][0].hyper
+            its_push = push if left == commit.scale else push._replace(scale=left)
             if guarded:
-                block.draft(gradient, active, hyper, push, key)
+                block.draft(gradient, active, hyper, its_push, key)
             else:
-                block.apply(gradient, active, hyper, push)
+                block.apply(gradient, active, hyper, its_push)
     for number in pushed:
         if group.blocks[number].has_draft(key):
             group.blocks[number].keep_draft()

@@ -78,8 +78,9 @@ class Sync(Policy):
     Args:
         reduce: "mean" or "sum" over the workers. Where the weights are samples, "mean" is the mean
             over the samples of all workers, and "sum" the sum over the samples.
-        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
-            applies nothing at that clock, on all shards alike, and counts it.
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf, or in all
+            where the gradients are finite and their sum (not a mean) overflows; "skip" applies
+            nothing at that clock, on all shards alike, and counts it.
         backup: a clock is decided when all but this many workers have brought theirs.
         timeout_s: it is decided this long after its first gradients came, with those that are
             there; seconds, or `ps.Adaptive(...)`. None: it waits.

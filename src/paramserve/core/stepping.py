@@ -18,6 +18,7 @@ from paramserve.core.changes import Since
 from paramserve.core.decisions import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core.group import Group, Staleness
 from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.overflow import addable
 from paramserve.core.shard_session import Memory, ShardSession
 from paramserve.errors import (
     NonFinite,
@@ -137,6 +138,9 @@ def apply_now(
         case Drop():
             group.drop(session.rank)
         case Buffer():
+            large = group.buffer.large or not addable(parts, decision.weight)
+            if large and not group.buffer.fits(parts, decision.weight):
+                return _overflown(group, session, step, since), ()
             _buffer(group, parts, decision, step.clock)
         case Apply():
             flush(group)
@@ -151,6 +155,18 @@ def apply_now(
     if not dropped:
         group.staleness.setdefault(session.rank, Staleness()).add(staleness)
     return Done(step.seq, group.version, group.slowest, staleness, dropped), written
+
+
+def _overflown(group: Group, session: ShardSession, step: Step, since: Since) -> Done:
+    """A gradient is left out, as its policy says of NaN and Inf: with it, the buffer would hold
+    some."""
+    if since.policy.on_nonfinite == "refuse":
+        raise NonFinite(
+            f"the sum of the gradients in the buffer of group {group.name!r} is not finite with "
+            f"that of worker {session.rank} (client {session.client}), although each is",
+            fix="lower the learning rate, clip, or use on_nonfinite='skip'",
+        )
+    return _skip(group, session, step)
 
 
 def _skip(group: Group, session: ShardSession, step: Step) -> Done:

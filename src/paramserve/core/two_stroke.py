@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,14 @@ from paramserve.core import asking
 from paramserve.core.block import ShardBlock
 from paramserve.core.changes import Since
 from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.overflow import LARGEST, usual
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Propose, Ready, Step
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 
+NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 
@@ -52,6 +54,8 @@ class Contribution:
     gradients: dict[int, tuple[Gradient, Any]]
     """By block: the header part and this shard's elements."""
     finite: bool
+    large: bool = False
+    """Whether a sum with its gradients may overflow."""
     refusal: tuple[str, str, str] | None = None
     """Why this shard refuses the step, if it does: (kind, failed, fix). Then it has no gradients
     here."""
@@ -187,6 +191,11 @@ def decide(parts: Sequence[Ready], since: Since) -> Commit:
         return structs.replace(nothing, refusal=refusal)
     if first.clip_norm > 0.0:
         norm = sqrt(sum(part.squared_norm for part in parts)) * scale
+        if not isfinite(norm) and since.policy.on_nonfinite == "refuse":
+            failed = f"the norm of the gradients of clock {first.clock} is not finite"
+            return structs.replace(nothing, refusal=("NonFinite", failed, NONFINITE_FIX))
+        if not isfinite(norm):
+            return nothing
         scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
     return structs.replace(nothing, contributors=first.contributors, scale=scale)
 
@@ -212,15 +221,43 @@ def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str, s
     return None
 
 
+def reduced(
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    scale: float,
+    *,
+    keep: bool,
+) -> tuple[Any, tuple[int, ...] | None, float]:
+    """As `total`, and what is left to multiply the sum by: `scale`.
+
+    Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
+    1 is left: a mean is finite where its gradients are. What is not finite then has no number.
+    """
+    if not any(each.large for each in contributions):
+        return *total(contributions, block, keep=keep), scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        if all(usual(each.weight) for each in contributions):
+            gradient, active = total(contributions, block, keep=True)
+            limit = LARGEST[block.dtype] / max(scale, 1.0)
+            if block.below(gradient, None, limit):
+                return gradient, active, scale
+        return *total(contributions, block, keep=True, scale=scale), 1.0
+
+
 def total(
-    contributions: Sequence[Contribution], block: ShardBlock | KeyedBlock, *, keep: bool
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    *,
+    keep: bool,
+    scale: float = 1.0,
 ) -> tuple[Any, tuple[int, ...] | None]:
-    """Weighted sum of one block's gradients in the order given (by rank), not scaled.
+    """Weighted sum of one block's gradients in the order given (by rank).
 
     A piece that only some workers have a gradient for counts as zero for the others.
 
     Args:
         contributions: those that have the block, at least one.
+        scale: multiplies each gradient, with its weight.
         keep: leave every gradient as it is. Without, the sum may be left in the first gradient's
             own memory, which belongs to this shard until its worker is answered.
     Returns:
@@ -228,7 +265,8 @@ def total(
         has (None: all).
     """
     kernels = compiled()
-    parts = [(each.weight, *each.gradients[block.spec.block]) for each in contributions]
+    number = block.spec.block
+    parts = [(each.weight * scale, *each.gradients[number]) for each in contributions]
     if isinstance(block, KeyedBlock):
         return block.total(parts), None
     actives = [header.active for _, header, _ in parts]

@@ -86,6 +86,20 @@ def finite(a: Array) -> bool:
 
 
 @kernel
+def below(a: Array, limit: float) -> bool:
+    """Whether no element is NaN, and none's size is `limit` or more."""
+    most = a.dtype.type(limit)
+    for at in range(0, a.size, TILE):
+        x = a[at : at + TILE]
+        good = True
+        for i in range(x.size):
+            good &= abs(x[i]) < most
+        if not good:
+            return False
+    return True
+
+
+@kernel
 def copy_finite(dst: Array, src: Array) -> bool:
     """Copy `src` to `dst` and say whether no element is NaN or Inf, in one pass.
 
@@ -344,4 +358,4 @@ def prepare(dtype: np.dtype[Any]) -> None:
     Raises:
         TypeError: the dtype is neither float32 nor float64.
     """
-    load(dtype, finite, copy_finite, add_into, add_scaled_into, squared_norm, compensate)
+    load(dtype, finite, below, copy_finite, add_into, add_scaled_into, squared_norm, compensate)

@@ -111,7 +111,7 @@ def prepare_rows(rule: Rule, layout: RowLayout) -> None:
     if is_built_in(rule):
         cast(RowRule, rule).prepare_rows(layout)
         return
-    compiled().load(FLOAT, compiled().finite)
+    compiled().load(FLOAT, compiled().finite, compiled().below)
     compiled_rows().load(compiled_rows().gather, compiled_rows().scatter)
 
 

@@ -58,7 +58,7 @@ def committed(one: Rig) -> list[int]:
 
 @pytest.mark.parametrize(
     ("module", "name", "applied", "value"),
-    [(answering, "gathered", "yes", 3.0), (collecting, "total", "unknown", 0.0)],
+    [(answering, "gathered", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
 def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float

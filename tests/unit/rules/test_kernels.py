@@ -56,6 +56,18 @@ def test_finite_one_bad_element_anywhere_is_found(bad: float, dtype: Any) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -8.0, 8.0, -9.0])
+def test_below_finds_one_element_anywhere_that_is_as_large_as_the_limit(
+    bad: float, dtype: Any
+) -> None:
+    for size, at in ((1, 0), (5, 4), (3000, 1024), (3000, 2999)):
+        a = np.full(size, -7.5, dtype)
+        assert kernels.below(a, 8.0) is True
+        a[at] = bad
+        assert kernels.below(a, 8.0) is False, (size, at)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_copy_finite_copies_all_bits(size: int, dtype: Any) -> None:
     source, target = numbers(size, dtype), np.full(size, 9, dtype)

@@ -145,6 +145,10 @@ class KeyedBlock(Ruled):
         """Whether all elements are finite numbers."""
         return bool(compiled().finite(gradient.values.reshape(-1)))
 
+    def below(self, gradient: RowGradient, active: Sequence[int] | None, limit: float) -> bool:
+        """Whether the size of all elements is below a limit."""
+        return bool(compiled().below(gradient.values.reshape(-1), limit))
+
     def squared_norm(self, gradient: RowGradient) -> float:
         """Sum of the squares of all elements."""
         return float(compiled().squared_norm(gradient.values.reshape(-1)))
