@@ -82,6 +82,7 @@ class ShardBlock(Ruled):
         self._whole = bool(getattr(rule, "whole_tensors", False))
         self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))
         self._draft: Draft | None = None
+        self._scratch: Array | None = None
         if self._whole:
             check_whole(spec)
         if rule is not None:
@@ -135,6 +136,24 @@ class ShardBlock(Ruled):
     def bounds(self, piece: int) -> tuple[int, int]:
         """Elements [start, stop) of a piece within this shard's arrays."""
         return self._bounds[piece]
+
+    @property
+    def scratch(self) -> Array:
+        """Memory for one sum or corrected gradient, until the next one, [elements on this shard].
+
+        What a worker has brought is never written to: its step may be executed again from there.
+        """
+        if self._scratch is None:
+            self._scratch = np.empty(self.size, self.dtype)
+        return self._scratch
+
+    def reserve(self) -> None:
+        """Have the memory of `scratch`, before it is decided that it is used.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        _ = self.scratch
 
     def at(self, memory: Memory, arena: int, offset: int) -> Array:
         """Its part of a request's memory, [elements on this shard].

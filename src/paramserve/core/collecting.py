@@ -179,7 +179,7 @@ def _sum_is_finite(group: Group, held: list[Contribution]) -> bool:
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and any(each.large for each in having):
-            gradient, _, left = reduced(having, block, scale, keep=True)
+            gradient, _, left = reduced(having, block, scale)
             if not block.below(gradient, None, LARGEST[block.dtype] / max(left, 1.0)):
                 return False
     return True
@@ -192,7 +192,7 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having:
-            gradient, _, left = reduced(having, block, scale, keep=True)
+            gradient, _, left = reduced(having, block, scale)
             part = block.squared_norm(gradient)
             squared += part if left == scale or not part else part / scale / scale
     return squared
@@ -203,10 +203,13 @@ def _draft(group: Group, held: list[Contribution]) -> None:
     scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
     key = _key(group, scale, held)
     push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
+    if len(held) > 1 or held[0].weight != 1.0:
+        for each in group.blocks.values():
+            each.reserve()
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and block.drafted:
-            gradient, active, left = reduced(having, block, scale, keep=True)
+            gradient, active, left = reduced(having, block, scale)
             hyper = having[0].gradients[number][0].hyper
             its_push = push if left == scale else push._replace(scale=left)
             block.draft(gradient, active, hyper, its_push, key)
@@ -271,7 +274,7 @@ def _apply(
             block = group.blocks[number]
             if block.guarded is not guarded or block.has_draft(key):
                 continue
-            gradient, active, left = reduced(having, block, commit.scale, keep=False)
+            gradient, active, left = reduced(having, block, commit.scale)
             hyper = having[0].gradients[number][0].hyper
             its_push = push if left == commit.scale else push._replace(scale=left)
             if guarded:

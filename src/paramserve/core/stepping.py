@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from paramserve.core import asking
@@ -144,12 +145,13 @@ def apply_now(
             _buffer(group, parts, decision, step.clock)
         case Apply():
             flush(group)
-            if not _correct(group, session, step, parts, decision, since):
+            corrected = _corrected(group, session, step, parts, decision, since)
+            if corrected is None:
                 return _skip(group, session, step), ()
             push_info = PushInfo(
                 session.rank, step.clock, group.version, staleness, step.weight, decision.scale
             )
-            written = apply_parts(group, step, parts, memory, push_info, decision)
+            written = apply_parts(group, step, corrected, memory, push_info, decision)
     group.mark(session.client, step.mark)
     dropped = isinstance(decision, Drop)
     if not dropped:
@@ -176,11 +178,11 @@ def _skip(group: Group, session: ShardSession, step: Step) -> Done:
     return Done(step.seq, group.version, group.slowest, skipped=True)
 
 
-def _correct(
+def _corrected(
     group: Group, session: ShardSession, step: Step, parts: list[Part], how: Apply, since: Since
-) -> bool:
-    """Correct the gradients by what the values have changed since they were read, if asked to;
-    whether they can be applied.
+) -> list[Part] | None:
+    """The gradients, corrected by what the values have changed since they were read, if asked to;
+    None: they cannot be applied.
 
     Raises:
         NonFinite: they are not finite any more, and the policy refuses that. Nothing was applied.
@@ -188,8 +190,8 @@ def _correct(
     # With several blocks, one may have been read before the others were.
     changed = group.version > step.base or len(group.blocks) > 1
     if not how.compensate or not changed:
-        return True
-    _compensate(group.reads.of(session.rank, step.base), parts, how.compensate)
+        return parts
+    parts = _compensated(group.reads.of(session.rank, step.base), parts, how.compensate)
     good = finite(parts)
     if not good and since.policy.on_nonfinite == "refuse":
         raise NonFinite(
@@ -197,7 +199,7 @@ def _correct(
             f"is not when corrected by {how.compensate} * g * g * change of the values",
             fix="lower lam or the learning rate, clip, or use on_nonfinite='skip'",
         )
-    return good
+    return parts if good else None
 
 
 def apply_parts(
@@ -240,14 +242,20 @@ def apply_parts(
     return outs.keys()
 
 
-def _compensate(read: Mapping[int, Array], parts: list[Part], lam: float) -> None:
-    """Correct the gradients by what the values have changed since they were read, in the memory
-    where they lie: it is this shard's until the answer."""
+def _compensated(read: Mapping[int, Array], parts: list[Part], lam: float) -> list[Part]:
+    """The gradients, corrected by what the values have changed since they were read."""
     compensate = compiled().compensate
-    for block, _, gradient in parts:
+    found: list[Part] = []
+    for block, header, gradient in parts:
         before = read.get(block.spec.block)
         if before is not None and isinstance(block, ShardBlock) and block.size:
-            compensate(gradient, block.value, before, lam)
+            corrected = block.scratch
+            np.copyto(corrected, gradient)
+            compensate(corrected, block.value, before, lam)
+            found.append((block, header, corrected))
+        else:
+            found.append((block, header, gradient))
+    return found
 
 
 MOMENTA = ("momentum", "beta1", "betas.0")

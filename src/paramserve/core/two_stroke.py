@@ -225,8 +225,6 @@ def reduced(
     contributions: Sequence[Contribution],
     block: ShardBlock | KeyedBlock,
     scale: float,
-    *,
-    keep: bool,
 ) -> tuple[Any, tuple[int, ...] | None, float]:
     """As `total`, and what is left to multiply the sum by: `scale`.
 
@@ -234,21 +232,19 @@ def reduced(
     1 is left: a mean is finite where its gradients are. What is not finite then has no number.
     """
     if not any(each.large for each in contributions):
-        return *total(contributions, block, keep=keep), scale
+        return *total(contributions, block), scale
     with np.errstate(over="ignore", invalid="ignore"):
         if all(usual(each.weight) for each in contributions):
-            gradient, active = total(contributions, block, keep=True)
+            gradient, active = total(contributions, block)
             limit = LARGEST[block.dtype] / max(scale, 1.0)
             if block.below(gradient, None, limit):
                 return gradient, active, scale
-        return *total(contributions, block, keep=True, scale=scale), 1.0
+        return *total(contributions, block, scale), 1.0
 
 
 def total(
     contributions: Sequence[Contribution],
     block: ShardBlock | KeyedBlock,
-    *,
-    keep: bool,
     scale: float = 1.0,
 ) -> tuple[Any, tuple[int, ...] | None]:
     """Weighted sum of one block's gradients in the order given (by rank).
@@ -258,11 +254,10 @@ def total(
     Args:
         contributions: those that have the block, at least one.
         scale: multiplies each gradient, with its weight.
-        keep: leave every gradient as it is. Without, the sum may be left in the first gradient's
-            own memory, which belongs to this shard until its worker is answered.
     Returns:
         The sum, [size of the shard's part] or of a table a `RowGradient`, and the pieces that it
-        has (None: all).
+        has (None: all). No gradient is written to: the sum is the only one there is, or lies in
+        the block's `scratch`.
     """
     kernels = compiled()
     number = block.spec.block
@@ -271,12 +266,16 @@ def total(
         return block.total(parts), None
     actives = [header.active for _, header, _ in parts]
     if all(active is None for active in actives):
-        weight, _, target = parts[0]
-        if keep:
-            target = target.copy()
-        if weight != 1.0:
-            np.multiply(target, target.dtype.type(weight), out=target)
-        for weight, _, gradient in parts[1:]:
+        (weight, _, first), rest = parts[0], parts[1:]
+        if not rest and weight == 1.0:
+            return first, None
+        target = block.scratch
+        if rest and weight == rest[0][0] == 1.0:  # the two of them in one pass
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(first, rest.pop(0)[2], out=target)
+        else:
+            np.multiply(first, target.dtype.type(weight), out=target)
+        for weight, _, gradient in rest:
             kernels.add_scaled_into(target, weight, gradient)
         return target, None
     target = np.zeros(block.size, block.dtype)

@@ -201,18 +201,17 @@ def block(*shapes: tuple[int, ...]) -> ShardBlock:
 
 def test_total_is_summed_in_the_order_given() -> None:
     parts = [contribution([1e16, 1.0]), contribution([1.0, 1.0]), contribution([-1e16, 1.0])]
-    found, active = total(parts, block((2,)), keep=False)
+    found, active = total(parts, block((2,)))
     assert active is None
     assert found.tolist() == [(1e16 + 1.0) - 1e16, 3.0]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_total_keep_leaves_the_gradients(keep: bool) -> None:
+def test_total_leaves_the_gradients() -> None:
     parts = [contribution([1.0, 2.0], weight=2.0), contribution([10.0, 10.0], weight=3.0)]
-    found, _ = total(parts, block((2,)), keep=keep)
+    found, _ = total(parts, block((2,)))
     assert found.tolist() == [32.0, 34.0]
     first, second = (each.gradients[0][1] for each in parts)
-    assert first.tolist() == ([1.0, 2.0] if keep else [32.0, 34.0])
+    assert first.tolist() == [1.0, 2.0]
     assert second.tolist() == [10.0, 10.0]
 
 
@@ -222,13 +221,13 @@ def test_total_missing_pieces_count_as_zero() -> None:
         contribution([2.0, 2.0, 2.0], weight=0.5),
         contribution([7.0, 7.0, 4.0], active=(1,)),
     ]
-    found, active = total(parts, block((2,), (1,)), keep=False)
+    found, active = total(parts, block((2,), (1,)))
     assert active == (0, 1)
     assert found.tolist() == [2.0, 2.0, 5.0]
 
 
 def test_total_names_only_the_pieces_that_somebody_has() -> None:
     parts = [contribution([1.0, 9.0, 9.0], active=(0,)), contribution([1.0, 9.0, 5.0], active=(2,))]
-    found, active = total(parts, block((1,), (1,), (1,)), keep=False)
+    found, active = total(parts, block((1,), (1,), (1,)))
     assert active == (0, 2)
     assert found.tolist() == [1.0, 0.0, 5.0]

@@ -153,6 +153,9 @@ class KeyedBlock(Ruled):
         """Sum of the squares of all elements."""
         return float(compiled().squared_norm(gradient.values.reshape(-1)))
 
+    def reserve(self) -> None:
+        """Sums of rows have memory of their own, as large as they are."""
+
     def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
         """Weighted sum of several gradients, key by key, in the order given."""
         if len(weighted) == 1 and weighted[0][0] == 1.0:
