@@ -25,7 +25,17 @@ from paramserve.errors import (
     UnknownName,
 )
 from paramserve.loading import load_kernels
-from paramserve.messages import Define, Defined, Found, Lookup, Ok, Piece, PlaceBlock, Placed
+from paramserve.messages import (
+    Define,
+    Defined,
+    Found,
+    Lookup,
+    Ok,
+    Piece,
+    PlaceBlock,
+    Placed,
+    Undefine,
+)
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import described_by
 
@@ -93,13 +103,23 @@ class DefiningClient(ClientLife):
         return block
 
     def _give_up(self, block: Block, attempt: int, limit: float) -> None:
-        """The shards refused a define: its names are free again, here and for everybody."""
+        """The shards refused a define: its names are free again, here and for everybody.
+
+        The shards that took it forget it first: the next define may give its group another policy.
+        """
+        requests = [Undefine(0, block.id, attempt)] * len(self._exchange.shards)
+        forgotten = False
         with self._lock:
+            with contextlib.suppress(ParamServeError):  # the names stay taken
+                self._steps.finish("define", requests, limit, ())
+                forgotten = True
             self._exchange.blocks.pop(block.id, None)
             if block.table is None:
                 self._names.remove(block)
             if all(each.group != block.group for each in self._exchange.blocks.values()):
                 self._terms.undefined(block.group)
+        if not forgotten:
+            return
         # Where the coordinator is gone too, there is nothing left to free.
         with contextlib.suppress(ParamServeError):
             self._control.call(Defined(0, block.id, -attempt), Ok, timeout_s=limit)

@@ -52,6 +52,7 @@ from paramserve.messages import (
     SetPolicy,
     Step,
     TakeSnapshot,
+    Undefine,
     Watch,
 )
 from paramserve.rules.registry import build as build_rule
@@ -152,6 +153,8 @@ class Shard(ShardChanges):
                 return self._step(session, request, request.message)
             case Define():
                 return self._define(request.message, request.memory)
+            case Undefine() as message:
+                return self._undefine(message)
             case Assign() as message:
                 return answering.assign(self, message, request.memory)
             case Fetch() as message:
@@ -187,6 +190,17 @@ class Shard(ShardChanges):
             self.blocks[spec.block] = group.blocks[spec.block] = block
             group.table = block if isinstance(block, KeyedBlock) else None
         return Answer(Done(message.seq, self.groups[spec.group].version))
+
+    def _undefine(self, message: Undefine) -> Answer:
+        """No client knows of the block yet, but the one that has tried to define it."""
+        block = self.blocks.get(message.block)
+        if block is not None and block.attempt <= message.attempt:
+            group = self.groups[block.spec.group]
+            del self.blocks[message.block], group.blocks[message.block]
+            group.table = None
+            if not group.blocks:
+                del self.groups[group.id]
+        return Answer(Done(message.seq))
 
     def _new_block(self, message: Define) -> ShardBlock | KeyedBlock:
         spec = message.spec

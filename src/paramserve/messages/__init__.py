@@ -71,6 +71,7 @@ from paramserve.messages.requests import (
     ShardRequest,
     Step,
     TakeSnapshot,
+    Undefine,
     Watch,
 )
 from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, decoder, encode
@@ -112,6 +113,7 @@ __all__ = [
     "Keys",
     "Place",
     "Define",
+    "Undefine",
     "Step",
     "NOTE_BYTES_MAX",
     "Rest",

@@ -58,6 +58,15 @@ class Define(Struct, frozen=True, array_like=True, tag="define"):
     offset: int
 
 
+class Undefine(Struct, frozen=True, array_like=True, tag="undefine"):
+    """Forget a block that a shard has refused in this attempt, and its group if nothing else is in
+    it. A shard that does not have the block has nothing to do."""
+
+    seq: int
+    block: int
+    attempt: int
+
+
 UNDER_WAY = -1
 """As the clock of a step: the one at which this worker is waited for. The answer says `at`."""
 
@@ -191,7 +200,9 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     oldest: int = 0
 
 
-ShardRequest = Define | Step | Rest | SetPolicy | Assign | Fetch | Scan | Put | Watch | TakeSnapshot
+ShardRequest = (
+    Define | Undefine | Step | Rest | SetPolicy | Assign | Fetch | Scan | Put | Watch | TakeSnapshot
+)
 
 Forgetting = Step | Assign | Fetch | Scan | Put | TakeSnapshot
 """Requests that may have large answers: their `oldest` says which of these can go."""
