@@ -549,6 +549,7 @@ def nan_not_seen(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Nobody looks whether a gradient is finite."""
     monkeypatch.setattr(stepping, "finite", lambda parts: True)
     monkeypatch.setattr(collecting, "finite", lambda parts: True)
+    monkeypatch.setattr(collecting, "addable", lambda parts, weight: True)
     return SimulatedCluster
 
 
