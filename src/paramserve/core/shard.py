@@ -144,8 +144,22 @@ class Shard(ShardChanges):
             self._answer(session, answer)
 
     def _drain(self, session: ShardSession) -> None:
-        while session.queue and session.held is None:
-            self._execute(session, session.queue.popleft())
+        """Execute what waits behind a request that is answered now.
+
+        That may answer other sessions' requests, whose queues the active call drains after this
+        one: a chain of them needs no deeper stack.
+        """
+        self._to_drain.append(session)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._to_drain:
+                session = self._to_drain.popleft()
+                while session.queue and session.held is None:
+                    self._execute(session, session.queue.popleft())
+        finally:
+            self._draining = False
 
     def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
         match request.message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,6 +82,9 @@ class ShardMembers(ABC):
         self.members_number = 0
         """Of the membership that it was told last."""
         self._retiring: frozenset[int] = frozenset()
+        self._to_drain = deque[ShardSession]()
+        """Sessions whose queues can go on, within one event."""
+        self._draining = False
         self._now = 0.0
         self._effects = Effects()
 

@@ -397,3 +397,20 @@ def test_inquiry_names_who_is_missing() -> None:
 def test_inquiry_at_rest_names_the_slowest() -> None:
     one = rig(shards=3)
     assert ask(one, shard=2).missing == ((0, 0), (1, 0))
+
+
+def test_steps_that_wait_behind_each_other_in_many_groups_are_done_without_deep_recursion() -> None:
+    """Two workers have sent a step of every group when the third one leaves, and each commit lets
+    the next group's steps go on."""
+    groups = 100
+    one = Rig(Sync(reduce="sum"), workers=3)
+    for client in (1, 2, 3):
+        one.join(client, client - 1, window=groups)
+    numbers = [*range(1, groups), 0]  # the last group that is told of the change is the first one
+    for number in numbers:
+        one.define(1, block_spec((1,), number=number, group=number))
+    for client in (1, 2):
+        for number in range(groups):
+            one.step(client, {number: [1.0]}, group=number)
+    one.happen(ClientBye(3))
+    assert [one.value(number) for number in range(groups)] == [[2.0]] * groups
