@@ -271,6 +271,7 @@ class Shard(ShardChanges):
         group = self.group(step.group)
         if group.table is not None:
             group.table.clock = group.slowest
+            group.table.collects = group.collects
         asked = request
         if step.clock == UNDER_WAY:
             session.asks_clock.add(group.id)

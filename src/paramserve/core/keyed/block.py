@@ -58,6 +58,7 @@ class KeyedBlock(Ruled):
     Attributes:
         clock: of its group, the slowest worker's; what rows are said to be used at. The shard
             keeps it.
+        collects: whether its group's gradients wait for a clock's commit. The shard keeps it.
 
     Raises:
         ValueError, TypeError: the rule cannot work on rows.
@@ -73,6 +74,7 @@ class KeyedBlock(Ruled):
         super().__init__(spec, rule, attempt)
         self.table = spec.table
         self.clock = 0
+        self.collects = False
         self._draft: Draft | None = None
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
@@ -83,6 +85,7 @@ class KeyedBlock(Ruled):
         stream = stream_of(self.table.seed, spec.group_name)
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
         self.store = RowStore(self.layout, state, options, stream, f"table {self._names}")
+        self._bounded = options.lru is not None or options.max_bytes > 0
 
     @property
     def nbytes(self) -> int:
@@ -318,7 +321,9 @@ class KeyedBlock(Ruled):
     def read(self, memory: Memory, place: Place, offset: int, inline: Array | None) -> None:
         """Write the rows of the keys asked for to their places, or in order to `inline`.
 
-        A full table gives new keys their initial values, and no rows.
+        A full table gives new keys their initial values, and no rows. So does one whose rows are
+        bounded where gradients are collected: reads come in any order, and the order would decide
+        which rows there are. There only gradients, which come in rank order, create and use rows.
         """
         keys, places = self._keys(memory, place, offset)
         assert place.keys is not None
@@ -329,7 +334,8 @@ class KeyedBlock(Ruled):
             count = place.keys.total * self.dim
             out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
-        purpose = Purpose.PULL if place.keys.create else Purpose.READ
+        creates = place.keys.create and not (self.collects and self._bounded)
+        purpose = Purpose.PULL if creates else Purpose.READ
         try:
             taken = self.store.take(keys, self.clock, purpose)
         except TableFull:

@@ -146,6 +146,8 @@ class TTL:
 class LRU:
     """The least recently used row goes, with its rule state, when there are more than `rows`.
 
+    Under `ps.Sync` only pushes count as use: reads come in no fixed order.
+
     Args:
         rows: of the whole table, of which each server keeps its part; None: only `max_bytes` limits
             the rows. The rows that one request creates and uses stay together: where they are more,
