@@ -138,10 +138,11 @@ def rows_are_read_to_the_places_of_others(
 def nan_is_looked_for_in_the_first_row_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
-    def finite(block: KeyedBlock, gradient: RowGradient, active: object) -> bool:
+    def finite(block: KeyedBlock, gradient: RowGradient, *args: object) -> bool:
         return bool(np.isfinite(gradient.values[:1]).all())
 
     monkeypatch.setattr(KeyedBlock, "finite", finite)
+    monkeypatch.setattr(KeyedBlock, "below", finite)
     return SimulatedTables
 
 
