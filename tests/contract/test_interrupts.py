@@ -6,6 +6,7 @@ Afterwards the client works, or says that it was closed; and what was acknowledg
 from __future__ import annotations
 
 import dis
+import gc
 import random
 import signal
 import sys
@@ -247,9 +248,9 @@ def workers_cluster(
 )
 def trial(
     request: pytest.FixtureRequest, workers_cluster: RoleCluster, tables_ready: None
-) -> Trial:
-    made: Trial = request.param(workers_cluster)
-    return made
+) -> Iterator[Trial]:
+    yield request.param(workers_cluster)
+    gc.collect()  # Sockets that an interrupt left to the collector, while their warning is ignored.
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # A socket that nothing owned yet.
