@@ -30,7 +30,7 @@ class Limits(Struct, frozen=True):
     clients_max: int = 4096
     connections_max: int = 8192
     send_buffer_bytes_max: int = 256 << 20
-    """Replies that a peer has not read; past it the peer is cut off."""
+    """Replies that a peer has not read; past it nothing is read from the peer until it reads."""
     buffers_bytes_max: int = 512 << 20
     """Memory that a listener keeps to receive payloads in again, while nobody uses it; a server
     keeps as much for the values that it sends."""

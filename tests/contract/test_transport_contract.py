@@ -262,8 +262,10 @@ def test_connection_closed_by_the_handler_ends_the_link(host: Host) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_slow_reader_is_cut_off_and_others_are_served(make_host: MakeHost, kind: str) -> None:
-    limits = Limits(send_buffer_bytes_max=1 << 16)
+def test_reader_that_leaves_more_than_it_can_have_asked_for_is_cut_off_and_others_are_served(
+    make_host: MakeHost, kind: str
+) -> None:
+    limits = Limits(send_buffer_bytes_max=1 << 16, outstanding_max=50)
     host = make_host(kind, limits)
     slow, other = host.connect(), host.connect(Hello("client", client=2))
     slow.send(b"flood 1000000")

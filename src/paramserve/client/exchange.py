@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from msgspec import structs
@@ -99,7 +100,17 @@ class Exchange(Links):
         link = super()._connect(shard, timeout_s)
         if not link.shared:
             self._quick_s, self._spin_s = QUICK_TCP_S, SPIN_TCP_S
+            link.while_blocked = partial(self._read_while_blocked, shard)
         return link
+
+    def _read_while_blocked(self, shard: ReachedShard) -> None:
+        """Take answers while a message is sent: a server with much unread reads no more of it."""
+        assert shard.link is not None
+        try:
+            self._take_all(shard, shard.link)
+        except ParamServeError as error:
+            self._give_up(shard, error)
+            raise ConnectionAbortedError(f"shard {shard.number} is given up") from error
 
     def _reconnect(self, shard: ReachedShard, why: Exception) -> None:
         """Make a broken link anew and send again what is unanswered; or give the shard up."""
@@ -334,10 +345,7 @@ class Exchange(Links):
             try:
                 if shard.link is None or shard.number in self._down:
                     raise ConnectionError("not connected")
-                header = shard.link.receive(0.0)
-                while header is not None:
-                    self._take(shard, header)
-                    header = shard.link.buffered()
+                self._take_all(shard, shard.link)
             except ConnectionError as error:
                 self._reconnect(shard, error)
             except ParamServeError as error:
@@ -346,8 +354,14 @@ class Exchange(Links):
                 self._give_up(shard, error)
             self._in_use.discard(shard.number)
 
-    def _take(self, shard: ReachedShard, header: bytes) -> None:
-        assert shard.link is not None
+    def _take_all(self, shard: ReachedShard, link: Link) -> None:
+        """Take what has come from a shard."""
+        header = link.receive(0.0)
+        while header is not None:
+            self._take(shard, link, header)
+            header = link.buffered()
+
+    def _take(self, shard: ReachedShard, link: Link, header: bytes) -> None:
         reply = _decode(header)
         if type(reply) is not Done:
             if isinstance(reply, Waiting | ServerBeat):
@@ -355,12 +369,12 @@ class Exchange(Links):
                 return
             if reply.seq == 0:  # the server is about to cut this connection, and says why
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
-        if shard.link.payload_bytes:
+        if link.payload_bytes:
             sent = shard.session.sent(reply.seq)
             if sent is None:
-                shard.link.skip_payload()
+                link.skip_payload()
             else:
-                self.payloads.read(shard.number, shard.link, sent)
+                self.payloads.read(shard.number, link, sent)
         self._torn = "an answer"
         shard.session.on_reply(reply)
         self._torn = ""

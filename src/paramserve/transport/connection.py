@@ -54,8 +54,10 @@ class Connection(Protocol):
         """Send one frame; never waits.
 
         The arrays of the payload are handed over: they must not change afterwards. Each is padded
-        to `ALIGN` on the wire. On a closed connection this does nothing. A peer that has left more
-        than `send_buffer_bytes_max` of earlier frames unread is cut off instead.
+        to `ALIGN` on the wire. On a closed connection this does nothing. While a peer has left more
+        than `send_buffer_bytes_max` of earlier frames unread, nothing more is read from it, so that
+        what it may have unanswered bounds what waits for it. Past `outstanding_max` frames more
+        than that, which it cannot have asked for, it is cut off.
         """
 
     def close(self) -> None:
@@ -134,6 +136,10 @@ class StreamConnection:
         self._queued_bytes = 0
         self._writing = False
         self._again = False
+        self._paused = False
+        """Whether nothing is read, because the peer has left too much unread."""
+        self._past_limit = 0
+        """Frames that came to the queue since then."""
         self._started = False
         self._closed = False
 
@@ -154,7 +160,8 @@ class StreamConnection:
         if self._closed:
             self._loop.call_soon(self._handler.closed, self)
             return
-        self._loop.add_reader(self._sock, self._readable)
+        if not self._paused:
+            self._loop.add_reader(self._sock, self._readable)
         self._writable()
         self._come_back()
 
@@ -190,14 +197,33 @@ class StreamConnection:
         """Put a frame behind what waits; try to write if nothing does."""
         if self._closed:
             return
-        if self._queued_bytes > self._limits.send_buffer_bytes_max:
-            self._end(f"the peer left {self._queued_bytes} bytes unread")
-            return
+        if self._paused:
+            self._past_limit += 1
+            if self._past_limit > self._limits.outstanding_max:
+                self._end(f"the peer left {self._queued_bytes} bytes unread")
+                return
         first = not self._queue
         self._queue.extend(views)
         self._queued_bytes += sum(map(len, views))
         if first and self._started:
             self._writable()
+        if self._is_full() and not self._paused and not self._closed:
+            self._paused, self._past_limit = True, 0
+            self._loop.remove_reader(self._sock)
+
+    def _is_full(self) -> bool:
+        return self._queued_bytes > self._limits.send_buffer_bytes_max
+
+    def _resume(self) -> None:
+        """Read on, if the peer has read; first what had come before the pause."""
+        if self._closed or not self._paused or self._is_full():
+            return
+        self._paused = False
+        if self._payload is None:
+            self._frames(0)
+        if not self._closed and not self._paused:
+            self._loop.add_reader(self._sock, self._readable)
+            self._come_back()
 
     def _writable(self) -> None:
         try:
@@ -209,6 +235,8 @@ class StreamConnection:
             return
         self._queued_bytes -= sent
         drop(self._queue, sent)
+        if self._paused and not self._is_full():
+            self._loop.call_soon(self._resume)
         if bool(self._queue) == self._writing:
             return
         self._writing = not self._writing
@@ -226,19 +254,18 @@ class StreamConnection:
 
     def _come_back(self) -> None:
         """Read on soon if there is something that the selector does not know of."""
-        if not self._again and not self._closed and pending(self._sock):
+        if not self._again and not self._closed and not self._paused and pending(self._sock):
             self._again = True
             self._loop.call_soon(self._read_again)
 
     def _read_again(self) -> None:
         self._again = False
-        if not self._closed:
+        if not self._closed and not self._paused:
             self._readable()
 
     def _read_frames(self) -> None:
-        reader = self._reader
         try:
-            count = self._sock.recv_into(reader.space())
+            count = self._sock.recv_into(self._reader.space())
         except BlockingIOError:
             return
         except OSError as error:
@@ -247,6 +274,11 @@ class StreamConnection:
         if not count:
             self._end("the peer closed")
             return
+        self._frames(count)
+
+    def _frames(self, count: int) -> None:
+        """Hand over the frames that are here, after `count` more bytes."""
+        reader = self._reader
         try:
             header = reader.filled(count)
             while header is not None:
@@ -255,7 +287,7 @@ class StreamConnection:
                         return
                 else:
                     self._handler.frame(self, header, None)
-                if self._closed:
+                if self._closed or self._paused:
                     return
                 header = reader.next()
         except (ParamServeError, msgspec.MsgspecError) as error:

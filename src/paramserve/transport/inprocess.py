@@ -94,10 +94,11 @@ class _Mailbox:
     def fileno(self) -> int:
         return self._reading.fileno()
 
-    def put(self, reply: _Reply, nbytes_max: int) -> bool:
-        """Queue a reply; False, and it is not queued, if more than `nbytes_max` lie unread."""
+    def put(self, reply: _Reply, nbytes_max: int, replies_max: int) -> bool:
+        """Queue a reply; False, and it is not queued, if more than `nbytes_max` lie unread, in
+        more than `replies_max` frames."""
         with self._lock:
-            if self._nbytes > nbytes_max:
+            if self._nbytes > nbytes_max and len(self._replies) > replies_max:
                 return False
             if not self._ended:
                 if not self._replies:
@@ -156,7 +157,8 @@ class InProcessConnection:
     def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
         nbytes = len(header) + sum(padded(part.nbytes) for part in payload)
         reply = _Reply(header, tuple(payload), nbytes)
-        if not self._mailbox.put(reply, self._listener.limits.send_buffer_bytes_max):
+        limits = self._listener.limits
+        if not self._mailbox.put(reply, limits.send_buffer_bytes_max, limits.outstanding_max):
             self.close()
 
     def refuse(self, error: ParamServeError) -> None:

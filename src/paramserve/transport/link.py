@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -59,6 +59,8 @@ class Link:
         shared: whether the peer has mapped the arenas that `connect` was given.
         payload_bytes: what is left to read of the payload whose header came last.
         broken_off: whether a call ended within a frame, and the connection with it.
+        while_blocked: called, if set, when the peer takes nothing of a frame and something has come
+            from it: it may read on only when that is read. It may call `receive` and read payloads.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Link:
         self.shared = False
         self.payload_bytes = 0
         self.broken_off = False
+        self.while_blocked: Callable[[], None] | None = None
         self._sock = sock
         self._hello = hello
         self._limits = limits
@@ -81,6 +84,8 @@ class Link:
         self._poll_in.register(sock, select.POLLIN)
         self._poll_out = select.poll()
         self._poll_out.register(sock, select.POLLOUT)
+        self._poll_both = select.poll()
+        self._poll_both.register(sock, select.POLLIN | select.POLLOUT)
 
     @classmethod
     def connect(
@@ -219,9 +224,17 @@ class Link:
             try:
                 drop(views, self._sock.sendmsg(islice(views, IO_PARTS_MAX)))
             except BlockingIOError:
-                self._wait(self._poll_out, "the peer took nothing")
+                self._wait_to_send()
             except OSError as error:
                 raise self._failed(error) from error
+
+    def _wait_to_send(self) -> None:
+        if self.while_blocked is None:
+            self._wait(self._poll_out, "the peer took nothing")
+            return
+        self._wait(self._poll_both, "the peer took nothing")
+        if pending(self._sock) or self._poll_in.poll(0):
+            self.while_blocked()
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The header of the next frame, or None if none was complete in time.
