@@ -164,8 +164,9 @@ def test_call_waits_for_another_threads_call_no_longer_than_its_timeout(
     control: ControlLink,
 ) -> None:
     thread = threading.Thread(target=lambda: _quiet(control, Lookup(0, ("x",), 2.0)))
+    calls = control._call
     thread.start()
-    wait_until(control._lock.locked)
+    wait_until(lambda: control._call > calls)
     start = time.monotonic()
     with pytest.raises(Timeout):
         control.call(AskStatus(0), Status, timeout_s=0.05, slack_s=0.0)
@@ -218,8 +219,9 @@ def test_heartbeat_goes_out_while_a_call_waits_for_its_answer(make_cluster: Make
     worker = cluster.client(0)
     driver = cluster.client()._control
     thread = threading.Thread(target=lambda: _await_nothing(worker))
+    calls = worker._control._call
     thread.start()
-    wait_until(worker._control._lock.locked)
+    wait_until(lambda: worker._control._call > calls)
     worker.log({"loss": 0.5})
     wait_until(lambda: ask(driver).next_record == 1)
     assert thread.is_alive()
@@ -244,8 +246,9 @@ def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster)
             errors.append(error)
 
     thread = threading.Thread(target=wait)
+    calls = client._control._call
     thread.start()
-    wait_until(client._control._lock.locked)
+    wait_until(lambda: client._control._call > calls)
     cluster.coordinating.call(cluster._coordinator.close)
     thread.join(2.0)
     assert [type(error) for error in errors] == [CoordinatorGone]
