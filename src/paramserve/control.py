@@ -35,7 +35,7 @@ REPLY_SLACK_S = 5.0
 LOOK_S = 1.0
 """How often one who waits for an answer looks whether another thread has ended the connection."""
 NOTIFY_S = 1.0
-"""How long a heartbeat waits for its turn to be sent; the next one comes soon."""
+"""How long a heartbeat waits for another thread of this process that sends."""
 
 _decode = decoder(CoordinatorReply | Members | Refused).decode
 
@@ -147,11 +147,20 @@ class ControlLink:
                 return reply
         return None
 
-    def _send(self, message: CoordinatorRequest | CoordinatorNotice, deadline: float) -> bool:
-        """False: another thread was sending until the deadline. Nothing was sent."""
+    def _send(
+        self,
+        message: CoordinatorRequest | CoordinatorNotice,
+        deadline: float,
+        *,
+        waits: bool = True,
+    ) -> bool:
+        """False: another thread was sending until the deadline, or the coordinator takes nothing,
+        and `waits` is False. Nothing was sent."""
         try:
             if not self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
                 return False
+            if not waits:
+                return self._link.offer(encode(message))
             self._link.send(encode(message))
             return True
         finally:
@@ -182,14 +191,16 @@ class ControlLink:
             except RuntimeError:
                 pass
 
-    def notify(self, message: CoordinatorNotice) -> bool:
+    def notify(self, message: CoordinatorNotice, *, waits: bool = True) -> bool:
         """Send a heartbeat, also while a call waits for its answer.
 
+        Args:
+            waits: until the coordinator takes it; False: an event loop must not wait for that.
         Returns:
-            False: the coordinator is gone, or takes nothing.
+            False: the coordinator is gone, or takes nothing. Nothing was sent.
         """
         try:
-            return self._send(message, time.monotonic() + NOTIFY_S)
+            return self._send(message, time.monotonic() + NOTIFY_S, waits=waits)
         except (ConnectionError, ClientClosed):
             return False
 

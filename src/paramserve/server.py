@@ -328,7 +328,7 @@ class ServerRole:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
         self._happen(DeadlineReached())
         if self._control is not None:
-            self._control.notify(self._report())
+            self._control.notify(self._report(), waits=False)  # If it does not fit, the next may.
         self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
 
     def _report(self, *, notes: bool = False) -> ServerBeat:

@@ -71,6 +71,8 @@ class Link:
         self.payload_bytes = 0
         self.broken_off = False
         self.while_blocked: Callable[[], None] | None = None
+        self._rest: deque[memoryview] = deque()
+        """Of the frame that `offer` took last, what the peer has not taken yet."""
         self._sock = sock
         self._hello = hello
         self._limits = limits
@@ -201,6 +203,8 @@ class Link:
         if len(header) > self._limits.header_bytes_max:
             raise header_not_sent(len(header), self._limits.header_bytes_max)
         try:
+            if self._rest:
+                self._send_all(self._rest)
             if payload:
                 views, total = on_wire(payload)
                 views.insert(0, memoryview(prelude(len(header), total) + header))
@@ -218,6 +222,44 @@ class Link:
         except BaseException:
             self._break_off()
             raise
+
+    def offer(self, header: bytes) -> bool:
+        """Send one frame without a payload, and never wait. What the peer does not take at once, of
+        this one frame, goes before what is sent next; see `flush`.
+
+        Returns:
+            False: it has not taken the one before yet. Nothing was sent.
+        Raises:
+            As `send`.
+        """
+        if not self.flush():
+            return False
+        if len(header) > self._limits.header_bytes_max:
+            raise header_not_sent(len(header), self._limits.header_bytes_max)
+        self._rest.append(memoryview(prelude(len(header), 0) + header))
+        self.flush()
+        return True
+
+    def flush(self) -> bool:
+        """Send what is left of the frame that was offered last, and never wait; whether the peer
+        has taken all of it.
+
+        Raises:
+            ConnectionError, ClientClosed: as `send`.
+        """
+        if os.getpid() != self._pid:
+            raise forks.forked(self.address, self._pid)
+        try:
+            while self._rest:
+                drop(self._rest, self._sock.sendmsg(self._rest))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._failed(error) from error
+        except BaseException:
+            self._break_off()
+            raise
+        return True
 
     def _send_all(self, views: deque[memoryview]) -> None:
         while views:

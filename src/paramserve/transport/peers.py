@@ -20,16 +20,21 @@ from paramserve.transport.link import Link
 logger = logging.getLogger("paramserve")
 
 QUEUE_MAX = 1024
-"""Messages kept for a shard that is still being connected to; the oldest go, `Ready` repeats."""
+"""Messages kept for a shard that is still being connected to, or that takes nothing; the oldest
+go, `Ready` repeats."""
+LOOK_S = 0.01
+"""How often is tried whether a shard that took nothing takes more."""
 
 
 class _Peer:
-    """Messages to another shard: kept until the connection stands."""
+    """Messages to another shard: kept until the connection stands and takes them."""
 
     def __init__(self) -> None:
         self.link: Link | None = None
         self.queue: deque[bytes] = deque(maxlen=QUEUE_MAX)
         self.connecting = False
+        self.waiting = False
+        """Whether its link took nothing, and is tried again and again."""
 
 
 class PeerLinks:
@@ -58,19 +63,44 @@ class PeerLinks:
         self._closed = False
 
     def send(self, shard: int, header: bytes) -> None:
-        """Send a message without a payload, now or as soon as there is a connection."""
+        """Send a message without a payload, now or as soon as there is a connection that takes it.
+        Never waits."""
         peer = self._peers.setdefault(shard, _Peer())
-        if peer.link is not None:
-            try:
-                peer.link.send(header)
-                return
-            except ConnectionError:
-                peer.link.close()
-                peer.link = None
         peer.queue.append(header)
-        if not peer.connecting and self.addresses:
+        if not peer.waiting and not self._sent(peer):
+            peer.waiting = True
+            self._spawn(self._wait(shard, peer))
+        self._need(shard, peer)
+
+    def _sent(self, peer: _Peer) -> bool:
+        """Send what is kept, as far as the peer takes it; False: it does not take all of it now."""
+        if peer.link is None:
+            return True
+        try:
+            while peer.queue:
+                if not peer.link.offer(peer.queue[0]):
+                    return False
+                peer.queue.popleft()
+            return peer.link.flush()
+        except ConnectionError:
+            peer.link.close()
+            peer.link = None
+            return True
+
+    def _need(self, shard: int, peer: _Peer) -> None:
+        """Connect, if something is kept and there is no connection."""
+        if peer.queue and peer.link is None and not peer.connecting and self.addresses:
             peer.connecting = True
             self._spawn(self._connect(shard, peer))
+
+    async def _wait(self, shard: int, peer: _Peer) -> None:
+        try:
+            while not self._closed and not self._sent(peer):
+                await asyncio.sleep(LOOK_S)
+        finally:
+            peer.waiting = False
+        if not self._closed:
+            self._need(shard, peer)
 
     async def _connect(self, shard: int, peer: _Peer) -> None:
         own = self._config.shard
@@ -89,8 +119,9 @@ class PeerLinks:
                 link.close()
                 return
             peer.link = link
-            while peer.queue:
-                link.send(peer.queue.popleft())
+            if not peer.waiting and not self._sent(peer):
+                peer.waiting = True
+                self._spawn(self._wait(shard, peer))
         except (ParamServeError, ConnectionError) as error:
             logger.warning("shard %d cannot reach shard %d: %s", own, shard, error)
         finally:

@@ -26,10 +26,14 @@ class Recorder:
         self.sent: list[bytes] = []
         self.broken = self.closed = False
 
-    def send(self, header: bytes) -> None:
+    def offer(self, header: bytes) -> bool:
         if self.broken:
             raise ConnectionResetError("gone")
         self.sent.append(header)
+        return True
+
+    def flush(self) -> bool:
+        return True
 
     def close(self) -> None:
         self.closed = True
