@@ -18,6 +18,7 @@ from typing import NoReturn
 from msgspec import structs
 
 from paramserve.client.links import (
+    FIRST_ARENA_BYTES,
     POLL_SLICE_S,
     QUICK_TCP_S,
     SPIN_TCP_S,
@@ -50,7 +51,6 @@ __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
 
 logger = logging.getLogger("paramserve")
 
-FIRST_ARENA_BYTES = 1 << 20
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 

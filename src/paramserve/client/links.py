@@ -7,6 +7,7 @@ decided in `exchange`. Arenas are mapped by all servers on this host; a slot is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import select
 import threading
@@ -51,6 +52,11 @@ Array = npt.NDArray[Any]
 ARENA_GROWTH_BYTES = 64 << 20
 """A new arena is as large as all before it, but no more than this or a quarter of them, unless one
 slot needs more: so few arenas hold a large model, and little is allocated for nothing."""
+FIRST_ARENA_BYTES = 1 << 20
+TRIM_TAKES = 1024
+"""After so many slots taken, arenas are given back that were not needed for them."""
+TRIM_TRIES = 16
+"""So often more, at the next takes, if just then a small slot was taken in a large arena."""
 WINDOW = 4
 """Calls of this client that one shard may have unanswered."""
 REQUESTS = 256
@@ -157,6 +163,10 @@ class Links:
         self._returned: deque[Slot] = deque()
         """Slots to be given back with the next `take`."""
         self._arenas: dict[int, Arena] = {}
+        self._takes = 0
+        """Slots taken since arenas were given back."""
+        self._most = 0
+        """Bytes that were in use at once in the last so many takes."""
         self.payloads = Payloads(self.blocks, self._arenas)
         self._lock = threading.RLock()
         self._closed = False
@@ -190,20 +200,55 @@ class Links:
         with self._lock:
             while self._returned:
                 self._pool.give_back(self._returned.popleft())
+            self._takes += 1
+            if self._takes >= TRIM_TAKES:
+                self._trim()
             slot = self._pool.take(nbytes)
             if slot is None:
-                have = sum(arena.nbytes for arena in self._arenas.values())
-                needed = nbytes + 2 * RESERVED_BYTES
-                growth = min(have, max(ARENA_GROWTH_BYTES, have // 4))
-                try:
-                    self._add_arena(max(needed, growth))
-                except Overloaded:
-                    if growth <= needed:
-                        raise
-                    self._add_arena(needed)
+                self._grow(nbytes)
                 slot = self._pool.take(nbytes)
                 assert slot is not None
             return slot
+
+    def _grow(self, nbytes: int) -> None:
+        """Add an arena with room for a slot; it takes the place of those that nothing lies in."""
+        for number in self._unused():
+            self._drop_arena(number)
+        have = sum(arena.nbytes for arena in self._arenas.values())
+        needed = nbytes + 2 * RESERVED_BYTES
+        growth = min(have, max(ARENA_GROWTH_BYTES, have // 4))
+        try:
+            self._add_arena(max(needed, growth, FIRST_ARENA_BYTES))
+        except Overloaded:
+            if growth <= needed:
+                raise
+            self._add_arena(needed)
+
+    def _trim(self) -> None:
+        """Give back arenas if there is more than twice what was in use at once since the last
+        time."""
+        if self._takes == TRIM_TAKES:
+            self._most, self._pool.peak = self._pool.peak, self._pool.in_use
+        most = max(self._most, self._pool.peak)
+        have = sum(arena.nbytes for arena in self._arenas.values())
+        for number in self._unused() if have > 2 * most + FIRST_ARENA_BYTES else ():
+            nbytes = self._arenas[number].nbytes
+            if have - nbytes >= most or nbytes > 2 * most + FIRST_ARENA_BYTES:
+                have -= nbytes
+                self._drop_arena(number)
+        if have <= 2 * most + FIRST_ARENA_BYTES or self._takes >= TRIM_TAKES + TRIM_TRIES:
+            self._takes = 0
+
+    def _unused(self) -> list[int]:
+        """Arenas that nothing lies in, the largest first; but the smallest of all stays, since a
+        server that is connected to without an arena shares no memory."""
+        found = sorted(self._pool.unused(), key=lambda number: -self._arenas[number].nbytes)
+        return found if len(found) < len(self._arenas) else found[:-1]
+
+    def _drop_arena(self, number: int) -> None:
+        """Give an arena's memory back. Servers map its place until another one has the number."""
+        self._pool.drop_arena(number)
+        self._arenas.pop(number).give_up()
 
     def _slot(self, arena: int, offset: int, size: int) -> Slot:
         return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
@@ -226,7 +271,8 @@ class Links:
         return all(shard.link is not None and shard.link.shared for shard in self.shards)
 
     def _add_arena(self, nbytes: int) -> None:
-        arena = Arena.create(nbytes, len(self._arenas) + 1)
+        number = next(n for n in itertools.count(1) if n not in self._arenas)
+        arena = Arena.create(nbytes, number)
         try:
             for shard in self.shards:
                 if shard.link is not None and shard.link.shared:

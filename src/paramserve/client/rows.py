@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 CLASSES = 8
 """Slots of rows have one of so many sizes between a power of two and the next: batches differ by
-some rows, and a slot is used again for its own size only."""
+some rows, and a slot of the same size is used again without cutting memory anew."""
 
 
 class RowPush(NamedTuple):

@@ -185,45 +185,90 @@ S = TypeVar("S")
 
 
 class SlotPool(Generic[S]):
-    """Which parts of a client's arenas are free: exact sizes, since steps repeat their sizes.
+    """Which parts of a client's arenas are free.
 
-    A slot is taken in the step that gives it out. It never moves and is never split, so that two
-    requests can never share bytes.
+    A slot is taken in the step that gives it out, and never moves: two requests never share bytes.
+    One that is given back is used again as it is for its own size, since steps repeat their sizes.
+    When nothing fits, what is free is joined with its free neighbours and cut anew.
 
     Args:
         make: the owner's own object for a slot, from (arena, offset, size in bytes); hashable.
+    Attributes:
+        in_use: bytes of the slots that are taken.
+        peak: the most that it was; the owner may set it back.
     """
 
     def __init__(self, make: Callable[[int, int, int], S]) -> None:
         self.taken: set[S] = set()
+        self.in_use = 0
+        self.peak = 0
         self._make = make
         self._free: dict[int, list[S]] = {}
-        self._room: dict[int, tuple[int, int]] = {}
-        self._sizes: dict[S, int] = {}
+        self._gaps: dict[int, list[tuple[int, int]]] = {}
+        """By arena: begin and end of what is free and no slot, in order."""
+        self._whole: dict[int, tuple[int, int]] = {}
+        self._at: dict[S, tuple[int, int, int]] = {}
+        """Arena, begin and size of each slot, free or taken."""
 
     def add_arena(self, number: int, start: int, nbytes: int) -> None:
         """An arena whose bytes from `start` (aligned) can be given out."""
-        self._room[number] = (start, nbytes)
+        self._whole[number] = (start, nbytes)
+        self._gaps[number] = [(start, nbytes)]
 
     def take(self, nbytes: int) -> S | None:
         """A free slot of at least `nbytes`. None: a new arena is needed."""
         size = (nbytes + SLOT_ALIGN - 1) // SLOT_ALIGN * SLOT_ALIGN or SLOT_ALIGN
         free = self._free.get(size)
         slot = free.pop() if free else self._cut(size)
+        if slot is None:
+            self._join()
+            slot = self._cut(size)
         if slot is not None:
             self.taken.add(slot)
+            self.in_use += size
+            self.peak = max(self.peak, self.in_use)
         return slot
 
     def _cut(self, size: int) -> S | None:
-        for number, (start, end) in self._room.items():
-            if start + size <= end:
-                self._room[number] = (start + size, end)
-                slot = self._make(number, start, size)
-                self._sizes[slot] = size
-                return slot
+        for number, gaps in self._gaps.items():
+            for index, (start, end) in enumerate(gaps):
+                if start + size <= end:
+                    gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
+                    slot = self._make(number, start, size)
+                    self._at[slot] = (number, start, size)
+                    return slot
         return None
+
+    def _join(self) -> None:
+        """Make all that is not taken free to be cut anew. What an interrupt has left neither free
+        nor taken is among it."""
+        at = {slot: self._at[slot] for slot in self.taken}
+        gaps: dict[int, list[tuple[int, int]]] = {}
+        for number, (begin, end) in self._whole.items():
+            gaps[number] = []
+            for start, size in sorted(place[1:] for place in at.values() if place[0] == number):
+                if begin < start:
+                    gaps[number].append((begin, start))
+                begin = start + size
+            if begin < end:
+                gaps[number].append((begin, end))
+        in_use = sum(size for _, _, size in at.values())
+        # At once: there is no call in between that an interrupt could come with.
+        self._free, self._gaps, self._at, self.in_use = {}, gaps, at, in_use
+
+    def unused(self) -> list[int]:
+        """The arenas that no slot is taken in."""
+        self._join()
+        used = {number for number, _, _ in self._at.values()}
+        return [number for number in self._whole if number not in used]
+
+    def drop_arena(self, number: int) -> None:
+        """Give nothing of an arena out any more; `unused` has named it just now."""
+        del self._gaps[number], self._whole[number]
 
     def give_back(self, slot: S) -> None:
         """The last owner of a slot lets go of it."""
         self.taken.remove(slot)
-        self._free.setdefault(self._sizes[slot], []).append(slot)
+        size = self._at[slot][2]
+        self.in_use -= size
+        self._free.setdefault(size, []).append(slot)

@@ -180,15 +180,44 @@ def test_slots_never_overlap(steps: list[int]) -> None:
     assert pool.taken == set(owned)
 
 
-def test_slot_given_back_is_used_again_for_its_size() -> None:
+def test_slot_given_back_is_used_again_for_its_size_and_cut_for_another() -> None:
     pool = SlotPool(lambda arena, offset, size: (arena, offset))
     pool.add_arena(1, 0, 192)
     first, second = pool.take(100), pool.take(1)
     assert (first, second) == ((1, 0), (1, 128))
     assert pool.take(1) is None
     pool.give_back((1, 0))
-    assert pool.take(1) is None, "a slot is never split"
     assert pool.take(65) == (1, 0)
+    pool.give_back((1, 0))
+    assert (pool.take(1), pool.take(1)) == ((1, 0), (1, 64))
+    assert pool.take(1) is None
+
+
+def test_free_neighbours_are_joined_for_a_larger_slot() -> None:
+    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool.add_arena(1, 0, 256)
+    slots = [pool.take(64) for _ in range(4)]
+    for slot in slots[1:3]:
+        assert slot is not None
+        pool.give_back(slot)
+    assert pool.take(192) is None
+    assert pool.take(128) == (1, 64)
+    assert (pool.in_use, pool.peak) == (256, 256)
+
+
+def test_arena_that_no_slot_is_taken_in_can_be_dropped() -> None:
+    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool.add_arena(1, 0, 128)
+    pool.add_arena(2, 0, 128)
+    first, _, third = (pool.take(64) for _ in range(3))
+    assert third == (2, 0)
+    pool.give_back(third)
+    assert pool.unused() == [2]
+    pool.drop_arena(2)
+    assert first is not None
+    pool.give_back(first)
+    assert pool.unused() == []
+    assert [pool.take(64), pool.take(64)] == [(1, 0), None]
 
 
 def test_slot_that_is_free_cannot_be_given_back() -> None:
