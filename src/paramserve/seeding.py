@@ -15,6 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import msgspec
 import numpy as np
 
 
@@ -32,6 +33,34 @@ def seed_everything(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         sys.meta_path.insert(0, _SeedsTorch(seed))
+
+
+def state() -> bytes:
+    """What the three generators (torch's of the CPU) go on from."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    torch = sys.modules.get("torch")
+    parts = (
+        (version, np.array(words, np.uint32).tobytes(), gauss),
+        (kind, np.asarray(keys, np.uint32).tobytes(), int(position), int(has_gauss), float(cached)),
+        torch.get_rng_state().numpy().tobytes() if torch is not None else None,
+    )
+    return msgspec.msgpack.encode(parts)
+
+
+def restore(packed: bytes) -> None:
+    """Let the generators go on from what `state` gave in another process."""
+    python, legacy, words = msgspec.msgpack.decode(packed, type=_State)
+    version, mine, gauss = python
+    random.setstate((version, tuple(np.frombuffer(mine, np.uint32).tolist()), gauss))
+    kind, keys, *rest = legacy
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
+    torch = sys.modules.get("torch")
+    if torch is not None and words is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+
+
+_State = tuple[tuple[int, bytes, float | None], tuple[str, bytes, int, int, float], bytes | None]
 
 
 class _SeedsTorch(MetaPathFinder):

@@ -91,6 +91,7 @@ class Worker:
         self._leased_loaders = 0
         self._report = report
         self._process_group: StartedGroup | None = None
+        self._random = b""
         self._steps_before: int | None = None
         """None: no loader has asked yet."""
 
@@ -144,6 +145,22 @@ class Worker:
         if self.stepped or self.aliases:
             return tuple(self.stepped or self.aliases)
         return ("model",) if self.client.clock("model") else ("default",)
+
+    def draws(self) -> bytes:
+        """Where the random generators of this process are, for `go_on_drawing` of the rank's next
+        incarnation."""
+        return seeding.state()
+
+    def go_on_drawing(self, random: bytes = b"") -> None:
+        """Let the generators of this process go on where an older incarnation's were after its last
+        step: now, and again when the first batch after that is loaded.
+
+        Args:
+            random: as `draws` gave it; empty: what was given last, once.
+        """
+        random, self._random = random or self._random, random
+        if random:
+            seeding.restore(random)
 
     @property
     def missed(self) -> int:

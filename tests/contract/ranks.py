@@ -22,15 +22,20 @@ class Killed(BaseException):
 class Ranks:
     """Runs a training function on ranks of a cluster.
 
+    Args:
+        again: whether a rank that dies is started again.
     Attributes:
         returned: by rank, what its last incarnation returned.
         restarts: the ranks that were started again, in this order.
     """
 
-    def __init__(self, cluster: RoleCluster, train: Train, seed: int = 3) -> None:
+    def __init__(
+        self, cluster: RoleCluster, train: Train, seed: int = 3, *, again: bool = True
+    ) -> None:
         self._cluster = cluster
         self._train = train
         self._seed = seed
+        self._again = again
         self.returned: dict[int, Any] = {}
         self.restarts: list[int] = []
         self._errors: list[BaseException] = []
@@ -67,7 +72,9 @@ class Ranks:
                     worker.finish()
                     return
                 except Killed:
-                    self.restarts.append(rank)
                     worker.client._control.close()
+                    if not self._again:
+                        return
+                    self.restarts.append(rank)
         except BaseException as error:  # raised again in the test's thread
             self._errors.append(error)

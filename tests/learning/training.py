@@ -72,7 +72,13 @@ class NormNet(nn.Module):
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
     return SimpleNamespace(
-        rank=rank, workers=workers, seed=seed, steps_before=0, missed=0, retiring=False
+        rank=rank,
+        workers=workers,
+        seed=seed,
+        steps_before=0,
+        missed=0,
+        retiring=False,
+        go_on_drawing=lambda: None,
     )
 
 

@@ -107,15 +107,15 @@ class BlockClient(TablesClient):
             parts = StepParts("step", first, pushes, pull, options)
             return joined(self._steps.send_together([*before, parts]))
 
-    def notes(self, group: str, *, timeout_s: float | None = None) -> dict[int, tuple[int, bytes]]:
-        """The last note that each rank has sent with a step of a group, and that step's clock."""
+    def notes(self, group: str, *, timeout_s: float | None = None) -> dict[int, dict[int, bytes]]:
+        """The last notes that ranks have sent with steps of a group, by rank and clock."""
         self._check()
-        found: dict[int, tuple[int, bytes]] = {}
+        found: dict[int, dict[int, bytes]] = {}
         for beat in self._exchange.reports(self._limit(timeout_s)):
             for report in beat.groups:
                 if report.name == group:
                     for rank, clock, note in report.notes:
-                        found[rank] = max(found.get(rank, (-1, b"")), (clock, note))
+                        found.setdefault(rank, {})[clock] = note
         return found
 
     def fetch(

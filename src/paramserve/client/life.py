@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -25,9 +25,21 @@ from paramserve.core.partition import Block
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
 from paramserve.ids import NO_RANK
-from paramserve.messages import GroupReport, Hello, Join, Joined, Leave, Ok, ServerBeat
+from paramserve.messages import (
+    AskStatus,
+    GroupReport,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Ok,
+    ServerBeat,
+    Status,
+)
 from paramserve.transport.link import Link
 
+NO_RECORDS = 1 << 62
+"""Past the number of every record of `worker.log`."""
 CLOSE_S = 1.0
 """How long `close` waits for what was sent, and for the coordinator's goodbye."""
 
@@ -42,6 +54,7 @@ class ClientLife:
         workers: how many workers the cluster expects.
         late: whether it joined while the others were under way, as a rank that was not there
             before.
+        restarts: whether another incarnation may go on for this one.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
 
@@ -64,6 +77,7 @@ class ClientLife:
         self.incarnation = joined.incarnation
         self.workers = joined.workers
         self.late = joined.late and joined.incarnation == 1
+        self.restarts = joined.restarts
         self._control = control
         self._credentials = credentials
         self._pid = os.getpid()
@@ -185,6 +199,17 @@ class ClientLife:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def is_dead(self, ranks: Iterable[int]) -> bool:
+        """Whether the coordinator counts all of these ranks as dead, and no other incarnation of
+        them comes; False where it cannot be asked."""
+        try:
+            call = AskStatus(0, after_record=NO_RECORDS)
+            told = self._control.call(call, Status, timeout_s=self.timeout_s)
+        except ParamServeError:
+            return False
+        dead = {each.rank for each in told.members if each.state == "dead"}
+        return all(rank in dead for rank in ranks)
 
     @property
     def closed(self) -> bool:

@@ -266,6 +266,7 @@ class Coordination:
             self.config.consistency,
             self.config.cluster,
             self.membership.late(message.rank, incarnation),
+            self.config.restarts,
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:

@@ -107,8 +107,9 @@ class Group:
         """By rank: gradients that came too late or were too stale."""
         self.marks: dict[int, tuple[int, int]] = {}
         """By client: the newest mark of its steps whose outcome is decided."""
-        self.notes: dict[int, tuple[int, bytes]] = {}
-        """By rank: the clock and the note of its last step that had one."""
+        self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}
+        """By rank: clock and note of its last two steps that had one, the older first. The last
+        step may be one that the next incarnation takes again."""
         self.watching: dict[int, Watching] = {}
         """By client."""
         self._committed_at: float | None = None
@@ -283,6 +284,11 @@ class Group:
             if len(self.marks) > MARKS_MAX:
                 del self.marks[next(iter(self.marks))]
 
+    def keep_note(self, rank: int, clock: int, note: bytes) -> None:
+        """Keep the note of a rank's step for the next incarnation of the rank."""
+        before = [each for each in self.notes.get(rank, ()) if each[0] < clock]
+        self.notes[rank] = (*before[-1:], (clock, note))
+
     def advance(self) -> None:
         """Count an update, and keep a snapshot for those who asked for one at this version."""
         self.version += 1
@@ -320,7 +326,9 @@ class Group:
             self.reads.nbytes,
             tuple((client, *mark) for client, mark in sorted(self.marks.items())),
             None if self.table is None else self.table.report(),
-            tuple((r, *note) for r, note in sorted(self.notes.items())) if notes else (),
+            tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
+            if notes
+            else (),
         )
 
 

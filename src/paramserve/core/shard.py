@@ -287,7 +287,7 @@ class Shard(ShardChanges):
                 raise
             wrong = error  # it ends a clock all the same: the worker has counted it
         if wrong is None and step.note and step.tick and session.rank >= 0:
-            group.notes[session.rank] = (step.clock, step.note)
+            group.keep_note(session.rank, step.clock, step.note)
         paused = group.changes.paused
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
             self._hold(group, session, asked)

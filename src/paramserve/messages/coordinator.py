@@ -61,6 +61,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     late: bool = False
     """Whether the others may be under way: the cluster was started without this rank, or it is not
     the rank's first incarnation."""
+    restarts: bool = False
+    """Whether a worker that dies is waited for: another incarnation may go on."""
 
 
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):

@@ -60,6 +60,14 @@ class Worker(Protocol):
         """Samples that its loader has given since the client's last step; None: it counts none."""
         ...
 
+    def draws(self) -> bytes:
+        """Where the process's random generators are."""
+        ...
+
+    def go_on_drawing(self, random: bytes) -> None:
+        """Let the process's generators go on where an older incarnation's were."""
+        ...
+
     @property
     def refreshers(self) -> list[Callable[[], None]]:
         """Called after this worker took no part in its groups for a while."""
@@ -185,7 +193,12 @@ class Adopted(ABC, Generic[B]):
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.late
         self._schedules = Schedules(
-            worker.client, settings.name, worker.rank, late=self.late, steps_per_clock=self.every
+            worker.client,
+            settings.name,
+            worker.rank,
+            late=self.late,
+            steps_per_clock=self.every,
+            draws=worker.draws if worker.client.restarts else None,
         )
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
@@ -199,7 +212,7 @@ class Adopted(ABC, Generic[B]):
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
-        self._untrained.start(define=worker.rank == 0)
+        self._untrained.start(define=worker.rank == 0, take=worker.rank != 0 or self.late)
         self.tables.adopt(found, groups)
         self._take_over(taken)
         _ADOPTED.setdefault(self._client, WeakSet()).add(self)
@@ -218,9 +231,15 @@ class Adopted(ABC, Generic[B]):
         )
 
     def finish(self) -> None:
-        """On rank 0 assign buffers and untrained parameters."""
-        if self._worker.rank == 0:
+        """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
+        untrained parameters."""
+        rank = self._worker.rank
+        if rank == 0 or (self._untrained and self._client.is_dead(range(rank))):
             self._untrained.assign(everything=True)
+
+    def random(self) -> bytes:
+        """As `Schedules.random`; empty in a rank's first incarnation."""
+        return self._schedules.random() if self._worker.incarnation > 1 and self._parts else b""
 
     def add_group(self, index: int, group: ParamGroup) -> None:
         """Define the blocks of one more parameter group, as `start` does."""
@@ -385,7 +404,9 @@ class Adopted(ABC, Generic[B]):
         return self._settings.weight_now(self._worker.step_samples)
 
     def _count_step(self) -> None:
-        """A step was made: on rank 0 assign the buffers, if it is time."""
+        """A step was made: on rank 0 assign the buffers, if it is time. Where another incarnation
+        may go on from them, it always is."""
         self._steps += 1
-        if self._worker.rank == 0 and self._steps % BUFFERS_EVERY == 0:
+        every = 1 if self._client.restarts else BUFFERS_EVERY
+        if self._worker.rank == 0 and self._steps % every == 0:
             self._untrained.assign(everything=False)

@@ -2,7 +2,9 @@
 
 They live on the servers as values without a rule, in the group `<name>.buffers`, so that a result
 is a whole state dict. Rank 0's define them; the others take them at the start and never again.
-Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end.
+Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end. In
+runs that start dead workers again buffers are assigned after each step: rank 0's next incarnation
+goes on from them. Where rank 0 is dead for good, the lowest live rank assigns its own at the end.
 A dtype that the servers do not hold travels as a wider one that holds each of its values exactly.
 """
 
@@ -96,8 +98,13 @@ class Untrained:
             _check(source.name, tensor)
         self._kept: list[_Kept] = []
 
-    def start(self, *, define: bool) -> None:
-        """Define the values (rank 0) or wait for them, and take them (the others)."""
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._kept)
+
+    def start(self, *, define: bool, take: bool) -> None:
+        """Define the values (rank 0) or wait for them; take them (the others, and rank 0 where it
+        goes on for an older incarnation)."""
         for often in (False, True):
             for dtype in dict.fromkeys(_HELD_AS.values()):
                 sources = [
@@ -107,7 +114,7 @@ class Untrained:
                 ]
                 if sources:
                     self._kept.append(self._begin(sources, dtype, often, define=define))
-        if self._kept and not define:
+        if self._kept and take:
             self._take()
 
     def _begin(

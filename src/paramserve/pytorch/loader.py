@@ -51,6 +51,11 @@ class Worker(leased.Worker, Protocol):
         """Whether the run wants this worker to end."""
         ...
 
+    def go_on_drawing(self) -> None:
+        """Let the process's generators go on where an older incarnation's were, if they have not
+        yet."""
+        ...
+
     @property
     def steps_before(self) -> int:
         """Steps of older incarnations whose batches no loader has left out yet."""
@@ -195,8 +200,13 @@ class Loader:
         epoch = self._epoch
         while left:
             self._sampler.set_epoch(epoch)
-            self._batches.first, first = first, 0
-            for batch in self._loading:
+            begun, self._batches.first, first = first > 0, first, 0
+            if self._resume and not begun:
+                self._worker.go_on_drawing()
+            batches = iter(self._loading)  # draws a number, which a pass in its middle has drawn
+            if self._resume and begun:
+                self._worker.go_on_drawing()
+            for batch in batches:
                 yield epoch, batch
                 left -= 1
                 if not left:

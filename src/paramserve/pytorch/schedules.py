@@ -1,11 +1,13 @@
-"""The hyper-parameters of a worker that comes again, or later than the others.
+"""What a worker tells its next incarnation with its steps, and an added worker.
 
 Each step says in its note, when that has changed, which hyper-parameters it goes by and how far the
-learning rate schedulers of its optimizer are. A worker that is started again reads the last note of
-its rank, an added one the others'. At its first step it steps its own schedulers until they are
-where they would be at that clock. Calls that its function has made before that, as a loop over
-epochs does whose batches were all left out, count. What no replay gives (a scheduler that wants a
-metric, other schedulers than before) has the group's hyper-parameters, and warns.
+learning rate schedulers of its optimizer are; in runs that start dead workers again, also where the
+random generators of its process are: the next incarnation goes on from there. A worker that is
+started again reads the last note of its rank, an added one the others'. At its first step it steps
+its own schedulers until they are where they would be at that clock. Calls that its function has
+made before that, as a loop over epochs does whose batches were all left out, count. What no replay
+gives (a scheduler that wants a metric, other schedulers than before) has the group's
+hyper-parameters, and warns.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -51,6 +53,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     schedulers: tuple[Progress, ...]
     groups: tuple[Numbers, ...]
     """The numbers in each parameter group."""
+    random: bytes = b""
+    """Where the random generators are."""
 
 
 class Schedules:
@@ -60,15 +64,24 @@ class Schedules:
         group: its group on the servers.
         late: whether the others may have made steps before this worker.
         steps_per_clock: own steps between two that carry notes.
+        draws: tells where the random generators are; None: no other incarnation goes on from there.
     """
 
     def __init__(
-        self, client: Client, group: str, rank: int, *, late: bool, steps_per_clock: int = 1
+        self,
+        client: Client,
+        group: str,
+        rank: int,
+        *,
+        late: bool,
+        steps_per_clock: int = 1,
+        draws: Callable[[], bytes] | None = None,
     ) -> None:
         self._client = client
         self._group = group
         self._rank = rank
         self._behind = late
+        self._draws = draws
         self._steps_per_clock = steps_per_clock
         self._groups: Sequence[ParamGroup] = ()
         self._taken: list[Numbers] | None = None
@@ -92,6 +105,16 @@ class Schedules:
             if found is not None and not found[1].schedulers:
                 _install(groups, found[1].groups)
             self._taken = _numbers(groups)
+
+    def random(self) -> bytes:
+        """Where this rank's generators were when its last older incarnation made its last step that
+        is not taken again; empty: there is none."""
+        clock = self._client.clock(self._group)
+        mine = self._client.notes(self._group).get(self._rank, {})
+        before = [at for at in mine if at < clock]
+        if not before:
+            return b""
+        return msgspec.msgpack.decode(mine[max(before)], type=Note).random
 
     def behind(self) -> None:
         """This worker took no part for a while: it goes on where the others are."""
@@ -118,9 +141,10 @@ class Schedules:
 
     def note(self) -> bytes:
         """Of the step that was counted last; empty if it says what the last one said."""
-        if self._told is None and not self._known and not self._unexplained:
+        random = self._draws() if self._draws is not None else b""
+        if not (random or self._told or self._known or self._unexplained):
             return b""
-        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)))
+        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)), random)
         if note == self._told:
             return b""
         self._told = note
@@ -170,9 +194,10 @@ class Schedules:
 
     def _best(self) -> tuple[int, Note] | None:
         """The note to go by, and how many own steps after it the next one is."""
-        notes = self._client.notes(self._group)
-        if not notes:
+        told = self._client.notes(self._group)
+        if not told:
             return None
+        notes = {rank: max(by_clock.items()) for rank, by_clock in told.items()}
         clock = self._client.clock(self._group)
         if self._client.terms(self._group).collects:
             # All ranks are at one clock, and go by the same schedule: the newest is the best.

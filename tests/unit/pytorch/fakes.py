@@ -256,7 +256,7 @@ class FakeTicket:
 
 
 class FakeClient:
-    late = False
+    late = restarts = False
 
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster
@@ -268,7 +268,13 @@ class FakeClient:
         """All are there from the beginning."""
         return False
 
-    def notes(self, group: str) -> dict[int, tuple[int, bytes]]:
+    def clock(self, group: str) -> int:
+        return 0
+
+    def is_dead(self, ranks: Any) -> bool:
+        return False
+
+    def notes(self, group: str) -> dict[int, dict[int, bytes]]:
         return {}
 
     def terms(self, group: str) -> Terms:

@@ -40,6 +40,7 @@ def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0
         workers=workers,
         seed=seed,
         steps_before=steps_before,
+        go_on_drawing=lambda: None,
         missed=0,
         retiring=False,
         leased=None,

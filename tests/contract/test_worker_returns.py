@@ -1,0 +1,189 @@
+"""What a worker that dies and is started again goes on with: buffers and random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import RoleCluster, wait_until
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import Dataset, TensorDataset
+
+import paramserve as ps
+from paramserve import seeding
+
+MakeCluster = Callable[..., RoleCluster]
+NEVER = -1
+STEPS = 13
+
+
+@pytest.fixture(autouse=True)
+def _restores_generators() -> Iterator[None]:
+    before = seeding.state()
+    yield
+    seeding.restore(before)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 1)
+        for param in self.parameters():
+            nn.init.constant_(param, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+def normalizing(rank: int, clock: int) -> Callable[[ps.Worker], dict[str, torch.Tensor]]:
+    """Training with BatchNorm whose rank `rank` dies at `clock`; returns the model's values."""
+
+    def train(worker: ps.Worker) -> dict[str, torch.Tensor]:
+        model = Normed()
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        while worker.clock < STEPS:
+            if (worker.rank, worker.clock, worker.incarnation) == (rank, clock, 1):
+                raise Killed
+            generator = torch.Generator().manual_seed(100 * worker.rank + worker.clock)
+            optimizer.zero_grad()
+            model(3 + torch.randn(8, 2, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    return train
+
+
+def result(cluster: RoleCluster) -> dict[str, np.ndarray]:
+    """All values that the servers have at the end."""
+    with cluster.client() as reader:
+        return reader.pull()
+
+
+@pytest.mark.parametrize("clock", [1, 8])
+def test_buffers_of_a_restarted_rank_0_are_those_of_an_unbroken_run(
+    make_cluster: MakeCluster, clock: int
+) -> None:
+    whole, broken = (
+        make_cluster("unix", servers=2, workers=2, policy=ps.Sync(), restarts=True) for _ in "ab"
+    )
+    Ranks(whole, normalizing(0, NEVER)).start(0, 1).end()
+    ranks = Ranks(broken, normalizing(0, clock)).start(0, 1)
+    ranks.end()
+    assert ranks.restarts == [0]
+    expected, found = result(whole), result(broken)
+    assert expected["norm.num_batches_tracked"] == STEPS
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (found[name] == value).all(), name
+
+
+def test_buffers_of_the_lowest_live_rank_count_where_rank_0_is_dead(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=3, policy=ps.Sync())
+    ranks = Ranks(cluster, normalizing(0, 3), again=False).start(0, 1, 2)
+    returned = ranks.end()
+    assert returned.keys() == {1, 2}
+    found = result(cluster)
+    assert found["norm.num_batches_tracked"] == STEPS
+    assert (found["norm.running_mean"] == returned[1]["norm.running_mean"].numpy()).all()
+    assert (found["norm.running_mean"] != returned[2]["norm.running_mean"].numpy()).any()
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws when a sample is loaded, as transforms do."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), random.random()])
+
+
+def drawing(clock: int, loader: str) -> Callable[[ps.Worker], list[Any]]:
+    """Draws of every generator in each step; rank 0 dies at `clock`, in its first incarnation."""
+
+    def batches(worker: ps.Worker) -> Iterator[Any]:
+        if loader == "none":
+            while worker.clock < 10:
+                yield torch.zeros(4, 2)
+        elif loader == "one":
+            yield from worker.loader(Noisy(), batch_size=4, epochs=2)
+        else:
+            for _ in range(2):
+                yield from worker.loader(TensorDataset(torch.zeros(20, 2)), batch_size=4)
+
+    def train(worker: ps.Worker) -> list[Any]:
+        seeding.seed_everything(seeding.rank_seed(worker.seed, worker.rank))  # as a run does
+        model = nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        drawn = []
+        for batch in batches(worker):
+            if worker.clock == clock and worker.incarnation == 1:
+                random.random()  # what is drawn after its last step is drawn again
+                raise Killed
+            inputs = batch[0] if isinstance(batch, list) else batch
+            noise = torch.randn(2), np.random.rand(), random.random(), random.gauss(0.0, 1.0)
+            drawn.append([inputs.tolist(), noise[0].tolist(), *noise[1:]])
+            optimizer.zero_grad()
+            model(inputs + noise[0]).square().mean().backward()
+            optimizer.step()
+        return drawn
+
+    return train
+
+
+@pytest.mark.parametrize("clock", [1, 3, 5, 7])
+@pytest.mark.parametrize("loader", ["none", "one", "each epoch"])
+def test_restarted_worker_draws_what_it_would_have_drawn(
+    make_cluster: MakeCluster, loader: str, clock: int
+) -> None:
+    whole = Ranks(make_cluster(workers=1, restarts=True), drawing(NEVER, loader)).start(0).end()
+    broken = Ranks(make_cluster(workers=1, restarts=True), drawing(clock, loader)).start(0).end()
+    assert len(whole[0]) == 10
+    assert broken[0] == whole[0][clock:]
+
+
+def test_step_that_is_taken_again_draws_what_it_drew(make_cluster: MakeCluster) -> None:
+    """Of its last step only one of two shards has had its part: the new incarnation repeats it."""
+    cluster = make_cluster("unix", servers=2, workers=1, restarts=True)
+    drawn: dict[int, list[float]] = {1: [], 2: []}
+
+    def train(worker: ps.Worker) -> None:
+        seeding.seed_everything(seeding.rank_seed(worker.seed, worker.rank))
+        model = nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        while worker.clock < 6:
+            if worker.clock == 3 and worker.incarnation == 1:
+                worker.client.drain()
+                only_the_first(worker)
+            drawn[worker.incarnation].append(random.random())
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    def only_the_first(worker: ps.Worker) -> None:
+        """What is sent from now on reaches shard 0, and the worker dies of it."""
+        exchange = worker.client._exchange
+        transmit, group = exchange._transmit, cluster.servers[0].role.shard.groups[0]
+
+        def lossy(shard: Any, message: Any) -> None:
+            if shard.number > 0:
+                wait_until(lambda: group.clocks[0] == 4)
+                raise Killed
+            transmit(shard, message)
+
+        exchange._transmit = lossy
+
+    Ranks(cluster, train).start(0).end()
+    assert len(drawn[1]) == 4
+    assert drawn[1][3] == drawn[2][0], "the step is taken again"
