@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paramserve.client.leases import LeasedWork, OwnSteps
     from paramserve.core.decisions import Policy
     from paramserve.engine.child import Bootstrap
+    from paramserve.pytorch.passes import Kept
     from paramserve.pytorch.prefetching import KeysOf
     from paramserve.pytorch.process_group import StartedGroup
 
@@ -74,6 +75,7 @@ class Worker:
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
+        passes: what loaders and samplers of one dataset have in common.
         leased: the leased loader whose batches the steps take at present, if there is one.
     """
 
@@ -88,6 +90,7 @@ class Worker:
         self.refreshers: list[Callable[[], None]] = []
         self.own_steps: list[OwnSteps] = []
         self.leased: LeasedWork | None = None
+        self.passes: Kept = {}
         self._leased_loaders = 0
         self._report = report
         self._process_group: StartedGroup | None = None
@@ -303,8 +306,9 @@ class Worker:
         the rows of the next batch's keys on their way while this one is computed.
 
         The order depends on the run's seed and the epoch only. In a worker that was started again,
-        the batches of the first `worker.clock` steps are left out; a loader that is used before the
-        training loader, and not for training, needs `resume=False`. See `pytorch.loader.load`.
+        the batches of the first `worker.clock` steps are left out. A loader made again with the
+        same dataset and arguments goes on with the next epoch. One that is used before the training
+        loader, and not for training, needs `resume=False`. See `pytorch.loader.load`.
         """
         from paramserve.pytorch.loader import load
 
@@ -340,6 +344,9 @@ class Worker:
         **sharing: Any,
     ) -> torch.utils.data.Sampler[Any]:
         """The sampler of `loader`, for a DataLoader of your own.
+
+        Each iteration is the next epoch, also of a sampler that is made again with the same dataset
+        and arguments; `set_epoch(number)` chooses another one.
 
         Static, it goes into `sampler=`; with `shards="dynamic"`, `batch_size` and what else
         `loader` takes of a leased one, it makes the batches, and goes into `batch_sampler=`.

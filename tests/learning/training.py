@@ -79,6 +79,7 @@ def part_of(rank: int, workers: int, seed: int) -> Any:
         missed=0,
         retiring=False,
         go_on_drawing=lambda: None,
+        passes={},
     )
 
 

@@ -22,6 +22,7 @@ from paramserve.pytorch.batches import (
     order,
     size_of,
 )
+from paramserve.pytorch.passes import Kept, shared
 from paramserve.pytorch.prefetching import KeysOf, ahead
 
 ORDERS_KEPT = 2
@@ -34,6 +35,11 @@ class Worker(LeasingWorker, Protocol):
     @property
     def seed(self) -> int:
         """The run's seed: the same number on all ranks."""
+        ...
+
+    @property
+    def passes(self) -> Kept:
+        """What its loaders and samplers have in common."""
         ...
 
     def new_loader_name(self) -> str:
@@ -180,6 +186,8 @@ def lease(
 ) -> LeasedWork:
     """A worker's part in a dataset that is shared by lease; arguments as `load_leased`.
 
+    One with the same arguments as before goes on where that one is.
+
     Args:
         told: whether it will be said which batches were delivered.
     """
@@ -191,14 +199,18 @@ def lease(
             "batch_size smaller"
         )
     low, high = _bounds(adaptive_batch, batch_size)
-    if name is None:
-        name = worker.new_loader_name()
-    elif not isinstance(name, str) or not name:
+    if name == "" or not isinstance(name, str | None):
         raise TypeError(f"a loader's name is a str that is not empty, not {name!r}")
     order = worker.seed if shuffle else -1
     several = batches_per_step if batches_per_step is not None else AS_WORKER_SAYS
     plan = LeasePlan(size, epochs, steps or 0, batch_size, low, high, several, order)
-    return LeasedWork(worker, name, plan, told=told)
+    arguments = ("leased", plan, name, told)
+
+    def make() -> LeasedWork:
+        return LeasedWork(worker, name or worker.new_loader_name(), plan, told=told)
+
+    work = shared(worker.passes, dataset, arguments, make)
+    return work if not work.active else make()
 
 
 def _bounds(adaptive_batch: Any, batch_size: int) -> tuple[int, int]:

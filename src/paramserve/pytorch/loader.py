@@ -28,6 +28,7 @@ from paramserve.pytorch.batches import (
     order,
     size_of,
 )
+from paramserve.pytorch.passes import Epochs, Kept, shared
 from paramserve.pytorch.prefetching import KeysOf, ahead
 
 T = TypeVar("T")
@@ -44,6 +45,11 @@ class Worker(leased.Worker, Protocol):
     @property
     def missed(self) -> int:
         """Clocks that the others decided without this worker."""
+        ...
+
+    @property
+    def passes(self) -> Kept:
+        """What its loaders and samplers have in common."""
         ...
 
     @property
@@ -74,22 +80,29 @@ class RankSampler(Sampler[int]):
     rank has `len(dataset) // workers` samples; up to workers - 1 at the end of the order are left
     out, other ones in each epoch.
 
-    Call `set_epoch` before each epoch, or the order repeats.
+    Each iteration is the next epoch, or the one that `set_epoch` has chosen for it. A sampler that
+    is made again with the same dataset and arguments goes on there.
+
+    Args:
+        epochs: common to the samplers that go on from each other.
     """
 
-    def __init__(self, size: int, rank: int, workers: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, size: int, rank: int, workers: int, seed: int, shuffle: bool, epochs: Epochs
+    ) -> None:
         self._size = size
         self._rank = rank
         self._workers = workers
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = 0
+        self._epochs = epochs
+        self._epoch = epochs.next
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, not {epoch}")
-        self._epoch = epoch
+        self._epoch = self._epochs.next = epoch
 
     def indices(self) -> npt.NDArray[np.int64]:
         """This rank's samples in the present epoch, in order: [len(self)]."""
@@ -99,6 +112,8 @@ class RankSampler(Sampler[int]):
         return order(self._size, self._seed, self._epoch)[self._rank : stop : self._workers]
 
     def __iter__(self) -> Iterator[int]:
+        self._epoch = self._epochs.next
+        self._epochs.next += 1
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
@@ -129,8 +144,9 @@ class Loader:
     """One rank's batches over the epochs of a run.
 
     All ranks get equally many batches, each of exactly `batch_size` samples: in each epoch up to
-    workers * batch_size - 1 samples at the end of the common order are left out. Iterating again
-    goes on with the epochs that follow.
+    workers * batch_size - 1 samples at the end of the common order are left out, other ones in each
+    epoch. Iterating again goes on with the epochs that follow; so does a loader that is made again
+    with the same dataset and arguments, as in each round of a loop over epochs.
 
     In a worker that was started again, the first iterations leave out the batches of the steps that
     were done before, and load none of them: what comes is what would have come without the restart.
@@ -138,6 +154,7 @@ class Loader:
     end at the same one. When the run wants the worker to end, the iteration does.
 
     Args:
+        epochs: common to the loaders that go on from each other.
         prefetch: which rows of tables a batch needs; see `prefetching.ahead`.
     """
 
@@ -150,6 +167,7 @@ class Loader:
         length: int,
         batches_per_step: int | None,
         resume: bool,
+        epochs: Epochs,
         prefetch: KeysOf | None = None,
     ) -> None:
         self._worker = worker
@@ -160,7 +178,7 @@ class Loader:
         self._sampler = sampler
         self._length = length
         self._resume = resume
-        self._epoch = 0
+        self._epochs = epochs
 
     def __len__(self) -> int:
         """Batches of one iteration, over all its epochs, with those that a restart leaves out."""
@@ -172,13 +190,13 @@ class Loader:
         done = self._done_before()
         epochs, first = divmod(done, len(self._batches))
         if done == self._length:
-            self._epoch += -(-done // len(self._batches))
+            self._epochs.next += -(-done // len(self._batches))
             return
-        self._epoch += epochs
+        self._epochs.next += epochs
         missed, late = worker.missed, 0
         with closing(self._loaded(first, self._length - done)) as loaded:
             for epoch, batch in loaded:
-                self._epoch = epoch + 1
+                self._epochs.next = epoch + 1
                 if worker.missed != missed:
                     late += (worker.missed - missed) * self._per_step
                     missed = worker.missed
@@ -197,7 +215,7 @@ class Loader:
         return ahead(batches, self._worker.client, self._prefetch, itemgetter(1))
 
     def _in_order(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
-        epoch = self._epoch
+        epoch = self._epochs.next
         while left:
             self._sampler.set_epoch(epoch)
             begun, self._batches.first, first = first > 0, first, 0
@@ -263,7 +281,8 @@ def sampler(
         raise ValueError(
             f"the dataset has {size} samples for {worker.workers} workers: each needs at least one"
         )
-    return RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
+    epochs = shared(worker.passes, dataset, ("sampler", shuffle), Epochs)
+    return RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle, epochs)
 
 
 def _dynamic(shards: str | None, adaptive_batch: object) -> bool:
@@ -299,6 +318,9 @@ def load(
     with `resume` that it iterates, the batches of `worker.clock` steps are left out. So a function
     that trains over one loader after another goes on in the right one, if each step takes
     `batches_per_step` batches of such a loader.
+
+    A loader made again with the same dataset and arguments goes on with the epochs that follow: in
+    each round of a loop over epochs all samples come, in a new order.
 
     With `shards="dynamic"` ranges of each epoch are leased to the workers as they ask for them;
     what that means stands in `paramserve.pytorch.loader`.
@@ -367,9 +389,14 @@ def _load_static(
             f"the dataset has {size} samples, {worker.workers} workers with batch_size "
             f"{batch_size} need {worker.workers * batch_size} for one step: make batch_size smaller"
         )
-    own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle)
+    own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle, Epochs())
     batches = _Batches(own, batch_size, arrays=by_rows(dataset, dataloader_options))
 
     length = steps if steps is not None else epochs * len(batches)
     torch_loader = loading(dataset, batches, dataloader_options)
-    return Loader(worker, torch_loader, batches, own, length, batches_per_step, resume, prefetch)
+    epochs_done = shared(
+        worker.passes, dataset, ("loader", batch_size, epochs, steps, shuffle, resume), Epochs
+    )
+    return Loader(
+        worker, torch_loader, batches, own, length, batches_per_step, resume, epochs_done, prefetch
+    )

@@ -128,6 +128,8 @@ class FakeWorker:
         self.workers = len(cluster.ranks)
         self.missed = 0
         self.steps_before = 0
+        self.passes: Any = {}
+        self.go_on_drawing = lambda: None
         self.names = 0
         self.batches_per_step = 1
         self.own_steps: list[OwnSteps] = []
