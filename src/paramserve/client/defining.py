@@ -51,6 +51,7 @@ class DefiningClient(ClientLife):
         rule: Rule | None = None,
         group: str = "default",
         consistency: Policy | None = None,
+        nth: int = -1,
         timeout_s: float | None = None,
     ) -> Block:
         """Create parameters on the servers. Of several who define the same, the first one's values
@@ -63,6 +64,8 @@ class DefiningClient(ClientLife):
             group: what it steps together with.
             consistency: of the whole group, given with its first define; None: the group's, or the
                 cluster's if it has none of its own.
+            nth: which one it is of the blocks that all ranks define in this group, each by itself;
+                -1: not said. Then ranks with other names for it do not wait for each other.
         Returns:
             The block that holds the tensors.
         Raises:
@@ -88,7 +91,9 @@ class DefiningClient(ClientLife):
         pieces = tuple(Piece(tensor.name, tensor.array.shape) for tensor in values)
         limit = self._limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
-        call = PlaceBlock(0, group, dtype.name, described, pieces, True, limit, whole, policy)
+        call = PlaceBlock(
+            0, group, dtype.name, described, pieces, True, limit, whole, policy, nth=nth
+        )
         placed = self._control.call(call, Placed, timeout_s=limit)
         block = self._know(Block(placed.spec))
         if placed.attempt:
@@ -145,13 +150,15 @@ class DefiningClient(ClientLife):
         rule: Rule | None,
         group: str = "default",
         consistency: Policy | None = None,
+        nth: int = -1,
         timeout_s: float | None = None,
     ) -> Block:
         """Wait until somebody else has defined exactly these tensors.
 
         Raises:
             DefineTimeout: nobody did in `timeout_s`.
-            DefineMismatch: it has another shape, dtype or rule, or the group has another policy.
+            DefineMismatch: it has another shape, dtype or rule, the group has another policy, or its
+                block `nth` was defined with other names.
         """
         self._check()
         described = _spec(rule, group)
@@ -162,7 +169,9 @@ class DefiningClient(ClientLife):
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
-        call = PlaceBlock(0, group, kind.name, described, pieces, False, limit, whole, policy)
+        call = PlaceBlock(
+            0, group, kind.name, described, pieces, False, limit, whole, policy, nth=nth
+        )
         placed = self._control.call(call, Placed, timeout_s=limit)
         return self._know(Block(placed.spec))
 

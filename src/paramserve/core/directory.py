@@ -44,6 +44,8 @@ class Entry:
     attempt: int
     definer: int
     stage: Stage
+    nth: int = -1
+    """As `PlaceBlock.nth`."""
 
 
 class Directory:
@@ -148,6 +150,7 @@ class Directory:
         }
         if not entries:
             self._check_kind(call)
+            self._check_order(call)
             return None
         entry = next(iter(entries.values()))
         if len(entries) > 1 or entry.spec.pieces != call.pieces:
@@ -165,6 +168,20 @@ class Directory:
         if not same:
             raise _mismatch(call, entry.spec, "rule", theirs, ours)
         return entry
+
+    def _check_order(self, call: PlaceBlock) -> None:
+        """Refuse other names than those that another rank has for the same block: the ones that are
+        asked for would be waited for in vain."""
+        for entry in self._entries:
+            spec = entry.spec
+            same = call.nth >= 0 and (spec.group_name, entry.nth) == (call.group, call.nth)
+            if same and entry.stage is not Stage.REFUSED:
+                theirs, ours = [p.name for p in spec.pieces], [p.name for p in call.pieces]
+                raise DefineMismatch(
+                    f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
+                    f"is defined with {_short(theirs)}, now {_short(ours)} came",
+                    fix="build the same model on all ranks, and wrap it on all or on none",
+                )
 
     def _check_kind(self, call: PlaceBlock) -> None:
         """Refuse what would put a table and tensors, or two tables, into one group."""
@@ -203,7 +220,7 @@ class Directory:
             call.table,
         )
         self._load(spec, 1)
-        entry = Entry(spec, 1, client, Stage.DEFINING)
+        entry = Entry(spec, 1, client, Stage.DEFINING, call.nth)
         self._entries.append(entry)
         for piece in call.pieces:
             self._by_name[call.group, piece.name] = entry

@@ -70,7 +70,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
 
     `define` False: wait for somebody else to define it. `whole_tensors`: the rule needs each tensor
     whole on one shard. `table`: what is placed is a table; its name is the group's and the only
-    piece's.
+    piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
+    order; -1: it is none of them.
     """
 
     call: int
@@ -83,6 +84,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     whole_tensors: bool = False
     consistency: ConsistencySpec | None = None
     table: TableSpec | None = None
+    nth: int = -1
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -365,10 +365,10 @@ class Adopted(ABC, Generic[B]):
         client, name = self._client, self._settings.name
         consistency = self._settings.consistency
         parts = []
-        for layout, rule, part in plans:
+        for nth, (layout, rule, part) in enumerate(plans, len(self._parts)):
             if self._worker.rank == 0:
                 block = client.define(
-                    layout.values(), rule=rule, group=name, consistency=consistency
+                    layout.values(), rule=rule, group=name, consistency=consistency, nth=nth
                 )
             else:
                 block = client.await_block(
@@ -377,6 +377,7 @@ class Adopted(ABC, Generic[B]):
                     rule=rule,
                     group=name,
                     consistency=consistency,
+                    nth=nth,
                 )
             parts.append(part(block))
         self._parts += parts

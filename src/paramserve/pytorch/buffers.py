@@ -121,12 +121,17 @@ class Untrained:
         self, sources: list[Source], dtype: torch.dtype, often: bool, *, define: bool
     ) -> _Kept:
         values = {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
+        nth = len(self._kept)
         shapes = {name: value.shape for name, value in values.items()}
         if define:
-            block = self._client.define(values, rule=None, group=self._group)
+            block = self._client.define(values, rule=None, group=self._group, nth=nth)
         else:
             block = self._client.await_block(
-                shapes, dtype=next(iter(values.values())).dtype, rule=None, group=self._group
+                shapes,
+                dtype=next(iter(values.values())).dtype,
+                rule=None,
+                group=self._group,
+                nth=nth,
             )
         return _Kept(block, dtype, sources, often)
 

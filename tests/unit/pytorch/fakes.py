@@ -289,6 +289,7 @@ class FakeClient:
         rule=None,
         group="default",
         consistency: Policy | None = None,
+        nth=-1,
         timeout_s=None,
     ):
         names = [
@@ -317,7 +318,15 @@ class FakeClient:
         return block
 
     def await_block(
-        self, shapes: Mapping[str, Any], *, dtype, rule, group, consistency=None, timeout_s=None
+        self,
+        shapes: Mapping[str, Any],
+        *,
+        dtype,
+        rule,
+        group,
+        consistency=None,
+        nth=-1,
+        timeout_s=None,
     ):
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
 
