@@ -48,6 +48,9 @@ class Deadlines(Struct, frozen=True):
 
     request_s: float = 120.0
     """Push, pull, define and tick, unless the call names its own `timeout_s`."""
+    busy_s: float = 1800.0
+    """As `request_s`, where a push or tick waits for workers that live and do not step, as while
+    they evaluate. As long as torch.distributed waits."""
     start_s: float = 60.0
     """From the launch of the processes until all servers are known."""
     stop_s: float = 1.0

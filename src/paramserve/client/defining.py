@@ -157,8 +157,8 @@ class DefiningClient(ClientLife):
 
         Raises:
             DefineTimeout: nobody did in `timeout_s`.
-            DefineMismatch: it has another shape, dtype or rule, the group has another policy, or its
-                block `nth` was defined with other names.
+            DefineMismatch: it has another shape, dtype or rule, the group has another policy, or
+                its block `nth` was defined with other names.
         """
         self._check()
         described = _spec(rule, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from paramserve.client.exchange import Exchange
 from paramserve.errors import (
     DefineTimeout,
@@ -19,6 +21,20 @@ TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(R
 """What is raised when an answer is late; for all else `PushTimeout`."""
 
 
+KNOBS = {
+    "call": "timeout_s",
+    "busy": "deadlines=ps.Deadlines(busy_s=...) if such a step takes longer",
+    "request": "deadlines=ps.Deadlines(request_s=...)",
+}
+
+
+def _knob(busy: Collection[int] | None) -> str:
+    """What has limited a wait."""
+    if busy is None:
+        return "call"
+    return "busy" if busy else "request"
+
+
 def not_sent(group: str, why: BaseException) -> ParamServeError:
     """What the tickets of pushes say whose step was not sent."""
     if isinstance(why, ParamServeError):
@@ -30,9 +46,18 @@ def not_sent(group: str, why: BaseException) -> ParamServeError:
 
 
 def late(
-    exchange: Exchange, rank: int, what: str, group: int | None, waited_s: float
+    exchange: Exchange,
+    rank: int,
+    what: str,
+    group: int | None,
+    waited_s: float,
+    busy: Collection[int] | None = None,
 ) -> ParamServeError:
-    """The error of a wait that has failed; asks the shards who is missing."""
+    """The error of a wait that has failed; asks the shards who is missing.
+
+    Args:
+        busy: where no call has said how long: the ranks that were waited for.
+    """
     reasons = []
     if group is not None:
         for waiting in exchange.inquire(group, INQUIRE_S):
@@ -43,6 +68,6 @@ def late(
     return TIMEOUTS.get(what, PushTimeout)(
         f"{what} timed out: {who} waited {waited_s:.1f} s; {why}",
         applied="no" if what in READS else "unknown",
-        fix="look at the workers or servers named, or raise timeout_s; calling result() of a "
-        "ticket again waits on and repeats nothing",
+        fix=f"look at the workers or servers named, or raise {KNOBS[_knob(busy)]}; calling "
+        "result() of a ticket again waits on and repeats nothing",
     )

@@ -45,7 +45,7 @@ class Client(Protocol):
     @property
     def waited_s(self) -> float: ...
     @property
-    def timeout_s(self) -> float: ...
+    def patience_s(self) -> float: ...
     def drain(self) -> None: ...
     def rest(self, group: str) -> None: ...
     def enter(self, group: str) -> bool: ...
@@ -220,7 +220,7 @@ class LeasedWork:
         for this worker.
 
         Raises:
-            Timeout: those who hold the rest have not gone on for the client's `timeout_s`.
+            Timeout: those who hold the rest have not gone on for the client's `patience_s`.
             ParamServeError: as `Client.drain` or the exchange, or the coordinator's refusal.
         """
         if self.over:
@@ -263,14 +263,14 @@ class LeasedWork:
                 return False
             if self._lease.holders != holders:
                 holders, changed_s = self._lease.holders, self._clock()
-            elif self._clock() - changed_s > self._client.timeout_s:
+            elif self._clock() - changed_s > self._client.patience_s:
                 who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
                 raise Timeout(
                     f"rank {self._worker.rank} waits for the end of loader {self.name!r}: "
                     f"{who or 'a rank that ended'} has not finished what was leased to it, for "
-                    f"{self._client.timeout_s:.1f} s",
+                    f"{self._client.patience_s:.1f} s",
                     fix="step with every batch that a leased loader gives, leave its loop with "
-                    "break if you will not, or raise timeout_s",
+                    "break if you will not, or raise deadlines=ps.Deadlines(busy_s=...)",
                 )
         return False
 

@@ -93,6 +93,7 @@ class ClientLife:
             self._names = Names()
             self._terms = GroupTerms(joined.consistency)
             self._steps = Steps(self._exchange, rank, deadlines.request_s, self._terms)
+            self._steps.busy_s, self._steps.all_live = deadlines.busy_s, self._all_live
             self._gradients = Gradients(self._exchange, self._names, self._refuses, rank)
             if joined.incarnation > 1 or joined.late:
                 self._resume(deadlines.start_s)
@@ -203,13 +204,21 @@ class ClientLife:
     def is_dead(self, ranks: Iterable[int]) -> bool:
         """Whether the coordinator counts all of these ranks as dead, and no other incarnation of
         them comes; False where it cannot be asked."""
+        states = self._states()
+        return all(states.get(rank) == "dead" for rank in ranks)
+
+    def _all_live(self, ranks: Iterable[int]) -> bool:
+        states = self._states()
+        return all(states.get(rank) in ("live", "retiring") for rank in ranks)
+
+    def _states(self) -> dict[int, str]:
+        """Of each rank, as the coordinator knows it; nothing where it cannot be asked."""
         try:
             call = AskStatus(0, after_record=NO_RECORDS)
             told = self._control.call(call, Status, timeout_s=self.timeout_s)
         except ParamServeError:
-            return False
-        dead = {each.rank for each in told.members if each.state == "dead"}
-        return all(rank in dead for rank in ranks)
+            return {}
+        return {each.rank: each.state for each in told.members}
 
     @property
     def closed(self) -> bool:
@@ -217,7 +226,8 @@ class ClientLife:
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of every call that names none, in seconds; may be changed."""
+        """Deadline of every call that names none, in seconds; may be changed. Until then, live
+        workers that do not step are waited for longer, `Deadlines.busy_s`."""
         return self._steps.timeout_s
 
     @timeout_s.setter
@@ -225,6 +235,12 @@ class ClientLife:
         if not value > 0:
             raise ValueError(f"timeout_s must be > 0, got {value}")
         self._steps.timeout_s = self._exchange.io_timeout_s = value
+        self._steps.busy_s = 0.0  # the caller's limit is one for all
+
+    @property
+    def patience_s(self) -> float:
+        """How long live workers are waited for by what names no limit, in seconds."""
+        return max(self._steps.timeout_s, self._steps.busy_s)
 
     @property
     def addresses(self) -> tuple[str, ...]:

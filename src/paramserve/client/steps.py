@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from paramserve.client.entering import Entering
 from paramserve.client.exchange import Exchange, Slot, again
-from paramserve.client.late import late, not_sent
+from paramserve.client.late import INQUIRE_S, late, not_sent
 from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
 from paramserve.client.ticket import Ticket
@@ -36,6 +37,10 @@ class Steps(Entering):
         super().__init__(terms)
         self.timeout_s = timeout_s
         self.versions: dict[int, list[int]] = {}
+        self.busy_s = 0.0
+        """How long live workers are waited for, where no call says how long."""
+        self.all_live: Callable[[Collection[int]], bool] = lambda ranks: False
+        """Whether the coordinator counts all of these ranks as live."""
         self.factor = 1.0
         """What the servers multiply this client's gradients by."""
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
@@ -368,15 +373,40 @@ class Steps(Entering):
             raise again(operation.error)
         return operation
 
-    def wait(self, ticket: Ticket, timeout_s: float) -> None:
-        """Wait for a ticket's answers.
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        """Wait for a ticket's answers; with None `self.timeout_s`, or `busy_s` where they depend on
+        live workers only.
 
         Raises:
             PushTimeout, PullTimeout: they are not there in time. Applied: unknown.
         """
         assert ticket.operation is not None
-        if not self._exchange.wait(ticket.operation, timeout_s):
-            raise self.late(ticket.what, ticket.group, timeout_s)
+        if timeout_s is not None:
+            if not self._exchange.wait(ticket.operation, timeout_s):
+                raise self.late(ticket.what, ticket.group, timeout_s)
+            return
+        began, limit, told = time.monotonic(), self.timeout_s, False
+        while not self._exchange.wait(ticket.operation, limit):
+            waited_s = time.monotonic() - began
+            left_s = self.busy_s - waited_s
+            busy = self._waits_for(ticket.group)
+            if not busy or left_s <= 0.0 or not self.all_live(busy):
+                raise self.late(ticket.what, ticket.group, waited_s, busy=busy)
+            if not told:
+                told = True
+                who = ", ".join(f"rank {each}" for each in busy)
+                warnings.warn(
+                    f"rank {self._rank} has waited {waited_s:.0f} s for a step of {who}, which "
+                    f"live: it waits up to {self.busy_s:.0f} s, deadlines=ps.Deadlines(busy_s=)",
+                    stacklevel=2,
+                )
+            limit = min(self.timeout_s, left_s)
+
+    def _waits_for(self, group: int) -> tuple[int, ...]:
+        """The ranks that a group's unanswered steps wait for; empty: something else, too."""
+        told = self._exchange.inquire(group, INQUIRE_S)
+        missing = {rank for each in told for rank, _ in each.missing}
+        return tuple(sorted(missing - {self._rank}))
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether all answers are there."""
@@ -421,9 +451,15 @@ class Steps(Entering):
             else:
                 self._forgotten.append(ticket)
 
-    def late(self, what: str, group: int | None, waited_s: float) -> ParamServeError:
-        """The error of a wait that has failed; asks the shards who is missing."""
-        return late(self._exchange, self._rank, what, group, waited_s)
+    def late(
+        self, what: str, group: int | None, waited_s: float, *, busy: Collection[int] | None = None
+    ) -> ParamServeError:
+        """The error of a wait that has failed; asks the shards who is missing.
+
+        Args:
+            busy: where no call has said how long: the ranks that were waited for.
+        """
+        return late(self._exchange, self._rank, what, group, waited_s, busy)
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

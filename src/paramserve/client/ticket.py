@@ -40,7 +40,7 @@ class Waits(Protocol):
 
     timeout_s: float
 
-    def wait(self, ticket: Ticket, timeout_s: float) -> None: ...
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None: ...
     def poll(self, operation: Operation) -> bool: ...
     def read_versions(self, group: int, operation: Operation) -> None: ...
     def give_back(self, slots: Sequence[Slot]) -> None: ...
@@ -102,8 +102,7 @@ class Ticket:
                 fix="call client.tick() first",
             )
         if not operation.complete:
-            limit = timeout_s if timeout_s is not None else self._client.timeout_s
-            self._client.wait(self, limit)
+            self._client.wait(self, timeout_s)
         if operation.error is not None:
             self._client.error_was_read(self)
             self.release()
@@ -134,7 +133,7 @@ class Ticket:
         if self._released:
             return
         if self.operation is not None and not self.operation.complete:
-            self._client.wait(self, self._client.timeout_s)
+            self._client.wait(self, None)
         self._released = True
         if self._places:
             self._client.give_back([slot for _, slot in self._places])

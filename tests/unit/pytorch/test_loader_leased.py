@@ -90,7 +90,7 @@ class FakeClient:
         self.retiring = False
         self.missed = 0
         self.waited_s = 0.0
-        self.timeout_s = 60.0
+        self.patience_s = 60.0
         self.marks: list[tuple[int, int] | None] = []
         self.weights: list[float | None] = []
 

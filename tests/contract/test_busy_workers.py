@@ -1,0 +1,88 @@
+"""Workers that live and do not step for long, as while they evaluate: who waits how long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from msgspec import structs
+from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import DEADLINES, RoleCluster
+
+import paramserve as ps
+from paramserve.errors import PushTimeout
+
+MakeCluster = Callable[..., RoleCluster]
+
+
+def cluster_of_two(make: MakeCluster, busy_s: float) -> RoleCluster:
+    deadlines = structs.replace(DEADLINES, request_s=0.2, busy_s=busy_s)
+    return make("unix", servers=2, workers=2, policy=ps.Sync(), deadlines=deadlines)
+
+
+def test_worker_that_evaluates_is_waited_for_while_it_lives(make_cluster: MakeCluster) -> None:
+    waited = threading.Event()
+
+    def train(worker: ps.Worker) -> float:
+        client = worker.client
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+        if worker.rank == 0:
+            assert waited.wait(10.0)  # the other one has waited as long as for a request
+        elif worker.rank == 1:
+            client._steps.all_live = told(client._steps.all_live)
+        return float(client.push_pull({"w": np.ones(3)}, tick=True)["w"][0])
+
+    def told(ask: Callable[..., bool]) -> Callable[..., bool]:
+        def asked(ranks: object) -> bool:
+            live = ask(ranks)
+            waited.set()
+            return live
+
+        return asked
+
+    with pytest.warns(UserWarning, match=r"rank 1 has waited .* for a step of rank 0, which live"):
+        found = Ranks(cluster_of_two(make_cluster, 10.0), train).start(0, 1).end()
+    assert found == {0: 1.0, 1: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "busy_s", "knob"),
+    [
+        ("none", 0.3, r"raise deadlines=ps.Deadlines\(busy_s=...\)"),
+        ("client", 10.0, r"raise deadlines=ps.Deadlines\(busy_s=...\)"),
+        ("call", 10.0, "raise timeout_s"),
+        ("dead", 10.0, r"raise deadlines=ps.Deadlines\(busy_s=...\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:rank 1 has waited")
+def test_wait_for_a_busy_worker_ends_and_names_what_to_raise(
+    make_cluster: MakeCluster, change: str, busy_s: float, knob: str
+) -> None:
+    """It ends at `busy_s`, or at the caller's own limit, or where the worker is to be restarted."""
+    done = threading.Event()
+    deadlines = structs.replace(DEADLINES, request_s=0.2, busy_s=busy_s)
+    cluster = make_cluster(
+        "unix", workers=2, policy=ps.Sync(), deadlines=deadlines, restarts=change == "dead"
+    )
+
+    def train(worker: ps.Worker) -> None:
+        client = worker.client
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+        if worker.rank == 0:
+            if change == "dead":
+                raise Killed
+            assert done.wait(10.0)
+            return
+        if change == "client":
+            client.timeout_s = 0.3
+        ticket = client.push({"w": np.ones(3)})
+        client.tick()
+        try:
+            ticket.result(0.1 if change == "call" else None)
+        finally:
+            done.set()
+
+    with pytest.raises(PushTimeout, match=rf"worker 0 \(at clock 0\).*{knob}"):
+        Ranks(cluster, train, again=False).start(0, 1).end()
