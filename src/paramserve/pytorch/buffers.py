@@ -10,12 +10,15 @@ A dtype that the servers do not hold travels as a wider one that holds each of i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from paramserve.errors import ShapeMismatch
 from paramserve.messages import VALUE
 from paramserve.pytorch.layout import split
 from paramserve.pytorch.rows import Rows
@@ -51,6 +54,11 @@ class Source(NamedTuple):
     def tensor(self) -> Tensor:
         found: Tensor = getattr(self.owner, self.attribute)
         return found.detach()
+
+    def present(self) -> Tensor | None:
+        """The tensor; None: it is not in the model any more."""
+        found = getattr(self.owner, self.attribute, None)
+        return found.detach() if isinstance(found, Tensor) else None
 
 
 class _Kept(NamedTuple):
@@ -97,6 +105,7 @@ class Untrained:
         for source, tensor, _ in self._chosen:
             _check(source.name, tensor)
         self._kept: list[_Kept] = []
+        self._warned: set[str] = set()
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -148,11 +157,49 @@ class Untrained:
         ticket.release()
 
     def assign(self, *, everything: bool) -> None:
-        """Overwrite the servers' values with this worker's: the buffers', or all."""
+        """Overwrite the servers' values with this worker's: the buffers', or all, at the end.
+
+        What is no longer in the model keeps its last value there; so does at the end what has
+        another shape.
+
+        Raises:
+            ShapeMismatch: a buffer has another shape. Nothing of its block was applied.
+        """
         for kept in self._kept:
             if kept.often or everything:
-                parts = [source.tensor().to("cpu", kept.dtype).flatten() for source in kept.sources]
-                self._client.store(kept.block, VALUE, torch.cat(parts).numpy())
+                self._assign(kept, last=everything)
+
+    def _assign(self, kept: _Kept, *, last: bool) -> None:
+        parts, present = [], []
+        for index, (source, piece) in enumerate(zip(kept.sources, kept.block.pieces, strict=True)):
+            tensor = source.present()
+            if tensor is None:
+                self._warn(source, "is no longer in the model")
+            elif tuple(tensor.shape) != piece.shape:
+                change = f"has shape {list(tensor.shape)} now, and {list(piece.shape)} when defined"
+                if not last:
+                    raise ShapeMismatch(
+                        f"buffer {source.name!r} {change}",
+                        fix='use worker.optimizer(..., buffers="local"), or register the buffer '
+                        "with persistent=False",
+                    )
+                self._warn(source, change)
+            else:
+                present.append(index)
+                parts.append(tensor.to("cpu", kept.dtype).flatten())
+                continue
+            parts.append(torch.zeros(prod(piece.shape), dtype=kept.dtype))
+        active = None if len(present) == len(parts) else tuple(present)
+        if present:
+            self._client.store(kept.block, VALUE, torch.cat(parts).numpy(), active=active)
+
+    def _warn(self, source: Source, why: str) -> None:
+        if source.name not in self._warned:
+            self._warned.add(source.name)
+            warnings.warn(
+                f"buffer {source.name!r} {why}: the result keeps its last value from before",
+                stacklevel=5,
+            )
 
 
 def _source(model: torch.nn.Module, name: str) -> Source:
