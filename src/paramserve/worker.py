@@ -95,6 +95,8 @@ class Worker:
         self._report = report
         self._process_group: StartedGroup | None = None
         self._random = b""
+        self._counted: set[str] = set()
+        """Groups that this worker stepped on when a loader asked."""
         self._steps_before: int | None = None
         """None: no loader has asked yet."""
 
@@ -190,10 +192,16 @@ class Worker:
     def steps_before(self) -> int:
         """Steps of older incarnations whose batches no loader has left out yet.
 
-        A loader lowers it by those that it leaves out; the next one leaves out what is beyond.
+        A loader lowers it by those that it leaves out; the next one leaves out what is beyond. With
+        an optimizer that is adopted when all of these are left out, as for a second phase of the
+        training, its own steps begin to count.
         """
         if self._steps_before is None:
             self._steps_before = self.clock if self.incarnation > 1 else 0
+        elif not self._steps_before and self.incarnation > 1:
+            new = [group for group in self.groups if group not in self._counted]
+            self._steps_before = self.client.resumed.get(new[0], 0) if new else 0
+        self._counted.update(self.groups)
         return self._steps_before
 
     @steps_before.setter

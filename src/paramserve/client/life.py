@@ -57,6 +57,7 @@ class ClientLife:
         restarts: whether another incarnation may go on for this one.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
+        resumed: the clock of each group where it began, if not at 0.
 
     `missed`, `retiring` and `waited_s` change while it works.
     """
@@ -86,6 +87,7 @@ class ClientLife:
         """Why it was closed, if not because somebody wanted it."""
         self._lock = threading.RLock()
         self.repeated = 0
+        self.resumed: dict[str, int] = {}
         # Before all that may take long: the coordinator counts from the join on.
         self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits)
         try:
@@ -129,6 +131,7 @@ class ClientLife:
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self._steps.learn(news)
             self._steps.go_on(name, found.clock)
+            self.resumed[name] = found.clock
             self.repeated = max(self.repeated, found.repeated)
         for name in outside(reports, self.rank):
             self._steps.came_late(name)

@@ -81,9 +81,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     leased to it, with this step. `oldest`: every request with a lower number has been answered,
     and will not be asked for again. `enters`: groups where this worker is waited for as well, from
     the clock on that is under way there when this step's clock, which collects, is decided. The
-    step's own group, named where it does not collect: this worker is waited for from now on. `note`:
-    what the shard is to keep for the next incarnation of this rank and for added workers; it does
-    not look into it, and keeps each rank's last two. Empty: the one before still holds.
+    step's own group, named where it does not collect: this worker is waited for from now on.
+    `note`: what the shard is to keep for the next incarnation of this rank and for added workers;
+    it does not look into it, and keeps each rank's last two. Empty: the one before still holds.
     """
 
     seq: int
