@@ -211,6 +211,9 @@ class Worker:
     def log(self, **values: Any) -> None:
         """Record numbers of this step; they come back in `Result.metrics`.
 
+        They are sent with the next heartbeat, after up to `Deadlines.heartbeat_s`, and at the end
+        of the function, also where it raises. A worker that is killed loses what was not sent.
+
         Args:
             values: numbers, or arrays and tensors of one element.
         Raises:
@@ -441,6 +444,10 @@ def main(boot: Bootstrap) -> None:
         resumed = Resumed(client.incarnation, worker.clock, client.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
     pack = _encode if boot.plain else _pickle
-    returned = pack(function(worker, *args, **kwargs))
+    try:
+        returned = pack(function(worker, *args, **kwargs))
+    except BaseException:
+        client.send_log()  # what it logged last says most about why
+        raise
     worker.finish()
     boot.report("returned", returned)

@@ -44,6 +44,9 @@ class RecordsCalls:
     def log(self, values: dict[str, float]) -> None:
         self.calls.append(("log", values))
 
+    def send_log(self) -> None:
+        self.calls.append("send log")
+
     def drain(self) -> None:
         self.calls.append("drain")
 
@@ -253,7 +256,7 @@ def test_main_function_that_raises_does_not_leave_as_if_done(
 
     with pytest.raises(LookupError):
         run_main(monkeypatch, client, train)
-    assert client.calls == ["ready"]
+    assert client.calls == ["ready", "send log"]
 
 
 def test_main_return_value_that_cannot_be_pickled_is_an_error(

@@ -111,6 +111,10 @@ class Heartbeat:
         """Send what is left, and end the thread."""
         self._stop.set()
         self._thread.join()
+        self.send_all()
+
+    def send_all(self) -> None:
+        """Send what is left, as far as it can be sent."""
         while self._records:
             if not self.beat():
                 break

@@ -308,6 +308,10 @@ class ClientLife:
         clock = max(self._steps.clocks.values(), default=0)
         self._heartbeat.log(clock, values)
 
+    def send_log(self) -> None:
+        """Send what was logged now, and not with the next heartbeat."""
+        self._heartbeat.send_all()
+
     def _limit(self, timeout_s: float | None) -> float:
         return timeout_s if timeout_s is not None else self.timeout_s
 
