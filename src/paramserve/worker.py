@@ -7,6 +7,7 @@ is why it may be unpickled here.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,14 @@ class Aliases(Struct, frozen=True, array_like=True):
     names: dict[str, str]
 
 
+class ExtraState(Struct, frozen=True, array_like=True):
+    """Body of the report "extra state": what `get_extra_state` gave of a group's modules, by name
+    in the state dict, pickled."""
+
+    group: str
+    pickled: bytes
+
+
 class Worker:
     """What a training function is given: who it is, and how it reaches the servers.
 
@@ -80,7 +89,12 @@ class Worker:
     """
 
     def __init__(
-        self, client: Client, seed: int, report: Callable[[str, bytes], None] | None = None
+        self,
+        client: Client,
+        seed: int,
+        report: Callable[[str, bytes], None] | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
         self.client = client
         self.seed = seed
@@ -93,6 +107,8 @@ class Worker:
         self.passes: Kept = {}
         self._leased_loaders = 0
         self._report = report
+        self._plain = plain
+        """Whether nothing that is reported may be unpickled."""
         self._process_group: StartedGroup | None = None
         self._random = b""
         self._counted: set[str] = set()
@@ -265,6 +281,30 @@ class Worker:
         if self.rank == 0 and self._report is not None:
             self._report("aliases", msgspec.msgpack.encode(Aliases(name, self.aliases[name])))
         return adopted
+
+    def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:
+        """Give the run's result what modules keep beside parameters and buffers; where the driver
+        cannot take it, warn."""
+        if self._report is None:
+            return
+        names = ", ".join(states)
+        if self._plain:
+            warnings.warn(
+                f"the result lacks {names}: to a driver with ps.External goes nothing that would "
+                "have to be unpickled. Load it with strict=False",
+                stacklevel=2,
+            )
+            return
+        try:
+            body = ExtraState(group, cloudpickle.dumps(states))
+        except Exception as error:  # a user's class may raise anything
+            warnings.warn(
+                f"the result lacks {names}, which cannot be pickled: {type(error).__name__}: "
+                f"{error}. Load it with strict=False",
+                stacklevel=2,
+            )
+            return
+        self._report("extra state", msgspec.msgpack.encode(body))
 
     def process_group(
         self,
@@ -439,7 +479,7 @@ def main(boot: Bootstrap) -> None:
     )
     client.factor = config.factor
     boot.report("ready", msgspec.msgpack.encode(client.incarnation))
-    worker = Worker(client, config.seed, boot.report)
+    worker = Worker(client, config.seed, boot.report, plain=boot.plain)
     if client.incarnation > 1:
         resumed = Resumed(client.incarnation, worker.clock, client.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))

@@ -16,7 +16,7 @@ from paramserve.job.result import Restarted, Result
 from paramserve.job.supervisor import Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import by_group, by_rank, drops_by_rank, samples_by_rank
-from paramserve.worker import Resumed
+from paramserve.worker import ExtraState, Resumed
 
 
 def result_of(
@@ -60,7 +60,15 @@ def result_of(
         samples=samples_by_rank(leases),
         repeated_samples=sum(each.repeated for each in leases),
         table_files=table_files,
+        extra_state=_extra_state(supervisor),
     )
+
+
+def _extra_state(supervisor: Supervisor) -> dict[str, bytes]:
+    """Of each group, as the last worker told it."""
+    told = [body for _, kind, body in supervisor.reports if kind == "extra state"]
+    found = [msgspec.msgpack.decode(body, type=ExtraState) for body in told]
+    return {} if supervisor.plain else {each.group: each.pickled for each in found}
 
 
 def _restarts(supervisor: Supervisor) -> list[Restarted]:

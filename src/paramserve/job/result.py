@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from paramserve.errors import ParamServeError
 from paramserve.job.reading import State, as_state_dict
 from paramserve.messages import Record
@@ -53,6 +55,8 @@ class Result:
         table_files: with `save_tables=`: each keyed table's file, by its name.
         repeated_samples: of these loaders: samples that some shard has had from two workers,
             because one of them ended.
+        extra_state: of each group what `get_extra_state` of rank 0's modules gave at the end,
+            pickled: `state_dict` has it under its names.
     """
 
     returns: Mapping[int, Any]
@@ -70,6 +74,7 @@ class Result:
     samples: Mapping[int, int] = field(default_factory=dict)
     repeated_samples: int = 0
     table_files: Mapping[str, str] = field(default_factory=dict)
+    extra_state: Mapping[str, bytes] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
@@ -95,4 +100,8 @@ class Result:
         Raises:
             UnknownName: the run had no such group, or it is a table.
         """
-        return as_state_dict(self.values, name, self.tables)
+        state = as_state_dict(self.values, name, self.tables)
+        if name in self.extra_state:
+            # It came by the engine's own way, as what functions returned, over no socket of ours.
+            state |= cloudpickle.loads(self.extra_state[name])
+        return state

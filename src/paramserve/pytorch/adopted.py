@@ -60,6 +60,10 @@ class Worker(Protocol):
         """Samples that its loader has given since the client's last step; None: it counts none."""
         ...
 
+    def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:
+        """Give the run's result what modules keep beside parameters and buffers."""
+        ...
+
     def draws(self) -> bytes:
         """Where the process's random generators are."""
         ...
@@ -154,6 +158,15 @@ def reciprocal(grad_scale: Tensor) -> float:
     return float(grad_scale.double().reciprocal().float())
 
 
+def _extra_state(model: torch.nn.Module) -> dict[str, Any]:
+    """What `get_extra_state` gives of each module that has one, by name in the state dict."""
+    return {
+        f"{path}." * bool(path) + "_extra_state": module.get_extra_state()
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
 class Adopted(ABC, Generic[B]):
     """One adopted optimizer's blocks: defined together, and stepped in one group.
 
@@ -236,6 +249,9 @@ class Adopted(ABC, Generic[B]):
         rank = self._worker.rank
         if rank == 0 or (self._untrained and self._client.is_dead(range(rank))):
             self._untrained.assign(everything=True)
+            extra = _extra_state(self._model)
+            if extra:
+                self._worker.tell_extra_state(self._settings.name, extra)
 
     def random(self) -> bytes:
         """As `Schedules.random`; empty in a rank's first incarnation."""
