@@ -94,13 +94,21 @@ class KeyedModule(nn.Module):
         """The rows of these ids, pulled; with gradients enabled, a leaf that is collected from.
 
         Raises:
-            TypeError: the ids are not integers. Nothing was pulled.
+            TypeError: the ids are not integers, or have no memory: inside a transform of
+                `torch.func`. Nothing was pulled.
         """
         if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"ids must be a tensor of int64 or smaller integers, not {kind}")
         flat = ids.detach().to("cpu", torch.int64).reshape(-1)
-        found, numbers = routing.distinct(flat.numpy())
+        try:
+            found, numbers = routing.distinct(flat.numpy())
+        except RuntimeError as error:
+            raise TypeError(
+                f"{type(self).__name__} cannot pull the rows of ids that have no memory, as inside "
+                "torch.func.grad or vmap: the rows come from the servers. Pull them outside of the "
+                "transform and give it the rows, or use loss.backward()"
+            ) from error
         keys, places = torch.from_numpy(found), torch.from_numpy(numbers).long()
         padding = self._place_of_padding(keys)
         if padding is not None:

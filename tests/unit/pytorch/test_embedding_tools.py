@@ -70,3 +70,22 @@ def test_tools_that_go_over_gradients_find_those_of_rows() -> None:
     optimizer.step()
     assert model.words.rows.grad is None
     assert model.words.rows.shape == (0, 2)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_transforms_of_torch_func_are_refused_with_what_to_do(transform) -> None:
+    model, _ = collected()
+    pulls = len(model.words.table.pulls)
+    head = dict(model.head.named_parameters(prefix="head"))
+
+    def loss(params: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (ids,)).sum()
+
+    through = {
+        "grad": lambda: torch.func.grad(loss)(head, torch.tensor([1, 2])),
+        "vmap": lambda: torch.func.vmap(model)(torch.tensor([[1, 2], [3, 4]])),
+    }
+    with pytest.raises(TypeError, match=r"inside torch\.func"):
+        through[transform]()
+    assert len(model.words.table.pulls) == pulls
+    assert loss(head, torch.tensor([1, 2])).requires_grad
