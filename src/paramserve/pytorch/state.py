@@ -87,7 +87,7 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
 def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor | None:
     """A state of a parameter from the elements that lie beside it on the servers, if any do."""
     if kept.shape == tuple(param.shape):
-        return torch.empty_like(param).copy_(view)
+        return torch.empty_like(param, dtype=kept.dtype).copy_(view)
     if not view.numel():
         return None  # a number, and there is no element that it could lie beside
     leading = view.reshape(-1)[: prod(kept.shape)].view(kept.shape)

@@ -108,8 +108,9 @@ def test_differentiable_switched_on_later_is_refused_at_the_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "ASGD", "Rprop", "Adagrad", "RAdam"])
-def test_state_dict_with_a_parameter_without_elements_goes_to_torch_and_back(name) -> None:
-    models = [nn.ParameterList([torch.ones(0, 2), torch.ones(3)]) for _ in range(2)]
+def test_state_dict_of_parameters_of_none_and_one_element_goes_to_torch_and_back(name) -> None:
+    shapes = ((0, 2), (3,), ())
+    models = [nn.ParameterList([torch.ones(shape).double() for shape in shapes]) for _ in range(2)]
     kind = getattr(torch.optim, name)
     optimizer, plain = (kind(model.parameters(), lr=0.1) for model in models)
     adopt(FakeCluster().worker(), models[0], optimizer)
