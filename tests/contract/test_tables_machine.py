@@ -1,8 +1,13 @@
-"""A table on 1 to 3 servers against a plain dict of rows for each shard, in any order of calls."""
+"""A table on 1 to 3 servers does what a dictionary of rows does, in any order of calls.
+
+`TableMachine` draws a table and what is done to it, and compares all that can be read, to the bit,
+with `table_model`. A failure is made smaller, and printed as the calls that lead to it.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,97 +17,104 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     rule,
     run_state_machine_as_test,
 )
+from tests.contract import table_model
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster
+from tests.contract.table_model import ModelServer, Row, counted, first_state, updated
+from tests.contract.test_tables_links import PATIENT
 
 from paramserve.client import Client
-from paramserve.core.keyed.hashing import shard_of
-from paramserve.core.keyed.options import LRU, TTL, MinCount, Uniform
-from paramserve.errors import TableFull
-from paramserve.rules import Add
+from paramserve.client.table import Table
+from paramserve.core.keyed.options import LRU, TTL, Constant, MinCount, Normal, Uniform, Zeros
+from paramserve.errors import NonFinite, TableFull
+from paramserve.loading import load_table
+from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, RowAdagrad, Rule
+from paramserve.rules.rows import row_layout
 
-pytestmark = pytest.mark.usefixtures("tables_ready")
+pytestmark = [pytest.mark.usefixtures("tables_ready"), pytest.mark.timeout(900)]
 
 DIM = 2
-SETTINGS = settings(
-    max_examples=80,
+TABLES_MAX = 60
+"""Of one cluster: what is asked of all its tables takes longer with each."""
+QUICK = settings(
+    max_examples=100,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
-    phases=[Phase.generate],  # to make a failure smaller takes minutes
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+LONG = settings(
+    QUICK, max_examples=1500, stateful_step_count=60, derandomize=False, print_blob=True
+)
 KEYS = [0, -1, 2**63 - 1, -(2**63), *range(1, 13)]
+RULES: dict[str, Rule] = {
+    "Add": Add(),
+    "SGD": SGD(0.5),
+    "SGD maximize": SGD(0.25, weight_decay=0.1, maximize=True),
+    "SGD momentum": SGD(0.1, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov": SGD(0.1, momentum=0.9, nesterov=True),
+    "SGD dampening": SGD(0.1, momentum=0.5, dampening=0.25),
+    "Adagrad": Adagrad(lr=0.5),
+    "Adagrad with all": Adagrad(
+        lr=0.5, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, maximize=True
+    ),
+    "RowAdagrad": RowAdagrad(lr=0.5),
+    "RowAdagrad with all": RowAdagrad(
+        lr=0.5, weight_decay=0.1, initial_accumulator_value=0.5, maximize=True
+    ),
+    "Adam": Adam(lr=0.1),
+    "Adam beta1=0": Adam(lr=0.1, betas=(0.0, 0.9), weight_decay=0.1),
+    "AdamW maximize": Adam(
+        lr=0.1, betas=(0.3, 0.5), weight_decay=0.1, decoupled=True, maximize=True
+    ),
+    "FTRL": FTRL(),
+    "FTRL l1 l2": FTRL(alpha=0.5, beta=0.0, l1=2.0, l2=0.1),
+}
+INITS = [Uniform(-1.0, 1.0), Normal(0.5, 2.0), Constant(0.75), Zeros()]
+
 key = st.sampled_from(KEYS)
 batches = st.lists(key, max_size=9)
-sets = st.lists(key, max_size=9, unique=True)
-Row = tuple[float, ...]
+who = st.sampled_from([0, 0, 1])
+"""The worker, which ends clocks, or a client without a rank."""
+shards = st.integers(0, 2)
 
 
-class ModelShard:
-    """Rows in the order of their last use, the oldest first, with the clock of that use."""
+class Town:
+    """A cluster with a worker and a client without a rank, for one table after the other."""
 
-    def __init__(self, rows_max: int, ttl: int, lru: bool, needed: int) -> None:
-        self.rows: dict[int, tuple[np.ndarray, int]] = {}
-        self.pushes: dict[int, int] = {}
-        self.dropped = 0
-        self._rows_max, self._ttl, self._lru, self._needed = rows_max, ttl, lru, needed
-        self._clock = 0
+    def __init__(self, cluster: RoleCluster) -> None:
+        self.cluster = cluster
+        self.tables = 0
+        self.clients = [self._client(0), self._client(-1)]
 
-    def use(self, keys: list[int], clock: int, initial: dict[int, np.ndarray], why: str) -> bool:
-        """Find or make rows, as for a pull, push or put of these keys; False: it is full."""
-        if not keys:
-            return True
-        self._clock = max(self._clock, clock)
-        if self._ttl:
-            self.rows = {k: r for k, r in self.rows.items() if self._clock - r[1] <= self._ttl}
-        if why == "read":
-            return True
-        absent = [key for key in dict.fromkeys(keys) if key not in self.rows]
-        fresh = absent
-        if self._needed > 1 and why == "pull":
-            fresh = []
-        elif self._needed > 1 and why == "push":
-            fresh = [key for key in absent if self.pushes.get(key, 0) + 1 >= self._needed]
-        there = [key for key in keys if key in self.rows]
-        over = len(self.rows) + len(fresh) - self._rows_max
-        if fresh and over > 0 and not self._lru:
-            return False
-        over = min(over, len(self.rows) - len(set(there)))
-        if self._needed > 1 and why == "push":
-            for key in absent:
-                self.pushes[key] = 0 if key in fresh else self.pushes.get(key, 0) + 1
-            self.dropped += len(absent) - len(fresh)
-        for key in there:
-            self.rows[key] = (self.rows.pop(key)[0], self._clock)
-        for _ in range(over if fresh else 0):
-            del self.rows[next(iter(self.rows))]
-        for key in fresh:
-            self.rows[key] = (initial[key].copy(), self._clock)
-        return True
+    def _client(self, rank: int) -> Client:
+        return self.cluster.client(rank, deadlines=PATIENT)
+
+    def restart_worker(self) -> None:
+        """The worker's process has died, and comes again."""
+        self.cluster.mark_dead(0)
+        self.clients[0].close()
+        self.clients[0] = self._client(0)
 
 
 class Towns:
-    """A cluster with a worker for each number of servers, for one table after the other."""
+    """A town for each transport and number of servers, a new one when it has many tables."""
 
-    def __init__(self, make_cluster: MakeCluster) -> None:
-        self._make = make_cluster
-        self._made: dict[int, tuple[RoleCluster, Client]] = {}
-        self._names = 0
+    def __init__(self, make: MakeCluster) -> None:
+        self._make = make
+        self._made: dict[tuple[str, int], Town] = {}
 
-    def of(self, servers: int) -> tuple[RoleCluster, Client]:
-        if servers not in self._made:
-            cluster = self._make("inprocess", servers=servers, workers=1)
-            self._made[servers] = (cluster, cluster.client(0))
-        return self._made[servers]
-
-    def new_name(self) -> str:
-        self._names += 1
-        return f"users {self._names}"
+    def of(self, kind: str, servers: int) -> Town:
+        town = self._made.get((kind, servers))
+        if town is None or town.tables == TABLES_MAX:
+            cluster = self._make(kind, servers=servers, workers=1, restarts=True)
+            town = self._made[kind, servers] = Town(cluster)
+        town.tables += 1
+        return town
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -112,144 +124,260 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.towns = towns
         self.clock = 0
+        self.tables: list[Table] = []
 
     @initialize(
+        kind=st.sampled_from(["inprocess", "unix"]),
         servers=st.integers(1, 3),
+        kind_of_rule=st.sampled_from(list(RULES)),
+        init=st.sampled_from(INITS),
+        seed=st.sampled_from([0, 1, 2**63 - 1]),
         ttl=st.sampled_from([0, 0, 1, 2]),
         lru=st.sampled_from([0, 2, 3, 5]),
         full=st.sampled_from([0, 0, 4]),
         needed=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, servers: int, ttl: int, lru: int, full: int, needed: int) -> None:
-        """Rows of Uniform values, in a table that may be full, evict or admit late."""
-        cluster, self.client = self.towns.of(servers)
+    def start(
+        self,
+        kind: str,
+        servers: int,
+        kind_of_rule: str,
+        init: Any,
+        seed: int,
+        ttl: int,
+        lru: int,
+        full: int,
+        needed: int,
+    ) -> None:
+        """A table that may be full, evict or admit late."""
+        self.town = self.towns.of(kind, servers)
+        self.rule, self.servers = RULES[kind_of_rule], servers
         evict: Any = LRU(rows=lru * servers) if lru else None
         if ttl:
             evict = TTL(clocks=ttl) if evict is None else TTL(clocks=ttl) | evict
-        self.table = self.client.table(
-            self.towns.new_name(),
-            dim=DIM,
-            rule=Add(),
-            init=Uniform(-1.0, 1.0),
-            evict=evict,
-            admit=MinCount(needed) if needed > 1 else None,
-        )
-        limit = lru if lru else full if full else 1 << 30
-        for server in cluster.servers:
-            store = server.role.shard.blocks[self.table.block.id].store
-            assert not lru or store.rows_max == lru
-            store.rows_max = limit
-            store.room = 1 << 30 if lru else limit
-        self.initial = dict(zip(KEYS, self.table.pull(KEYS, create=False), strict=True))
-        self.shards = [ModelShard(limit, ttl, bool(lru), needed) for _ in range(servers)]
-        self.owner = dict(zip(KEYS, shard_of(np.array(KEYS), servers).tolist(), strict=True))
-
-    def by_shard(self, keys: list[int]) -> list[list[int]]:
-        return [[k for k in keys if self.owner[k] == n] for n in range(len(self.shards))]
-
-    def use(self, keys: list[int], why: str) -> list[bool]:
-        return [
-            shard.use(own, self.clock, self.initial, why)
-            for shard, own in zip(self.shards, self.by_shard(keys), strict=True)
+        self.options = {
+            "dim": DIM,
+            "rule": self.rule,
+            "init": init,
+            "evict": evict,
+            "admit": MinCount(needed) if needed > 1 else None,
+            "seed": seed,
+        }
+        self.name = f"users {self.town.tables}"
+        self.find_table()
+        if full and not lru:  # as max_bytes does, of which few hundred bytes have room for no row
+            for server in self.town.cluster.servers:
+                store = server.role.shard.blocks[self.tables[0].block.id].store
+                store.room = store.rows_max = full
+        limit = lru or full or 1 << 30
+        first = self.tables[0].pull(KEYS, create=False)
+        self.initial = dict(zip(KEYS, first, strict=True))
+        for each, row in self.initial.items():
+            expected = table_model.initial(init, seed, self.name, each, DIM)
+            np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-6)
+        self.model = [
+            ModelServer(limit, bool(lru), ttl, needed, self.fresh) for _ in range(servers)
         ]
 
-    def value(self, key: int) -> np.ndarray:
-        found = self.shards[self.owner[key]].rows.get(key)
-        return self.initial[key] if found is None else found[0]
+    def find_table(self) -> None:
+        self.tables = [client.table(self.name, **self.options) for client in self.town.clients]
 
-    def fails(self, fitted: list[bool]) -> AbstractContextManager[object]:
-        return nullcontext() if all(fitted) else pytest.raises(TableFull)
+    # --- the model -------------------------------------------------------------------------------
 
-    def expect(self, keys: list[int], rows: np.ndarray) -> None:
-        expected = np.array([self.value(k) for k in keys], np.float32).reshape(-1, DIM)
-        assert np.array_equal(rows, expected)
+    def fresh(self, key: int) -> Row:
+        return Row(self.initial[key], first_state(self.rule, DIM))
 
-    @rule(keys=sets, create=st.booleans(), twice=st.booleans())
-    def pull(self, keys: list[int], create: bool, twice: bool) -> None:
-        keys = keys + keys if twice else keys
-        rows = self.table.pull(keys, create=create)
-        self.use(keys, "pull" if create else "read")
-        self.expect(keys, rows)
+    def owner(self, key: int) -> ModelServer:
+        return self.model[table_model.server_of(key, self.servers)]
 
-    @rule(keys=sets, pushed=batches)
+    def use(self, keys: list[int], why: str) -> list[ModelServer]:
+        """The servers that had no room."""
+        return [
+            server
+            for server in self.model
+            if not server.use([k for k in keys if self.owner(k) is server], self.clock, why)
+        ]
+
+    def values(self, keys: list[int]) -> np.ndarray:
+        rows = [self.owner(key).rows.get(key) for key in keys]
+        found = [
+            self.initial[key] if row is None else row.value
+            for key, row in zip(keys, rows, strict=True)
+        ]
+        return np.array(found, np.float32).reshape(-1, DIM)
+
+    def fails(self, full: list[ModelServer]) -> AbstractContextManager[object]:
+        return pytest.raises(TableFull) if full else nullcontext()
+
+    # --- what is done ----------------------------------------------------------------------------
+
+    @rule(keys=batches, create=st.booleans(), who=who)
+    def pull(self, keys: list[int], create: bool, who: int) -> None:
+        rows = self.tables[who].pull(keys, create=create)
+        self.use(list(dict.fromkeys(keys)), "pull" if create else "read")
+        assert np.array_equal(rows, self.values(keys))
+
+    @rule(keys=batches, pushed=batches)
     def prefetch_and_push_and_pull(self, keys: list[int], pushed: list[int]) -> None:
-        self.table.prefetch(keys)
-        self.use(keys, "pull")
-        expected = [self.value(k).copy() for k in keys]
-        self.push(pushed, 1)
-        rows = self.table.pull(keys[::-1])
-        assert np.array_equal(rows, np.array(expected[::-1]).reshape(-1, DIM))
+        self.tables[0].prefetch(keys)
+        self.use(list(dict.fromkeys(keys)), "pull")
+        expected = self.values(keys[::-1])
+        self.push(pushed, 1, 0, 1.0, None)
+        assert np.array_equal(self.tables[0].pull(keys[::-1]), expected)
 
-    @rule(keys=batches, value=st.integers(-9, 9))
-    def push(self, keys: list[int], value: int) -> None:
-        gradients = np.arange(value, value + len(keys) * DIM, dtype=np.float32).reshape(-1, DIM)
-        fitted = self.use(list(dict.fromkeys(keys)), "push")
-        with self.fails(fitted):
-            self.table.push(keys, gradients).result()
+    @rule(
+        keys=batches,
+        value=st.integers(-9, 9),
+        who=who,
+        slower=st.sampled_from([1.0, 1.0, 0.5]),
+        cut=st.none() | st.tuples(shards, st.booleans()),
+    )
+    def push(
+        self, keys: list[int], value: int, who: int, slower: float, cut: tuple[int, bool] | None
+    ) -> None:
+        """Maybe with hyper-parameters of its own, and with a connection that is cut before the
+        push or behind it."""
+        rate = "alpha" if isinstance(self.rule, FTRL) else "lr"
+        changed: Any = self.rule
+        if slower != 1.0 and not isinstance(self.rule, Add):
+            changed = replace(changed, **{rate: getattr(changed, rate) * slower})
+        gradients = np.arange(value, value + len(keys) * DIM).reshape(-1, DIM).astype(np.float32)
+        gradients /= 4
+        full = self.use(list(dict.fromkeys(keys)), "push")
+        with self.fails(full):
+            if cut is not None and not cut[1]:
+                self.cut(cut[0], who)
+            hyper = None if changed is self.rule else changed.hyper()
+            ticket = self.tables[who].push(keys, gradients, hyper=hyper)
+            if cut is not None and cut[1]:
+                self.cut(cut[0], who)
+            ticket.result()
         sums: dict[int, np.ndarray] = {}
         for key, gradient in zip(keys, gradients, strict=True):
             sums[key] = sums[key] + gradient if key in sums else gradient
         for key, total in sums.items():
-            shard = self.shards[self.owner[key]]
-            if fitted[self.owner[key]] and key in shard.rows:
-                row, used = shard.rows[key]
-                shard.rows[key] = (row + total, used)
+            rows = self.owner(key).rows
+            if key in rows and self.owner(key) not in full:
+                rows[key] = updated(changed, rows[key], total)
 
-    @rule(keys=sets, value=st.integers(-9, 9))
-    def put(self, keys: list[int], value: int) -> None:
-        values = np.arange(value, value + len(keys) * DIM, dtype=np.float32).reshape(-1, DIM)
-        fitted = self.use(keys, "put")
-        with self.fails(fitted):
-            self.table.put(keys, values)
-        for key, row in zip(keys, values, strict=True):
-            if fitted[self.owner[key]]:
-                shard = self.shards[self.owner[key]]
-                shard.rows[key] = (row, shard.rows[key][1])
+    @rule(shard=shards, who=who)
+    def cut(self, shard: int, who: int) -> None:
+        self.town.cluster.cut(self.town.clients[who], shard % self.servers)
+
+    @rule(keys=st.lists(key, min_size=1, max_size=9), at=st.integers(0, 8), who=who)
+    def push_not_finite(self, keys: list[int], at: int, who: int) -> None:
+        gradients = np.ones((len(keys), DIM), np.float32)
+        gradients[at % len(keys), 1] = np.nan if at % 2 else np.inf
+        with pytest.raises(NonFinite, match=f"key {keys[at % len(keys)]} "):
+            self.tables[who].push(keys, gradients)
+
+    @rule(keys=batches, value=st.integers(-9, 9), state=st.none() | st.integers(0, 9), who=who)
+    def put(self, keys: list[int], value: int, state: int | None, who: int) -> None:
+        """Of a key that is named twice, the last one counts."""
+        values = np.arange(value, value + len(keys) * DIM).reshape(-1, DIM).astype(np.float32)
+        width = first_state(self.rule, DIM).size
+        whole: tuple[Any, ...] = ()
+        if state is not None:
+            states = np.arange(state, state + len(keys) * width, dtype=np.float32)
+            whole = (states.reshape(len(keys), width), np.arange(state, state + len(keys)))
+        full = self.use(keys, "put")
+        with self.fails(full):
+            self.tables[who].put(keys, values, *whole)
+        for i, key in enumerate(keys):
+            owner = self.owner(key)
+            if owner not in full:
+                old = owner.rows[key]
+                new = (old.state, old.count) if state is None else (whole[0][i], int(whole[1][i]))
+                owner.rows[key] = Row(values[i], *new, old.used)
 
     @rule(clocks=st.integers(1, 2))
     def tick(self, clocks: int) -> None:
         for _ in range(clocks):
-            self.client.tick(self.table.name).result()
+            self.town.clients[0].tick(self.name).result()
             self.clock += 1
 
-    @rule(rows=st.integers(1, 6))
-    def scan(self, rows: int) -> None:
-        met: dict[int, Row] = {}
-        for part in self.table.scan(rows):
-            assert not met.keys() & set(part.keys.tolist())
-            met |= dict(zip(part.keys.tolist(), map(tuple, part.values.tolist()), strict=True))
-        model = [shard.rows for shard in self.shards]
-        assert met == {k: tuple(r.tolist()) for rows in model for k, (r, _) in rows.items()}
+    @rule()
+    def restart_worker(self) -> None:
+        self.town.restart_worker()
+        self.find_table()
+        assert self.town.clients[0].clock(self.name) == self.clock
 
-    @invariant()
-    def tells_how_many_rows_there_are(self) -> None:
-        reports = self.table.reports()
-        assert [each.rows for each in reports] == [len(shard.rows) for shard in self.shards]
-        assert [each.unadmitted for each in reports] == [shard.dropped for shard in self.shards]
+    # --- what is there ---------------------------------------------------------------------------
+
+    @rule(rows=st.integers(1, 6), who=who)
+    def scan(self, rows: int, who: int) -> None:
+        met: dict[int, tuple[Any, ...]] = {}
+        for part in self.tables[who].scan(rows, state=True):
+            assert part.state is not None
+            assert part.counts is not None
+            for key, *row in zip(
+                part.keys.tolist(), part.values, part.state, part.counts.tolist(), strict=True
+            ):
+                assert key not in met
+                met[key] = tuple(row)
+        model = {key: row for server in self.model for key, row in server.rows.items()}
+        assert met.keys() == model.keys()
+        for key, (value, state, count) in met.items():
+            expected = model[key]
+            assert np.array_equal(value, expected.value), (key, value, expected)
+            assert np.array_equal(state, expected.state), (key, state, expected)
+            assert count == (expected.count if counted(self.rule) else 0), (key, count, expected)
+        for report, server in zip(self.tables[who].reports(), self.model, strict=True):
+            assert report.rows == len(server.rows)
+            assert (report.created, report.evicted) == (server.created, server.evicted)
+            assert report.unadmitted == server.dropped
+
+    def teardown(self) -> None:
+        if self.tables:
+            self.scan(100, 0)
+        super().teardown()
 
 
-def test_table_does_what_a_dict_of_rows_does(make_cluster: MakeCluster) -> None:
-    towns = Towns(make_cluster)
-    run_state_machine_as_test(lambda: TableMachine(towns), settings=SETTINGS)
+@pytest.fixture(scope="module")
+def _rules_ready() -> None:
+    for each in RULES.values():
+        load_table(each, row_layout(each, DIM, "float32"))
 
 
-def test_machine_finds_rows_that_are_not_in_the_order_of_their_use(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+def check(make: MakeCluster, chosen: settings) -> None:
+    towns = Towns(make)
+    run_state_machine_as_test(lambda: TableMachine(towns), settings=chosen)
+
+
+@pytest.mark.usefixtures("_rules_ready")
+def test_table_does_what_a_dictionary_does(make_cluster: MakeCluster) -> None:
+    check(make_cluster, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_rules_ready")
+def test_table_does_what_a_dictionary_does_in_long_runs(make_cluster: MakeCluster) -> None:
+    """Other calls each time; a failure prints how to repeat it."""
+    check(make_cluster, LONG)
+
+
+@pytest.mark.usefixtures("_rules_ready")
+@pytest.mark.parametrize("wrong", ["order of use", "count of updates"])
+def test_machine_finds_what_is_wrong(
+    make_cluster: MakeCluster, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is worth nothing if it finds nothing."""
-    monkeypatch.setattr(ModelShard, "use", _forgets_to_touch(ModelShard.use))
-    towns = Towns(make_cluster)
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(lambda: TableMachine(towns), settings=SETTINGS)
+    """A model that forgets something differs from the table: the machine is worth something."""
+    use, update = ModelServer.use, table_model.updated
 
-
-def _forgets_to_touch(use: Any) -> Any:
-    def wrong(shard: ModelShard, keys: list[int], clock: int, initial: Any, why: str) -> bool:
-        order = list(shard.rows)
-        fitted = bool(use(shard, keys, clock, initial, why))
+    def forgets_order(server: ModelServer, keys: list[int], clock: int, why: str) -> bool:
+        order = list(server.rows)
+        fitted = use(server, keys, clock, why)
         if why == "pull":
-            known = {k: shard.rows[k] for k in order if k in shard.rows}
-            shard.rows = known | {k: r for k, r in shard.rows.items() if k not in known}
+            known = {k: server.rows[k] for k in order if k in server.rows}
+            server.rows = known | {k: r for k, r in server.rows.items() if k not in known}
         return fitted
 
-    return wrong
+    def forgets_count(rule: Rule, row: Row, gradient: Any) -> Row:
+        return replace(update(rule, row, gradient), count=row.count)
+
+    if wrong == "order of use":
+        monkeypatch.setattr(ModelServer, "use", forgets_order)
+    else:
+        monkeypatch.setitem(globals(), "updated", forgets_count)
+    with pytest.raises(AssertionError):
+        check(make_cluster, settings(QUICK, phases=[Phase.generate]))
