@@ -180,7 +180,12 @@ class ModelServer:
         self._clock = 0
 
     def use(self, keys: Sequence[int], clock: int, why: str) -> bool:
-        """Find or make the rows of keys to "read", "pull", "push" or "put"; False: it is full."""
+        """Find or make the rows of keys to "read", "pull", "push" or "put"; False: it is full.
+
+        Args:
+            keys: as they reach the server. Those of a push are distinct; those of a pull are where
+                memory is not shared, too.
+        """
         if not keys:
             return True
         self._clock = max(self._clock, clock)

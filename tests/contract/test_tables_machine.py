@@ -47,9 +47,7 @@ QUICK = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-LONG = settings(
-    QUICK, max_examples=1500, stateful_step_count=60, derandomize=False, print_blob=True
-)
+LONG = settings(QUICK, max_examples=500, stateful_step_count=50, derandomize=False, print_blob=True)
 KEYS = [0, -1, 2**63 - 1, -(2**63), *range(1, 13)]
 RULES: dict[str, Rule] = {
     "Add": Add(),
@@ -214,13 +212,13 @@ class TableMachine(RuleBasedStateMachine):
     @rule(keys=batches, create=st.booleans(), who=who)
     def pull(self, keys: list[int], create: bool, who: int) -> None:
         rows = self.tables[who].pull(keys, create=create)
-        self.use(list(dict.fromkeys(keys)), "pull" if create else "read")
+        self.use(keys, "pull" if create else "read")
         assert np.array_equal(rows, self.values(keys))
 
     @rule(keys=batches, pushed=batches)
     def prefetch_and_push_and_pull(self, keys: list[int], pushed: list[int]) -> None:
         self.tables[0].prefetch(keys)
-        self.use(list(dict.fromkeys(keys)), "pull")
+        self.use(keys, "pull")
         expected = self.values(keys[::-1])
         self.push(pushed, 1, 0, 1.0, None)
         assert np.array_equal(self.tables[0].pull(keys[::-1]), expected)
@@ -328,8 +326,10 @@ class TableMachine(RuleBasedStateMachine):
             assert report.unadmitted == server.dropped
 
     def teardown(self) -> None:
-        if self.tables:
-            self.scan(100, 0)
+        """Both clients look, so that none is left with a connection that was cut: a server forgets
+        a client without a rank after a minute."""
+        for who in range(len(self.tables)):
+            self.scan(100, who)
         super().teardown()
 
 
