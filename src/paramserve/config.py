@@ -56,7 +56,8 @@ class Deadlines(Struct, frozen=True):
     stop_s: float = 1.0
     """From the wish to stop until the processes that remain are killed."""
     reconnect_s: float = 1.0
-    """A broken connection to a server is tried again this long; then it is `ServerGone`."""
+    """A broken connection to a server or the coordinator is tried again this long; then that is
+    gone."""
     resend_s: float = 0.25
     """A shard repeats what the lead shard has not answered."""
     heartbeat_s: float = 1.0

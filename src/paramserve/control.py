@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from msgspec import structs
 
-from paramserve.config import Credentials, Limits
-from paramserve.errors import ClientClosed, CoordinatorGone, ParamServeError, Timeout, rebuild
+from paramserve.config import Credentials, Deadlines, Limits
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    CoordinatorGone,
+    ParamServeError,
+    Timeout,
+    rebuild,
+)
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorReply,
@@ -21,6 +30,7 @@ from paramserve.messages import (
     Failed,
     Hello,
     Members,
+    Reconnect,
     Refused,
     decoder,
     encode,
@@ -28,12 +38,19 @@ from paramserve.messages import (
 from paramserve.transport.link import Link
 from paramserve.transport.tcp import LOST_S
 
+logger = logging.getLogger("paramserve")
+
 R = TypeVar("R")
 
 REPLY_SLACK_S = 5.0
 """How much longer than the coordinator's own deadline a caller waits for its answer."""
 LOOK_S = 1.0
 """How often one who waits for an answer looks whether another thread has ended the connection."""
+ATTEMPT_S = 2.0
+"""For one attempt to connect again, after the first one; the process that is told to end ends no
+later than this."""
+HURRY_S = 0.25
+"""The same for one that is about to end, and for the answer to who it is."""
 NOTIFY_S = 1.0
 """How long a heartbeat waits for another thread of this process that sends."""
 
@@ -63,6 +80,14 @@ class ControlLink:
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._call = 0
+        self._dial: Callable[[float], Link] | None = None
+        self._identity: Reconnect | None = None
+        self._deadlines = Deadlines()
+        self._refusal: ParamServeError | None = None
+        """Why the coordinator does not let this side go on."""
+        self._given_up = False
+        """Whether another attempt to connect is of no use."""
+        self._hurried = self._closed = False
 
     @classmethod
     def connect(
@@ -81,17 +106,109 @@ class ControlLink:
             ConnectTimeout: nobody answered in `timeout_s`.
             NotAuthenticated: the coordinator does not take these credentials.
         """
-        link = Link.connect(
-            addresses,
-            hello,
-            credentials=credentials,
-            timeout_s=timeout_s,
-            limits=limits,
-            lost_s=lost_s,
+        dial = partial(
+            Link.connect, addresses, hello, credentials=credentials, limits=limits, lost_s=lost_s
         )
-        return cls(link, addresses)
+        control = cls(dial(timeout_s=timeout_s), addresses)
+        control._dial = lambda limit_s: dial(timeout_s=limit_s)
+        return control
+
+    def identify(self, identity: Reconnect, deadlines: Deadlines) -> None:
+        """From now on a broken connection is made anew, with this to say who comes; the calls that
+        follow must be such that repeating them is safe."""
+        self._identity, self._deadlines = identity, deadlines
+
+    def hurry(self) -> None:
+        """This side is about to end: a broken connection is tried once more, for `HURRY_S`."""
+        self._hurried = True
+
+    def restore(
+        self, timeout_s: float | None = None, *, ended: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Make a broken connection anew, and say who comes: where nobody listens it is tried for
+        `reconnect_s`, where there is no answer for `stall_s`.
+
+        Args:
+            timeout_s: how long at most, also for another thread's call; None: such a call sees to
+                it by itself.
+            ended: whether it is wanted no more.
+        Returns:
+            Whether there is a connection.
+        """
+        limit_s = timeout_s if timeout_s is not None else self._deadlines.stall_s
+        until = time.monotonic() + min(limit_s, self._deadlines.stall_s)
+        if not self._lock.acquire(timeout=timeout_s if timeout_s is not None else 0.0):
+            return False
+        try:
+            attempt_s = self._deadlines.reconnect_s
+            while self._link.fileno() < 0:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or self._closed or self._given_up or ended():
+                    return False
+                self._given_up = not self._reconnect(min(left_s, attempt_s), until)
+                attempt_s = ATTEMPT_S
+            return True
+        finally:
+            self._lock.release()
+
+    def _reconnect(self, limit_s: float, until: float) -> bool:
+        """One attempt; False: another one is of no use. Only for who holds `_lock`."""
+        if self._identity is None or self._dial is None:
+            return False
+        if self._hurried:
+            limit_s = min(limit_s, HURRY_S)
+        self._call += 1
+        try:
+            link = self._dial(limit_s)
+            with self._io:  # before any heartbeat: the coordinator must know whose it is
+                self._link, self._poll = link, select.poll()
+                self._poll.register(link, select.POLLIN)
+                link.send(encode(structs.replace(self._identity, call=self._call)))
+            # What follows on this connection is read behind it, also where no answer comes in time.
+            reply = self._await(self._call, until)
+            if isinstance(reply, Failed):
+                raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        except ConnectTimeout as error:
+            nobody = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+            return not (nobody or self._hurried)
+        except ConnectionError:
+            return not self._hurried
+        except ParamServeError as error:
+            self._refusal = error
+            self._link.close()
+            return False
+        self.address = link.address
+        if self._closed:
+            link.close()
+        logger.info("connected to the coordinator at %s again", self.address)
+        return True
 
     def call(
+        self,
+        message: CoordinatorRequest,
+        kind: type[R],
+        *,
+        timeout_s: float,
+        slack_s: float = REPLY_SLACK_S,
+    ) -> R:
+        """As `_call_once`, but on a new connection where the first one breaks."""
+        deadline = time.monotonic() + timeout_s + slack_s
+        while True:
+            if self._refusal is not None:
+                raise self._refused(self._refusal)
+            try:
+                return self._call_once(message, kind, timeout_s=timeout_s, slack_s=slack_s)
+            except CoordinatorGone:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self.restore(left_s):
+                    if self._refusal is not None:
+                        raise self._refused(self._refusal) from None
+                    raise
+
+    def _refused(self, error: ParamServeError) -> ParamServeError:
+        return rebuild(type(error).__name__, error.failed, error.applied, error.fix)
+
+    def _call_once(
         self,
         message: CoordinatorRequest,
         kind: type[R],
@@ -245,5 +362,6 @@ class ControlLink:
 
     def close(self) -> None:
         """Close the connection; repeating is safe."""
+        self._closed = True
         with contextlib.suppress(ConnectionError):
             self._link.close()

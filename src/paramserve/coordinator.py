@@ -93,7 +93,7 @@ class CoordinatorRole:
         number = self._numbers.pop(conn)
         del self._connections[number]
         self._servers.discard(number)
-        self._step(ConnectionLost(number))
+        self._step(ConnectionLost(number, conn.reset))
 
     @property
     def all_left(self) -> bool:

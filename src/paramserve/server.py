@@ -42,6 +42,7 @@ from paramserve.messages import (
     Inquire,
     Ok,
     PeerMessage,
+    Reconnect,
     Register,
     ServerBeat,
     Several,
@@ -125,6 +126,9 @@ class ServerRole:
         self._spinning = False
         self._spin_s = SPIN_S
         self._beating: asyncio.TimerHandle | None = None
+        self._restoring: asyncio.Task[None] | None = None
+        """Kept so that it is not collected while it runs."""
+        self._closed = False
         self._control_fd = -1 if control is None else control.fileno()
         if control is not None:
             self._loop.add_reader(self._control_fd, self._notices)
@@ -312,10 +316,30 @@ class ServerRole:
         try:
             notices = self._control.read_notices()
         except CoordinatorGone:
-            self._loop.remove_reader(self._control_fd)
-            self.ended.set()
+            self._control_lost()
             return
         self.take_notices(notices)
+
+    def _control_lost(self) -> None:
+        """The connection to the coordinator broke."""
+        if self._restoring is None or self._restoring.done():
+            self._loop.remove_reader(self._control_fd)
+            self._restoring = self._loop.create_task(self._restore())
+
+    async def _restore(self) -> None:
+        """Reach the coordinator again, or end: it is gone."""
+        control = self._control
+        assert control is not None
+        ended = self.ended.is_set
+        restored = await asyncio.to_thread(control.restore, ended=lambda: self._closed or ended())
+        if self._closed:
+            return
+        if not restored:
+            self.ended.set()
+            return
+        self._control_fd = control.fileno()
+        self._loop.add_reader(self._control_fd, self._notices)
+        self._notices()  # what the link holds already does not show at the descriptor
 
     def take_notices(self, notices: list[Any]) -> None:
         """Memberships that the coordinator has sent."""
@@ -327,8 +351,11 @@ class ServerRole:
     def _beat(self) -> None:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
         self._happen(DeadlineReached())
-        if self._control is not None:
-            self._control.notify(self._report(), waits=False)  # If it does not fit, the next may.
+        control = self._control
+        # A beat that does not fit is left out: the next one may fit.
+        sent = control is None or control.notify(self._report(), waits=False)
+        if control is not None and not sent and control.fileno() < 0:
+            self._control_lost()  # the end that was noticed here never shows as readable
         self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
 
     def _report(self, *, notes: bool = False) -> ServerBeat:
@@ -343,6 +370,7 @@ class ServerRole:
 
     def close(self) -> None:
         """Stop talking with the coordinator, and close the links to other servers."""
+        self._closed = True
         if self._beating is not None:
             self._beating.cancel()
         if self._control is not None:
@@ -393,6 +421,11 @@ async def register(role: ServerRole, control: ControlLink, addresses: tuple[str,
     call = Register(0, role.config.shard, os.getpid(), addresses)
     timeout_s = role.config.deadlines.start_s
     await asyncio.to_thread(control.call, call, Ok, timeout_s=timeout_s)
+    config = role.config
+    identity = Reconnect(
+        0, config.cluster, shard=config.shard, pid=call.pid, addresses=call.addresses
+    )
+    control.identify(identity, config.deadlines)
     role.take_notices(control.read_notices())
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from paramserve.config import Limits
 from paramserve.control import ControlLink
@@ -42,6 +43,8 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._clock = 0
         self._stop = threading.Event()
+        self._ended: Callable[[], bool] = self._stop.is_set
+        """Whether a broken connection is left as it is."""
         self._thread = threading.Thread(target=self._run, name="paramserve-heartbeat", daemon=True)
         self._thread.start()
 
@@ -86,7 +89,10 @@ class Heartbeat:
             if taken:
                 first = taken[0][0]
         # Of records that follow each other: what is dropped in between belongs to the next beat.
-        sent = self._control.notify(WorkerBeat(clock, tuple(each[2] for each in taken), first))
+        beat = WorkerBeat(clock, tuple(each[2] for each in taken), first)
+        sent = self._control.notify(beat)
+        if not sent and self._control.restore(ended=self._ended):
+            sent = self._control.notify(beat)
         if not sent:
             with self._lock:
                 self._records.extendleft(reversed(taken))
@@ -111,6 +117,7 @@ class Heartbeat:
         """Send what is left, and end the thread."""
         self._stop.set()
         self._thread.join()
+        self._ended = lambda: False
         self.send_all()
 
     def send_all(self) -> None:

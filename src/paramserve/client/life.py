@@ -33,6 +33,7 @@ from paramserve.messages import (
     Joined,
     Leave,
     Ok,
+    Reconnect,
     ServerBeat,
     Status,
 )
@@ -88,6 +89,8 @@ class ClientLife:
         self._lock = threading.RLock()
         self.repeated = 0
         self.resumed: dict[str, int] = {}
+        identity = Reconnect(0, joined.cluster, joined.client, joined.incarnation, rank)
+        control.identify(identity, deadlines)
         # Before all that may take long: the coordinator counts from the join on.
         self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits)
         try:
@@ -370,6 +373,7 @@ class ClientLife:
         self._reason = reason
         self._closed = True
         self._exchange.close(reason, bye=leave)
+        self._control.hurry()
         self._heartbeat.stop()
         if leave:
             # Where the coordinator is gone, there is nothing to leave.

@@ -23,7 +23,13 @@ from paramserve.core.membership import (
     RETIRING,
     Membership,
 )
-from paramserve.errors import DefineTimeout, ParamServeError, UnknownName, WorkerFenced
+from paramserve.errors import (
+    CoordinatorGone,
+    DefineTimeout,
+    ParamServeError,
+    UnknownName,
+    WorkerFenced,
+)
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
     AskStatus,
@@ -47,6 +53,7 @@ from paramserve.messages import (
     Ok,
     PlaceBlock,
     Placed,
+    Reconnect,
     Record,
     Register,
     Scale,
@@ -57,7 +64,7 @@ from paramserve.messages import (
 )
 
 WAITING_MAX = 4096
-"""Calls that may wait at one time."""
+"""Calls that may wait at one time, and parties whose connection was reset."""
 STATUS_BYTES_MAX = 4 << 20
 """Of the records in one status; a quarter of `header_bytes_max` if that is less."""
 
@@ -77,9 +84,14 @@ class Noticed(NamedTuple):
 
 
 class ConnectionLost(NamedTuple):
-    """A connection ended, by whatever cause."""
+    """A connection ended.
+
+    `reset`: the network broke it, which says nothing of the process at its other end: that may
+    connect again until it has not been heard of for `stall_s`.
+    """
 
     connection: int
+    reset: bool = False
 
 
 class TimePassed(NamedTuple):
@@ -135,6 +147,8 @@ class Coordination:
         self.directory = Directory(config.servers)
         self.leases = LeaseBook()
         self._parties: dict[int, Party] = {}
+        self._absent: list[tuple[Party, float]] = []
+        """Whose connection was reset, and when: they may come on another one."""
         self._waiting: list[_Waiting] = []
         self._records: deque[tuple[int, Record]] = deque()
         """Each with its size."""
@@ -157,8 +171,9 @@ class Coordination:
             case Noticed():
                 self._noticed(event.connection, event.message)
             case ConnectionLost():
-                self._lost(event.connection)
+                self._lost(event.connection, reset=event.reset)
             case TimePassed():
+                self._give_up_absent()
                 for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
@@ -168,6 +183,7 @@ class Coordination:
                 self._waiting = [
                     each._replace(deadline=each.deadline + event.seconds) for each in self._waiting
                 ]
+                self._absent = [(party, since + event.seconds) for party, since in self._absent]
         if self.membership.number != before:
             members = self.membership.members.values()
             living = {each.client for each in members if each.state in (LIVE, RETIRING)}
@@ -206,6 +222,8 @@ class Coordination:
                 party.shard = message.shard
             case Join():
                 return self._join(party, message)
+            case Reconnect():
+                self._reconnect(connection, message)
             case PlaceBlock():
                 self._require_live(party)
                 placed = self.directory.place(message, party.client)
@@ -362,19 +380,95 @@ class Coordination:
         if member is not None and member.client == party.client:
             self.membership.heard_worker(party.rank, self._now)
 
-    def _lost(self, connection: int) -> None:
+    def _reconnect(self, connection: int, message: Reconnect) -> None:
+        """Let a client or server go on with this connection.
+
+        Raises:
+            CoordinatorGone: it belongs to another cluster.
+            WorkerFenced, ParamServeError: it counts as dead, or another one has its place. Nothing
+                was changed.
+        """
+        if message.cluster != self.config.cluster:
+            raise CoordinatorGone(
+                "the coordinator at this address is another cluster's: the one that was known here "
+                "has ended",
+                applied="unknown",
+                fix="start that cluster again; give each cluster a token of its own",
+            )
+        party = self._known(message)
+        for number, each in list(self._parties.items()):
+            if each is party:  # its end was not noticed here
+                self._parties[number] = Party()
+                self._waiting = [w for w in self._waiting if w.connection != number]
+        self._absent = [each for each in self._absent if each[0] is not party]
+        self._parties[connection] = party
+        self._heard(party)
+        if party.shard is not None:
+            self.membership.heard_server(self.membership.servers[party.shard].beat, self._now)
+            self._decided.members = self.membership.snapshot()
+
+    def _known(self, message: Reconnect) -> Party:
+        """Who this is, if it is still waited for."""
+        parties = [*self._parties.values(), *(party for party, _ in self._absent)]
+        if message.shard >= 0:
+            entry = self.membership.servers.get(message.shard)
+            told = (message.pid, message.addresses)
+            same = entry is not None and not entry.lost and (entry.pid, entry.addresses) == told
+            for party in parties:
+                if same and party.shard == message.shard:
+                    return party
+            raise ParamServeError(
+                f"a server connected again as that of shard {message.shard}, which counts as lost "
+                "or is another one",
+                fix="start the whole cluster again",
+            )
+        for party in parties:
+            if party.client == message.client > 0 and party.rank == message.rank:
+                self._require_live(party)
+                return party
+        raise WorkerFenced(
+            f"client {message.client} (rank {message.rank}, incarnation {message.incarnation}) "
+            "connected again, but counts as dead for the cluster",
+            fix="let this process end; a new one may join",
+        )
+
+    def _give_up_absent(self) -> None:
+        """End the wait for those who did not connect again in time."""
+        stall_s = self.config.deadlines.stall_s
+        silent = self.membership.silent_servers(self._now, stall_s)
+        absent, self._absent = self._absent, []
+        for party, since in absent:
+            if party.shard is not None and party.shard in silent:
+                self._server_lost(party.shard)
+            elif party.shard is None and self._now - since > stall_s:
+                self._client_lost(party)
+            else:
+                self._absent.append((party, since))
+
+    def _lost(self, connection: int, *, reset: bool) -> None:
         self._waiting = [w for w in self._waiting if w.connection != connection]
         party = self._parties.pop(connection, None)
         if party is None:
             return
+        if reset and (party.shard is not None or party.client):
+            self._absent.append((party, self._now))
+            if len(self._absent) <= WAITING_MAX:
+                return
+            party, _ = self._absent.pop(0)
         if party.shard is not None:
-            self.membership.server_lost(party.shard)
-            self._decided.server_lost = True
+            self._server_lost(party.shard)
         elif party.enlisted is not None:
             self.membership.resign(party.enlisted)
         if party.client:
-            self.directory.client_gone(party.client)
-            self._died(party.rank, party.client)
+            self._client_lost(party)
+
+    def _server_lost(self, shard: int) -> None:
+        self.membership.server_lost(shard)
+        self._decided.server_lost = True
+
+    def _client_lost(self, party: Party) -> None:
+        self.directory.client_gone(party.client)
+        self._died(party.rank, party.client)
 
     def _status(self, message: AskStatus) -> Status:
         end = self._first_record + len(self._records)

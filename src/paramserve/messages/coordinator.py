@@ -65,6 +65,23 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Whether a worker that dies is waited for: another incarnation may go on."""
 
 
+class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):
+    """A client or server that is known already is on another connection from now on: its first one
+    broke. It has proved itself anew; this says who it is.
+
+    `shard`: of a server, with the `pid` and `addresses` that it registered; -1: a client.
+    """
+
+    call: int
+    cluster: bytes
+    client: int = 0
+    incarnation: int = 0
+    rank: int = -1
+    shard: int = -1
+    pid: int = 0
+    addresses: tuple[str, ...] = ()
+
+
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     """Give these tensors a block, or find the one that has exactly them.
 
@@ -228,6 +245,7 @@ CoordinatorRequest = (
     Enlist
     | Register
     | Join
+    | Reconnect
     | PlaceBlock
     | Defined
     | Lookup

@@ -49,6 +49,8 @@ class Connection(Protocol):
     """The peer's shared memory by number; a handler may add what an "attach" connection brought."""
     shared: bool
     """Whether payloads can lie in shared memory."""
+    reset: bool
+    """Whether it was ended by a reset, as the network may: that does not tell how the peer is."""
 
     def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
         """Send one frame; never waits.
@@ -121,6 +123,7 @@ class StreamConnection:
         self.kind: Kind = kind
         self.arenas = arenas
         self.shared = bool(arenas)
+        self.reset = False
         self._sock = sock
         self._handler = handler
         self._limits = limits
@@ -180,7 +183,7 @@ class StreamConnection:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._end(str(error))
+            self._fail(error)
             return
         if sent < len(data):
             self._enqueue([memoryview(data)[sent:]])
@@ -231,7 +234,7 @@ class StreamConnection:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._end(str(error))
+            self._fail(error)
             return
         self._queued_bytes -= sent
         drop(self._queue, sent)
@@ -269,7 +272,7 @@ class StreamConnection:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(str(error))
+            self._fail(error)
             return
         if not count:
             self._end("the peer closed")
@@ -324,7 +327,7 @@ class StreamConnection:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._end(str(error))
+            self._fail(error)
             return
         if rest:
             self._payload_rest = rest
@@ -350,6 +353,12 @@ class StreamConnection:
                 self._sock.send(prelude(len(header), 0) + header)
             except OSError as failed:
                 logger.debug("could not tell a %s peer why it is cut off: %s", self.kind, failed)
+        self._end(str(error))
+
+    def _fail(self, error: OSError) -> None:
+        # Over TCP a process that ends closes its connections; a reset is the network's, or comes
+        # from a process that ended with bytes unread.
+        self.reset = self.kind == "tcp" and isinstance(error, ConnectionResetError)
         self._end(str(error))
 
     def _end(self, reason: str) -> None:

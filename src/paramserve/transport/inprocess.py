@@ -148,6 +148,7 @@ class InProcessConnection:
     ) -> None:
         self.hello = hello
         self.kind: Kind = "inprocess"
+        self.reset = False
         self.arenas = arenas
         self.shared = bool(arenas)
         self.closed = False

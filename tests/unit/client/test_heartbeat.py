@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -34,6 +34,9 @@ class TakesBeats:
             self.beats.append(beat)
             self.sent.set()
         return not self.closed
+
+    def restore(self, *, ended: Callable[[], bool]) -> bool:
+        return False
 
     def numbers(self) -> list[int]:
         return [record.clock for beat in self.beats for record in beat.records]
