@@ -19,7 +19,7 @@ class Limits(Struct, frozen=True):
     handshake_timeout_s: float = 5.0
     """How long an unknown peer may take to say who it is."""
     handshakes_max: int = 64
-    """Unknown peers at one time; the next one is closed at once."""
+    """Unknown peers at one time; past it the oldest of the address that has most is closed."""
     payload_bytes_max: int = 16 << 30
     """A frame's payload over TCP."""
     arena_bytes_max: int = 64 << 30
@@ -56,8 +56,8 @@ class Deadlines(Struct, frozen=True):
     stop_s: float = 1.0
     """From the wish to stop until the processes that remain are killed."""
     reconnect_s: float = 1.0
-    """A broken connection to a server or the coordinator is tried again this long; then that is
-    gone."""
+    """A broken connection to a server or the coordinator is tried again this long where nobody
+    listens, and for `stall_s` where there is no answer; then that is gone."""
     resend_s: float = 0.25
     """A shard repeats what the lead shard has not answered."""
     heartbeat_s: float = 1.0

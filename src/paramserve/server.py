@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
 from paramserve.transport.framing import ByteArray
-from paramserve.transport.listener import Connection, listen
+from paramserve.transport.listener import Connection, Listener, listen
 from paramserve.transport.peers import PeerLinks
 from paramserve.transport.tcp import join_place
 
@@ -107,6 +108,8 @@ class ServerRole:
             policies=registered.all,
             allocate=self._buffers.take,
         )
+        self.listeners: Sequence[Listener] = ()
+        """Through which peers come, for the report."""
         self._rules = registered.rules
         self._control = control
         self._loop = asyncio.get_running_loop()
@@ -366,6 +369,7 @@ class ServerRole:
             len(self.shard.sessions),
             sum(block.nbytes for block in blocks),
             self.shard.members_number,
+            sum(each.refused for each in self.listeners),
         )
 
     def close(self) -> None:
@@ -405,6 +409,7 @@ async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
         lost_s=config.deadlines.lost_s,
     )
     addresses = tuple(listener.address for listener in listeners)
+    role.listeners = listeners
     try:
         await register(role, control, addresses)
         boot.report("ready", msgspec.msgpack.encode(addresses))

@@ -154,6 +154,7 @@ class _Running:
             both.server = self.role
         else:
             listeners = await self._listen(f"s{enlisted.shard}", self.role)
+        self.role.listeners = listeners
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.network.hosts import Keeper
 import paramserve as ps
 
 LARGE = 20_000
+IDLE_PEERS = 200
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,21 @@ def test_worker_goes_on_after_its_connection_to_the_coordinator_was_reset(
                 assert worker.client.pull("w").tolist() == [float(times)] * 4
     with ps.connect(address, rank=0, token_file=servers.token) as worker:
         assert worker.incarnation == 2
+
+
+def test_idle_peers_do_not_turn_a_reset_into_a_lost_worker(servers: Servers) -> None:
+    _, address = servers.serve(workers=2)
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(address))
+        worker = ps.connect(proxy.address, rank=0, token_file=servers.token)
+        stack.enter_context(worker)
+        for _ in range(IDLE_PEERS):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10.0))
+        assert proxy.reset() == 1
+        worker.client.define("w", np.zeros(4), rule=ps.Add())
+        assert worker.client.pull("w").tolist() == [0.0] * 4
+        stack.enter_context(ps.connect(address, rank=1, token_file=servers.token, timeout_s=4.0))
 
 
 def test_cluster_goes_on_after_a_joined_servers_connection_was_reset(servers: Servers) -> None:

@@ -84,7 +84,8 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)
     behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, stale, policy="Async")
     members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
-    beats = (ServerBeat(0, (report,), 3, 1_500_000), ServerBeat(1, (behind,), 3, 500))
+    first = ServerBeat(0, (report,), 3, 1_500_000, refused=7)
+    beats = (first, ServerBeat(1, (behind,), 3, 500, refused=2))
     shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), 3),)
     status = Status(1, members, beats, (1,), (), 0, leases=shared)
     out = io.StringIO()
@@ -92,6 +93,7 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     lines = out.getvalue().splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert "2 servers, 2 workers" in lines[0]
+    assert lines[1] == "9 peers were refused before they were known"
     assert ["0", "serving", "3", "1.5 MB"] in rows
     assert ["1", "silent", "3", "500 B"] in rows
     assert ["0", "live", "2", "model 5", "6", "0.50 (largest 2)", "0"] in rows
@@ -114,6 +116,7 @@ def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
         shown.append(out.getvalue())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown[0].splitlines()]
     assert ["users", "3,000", "4.0 MB", "3,200", "200", "14"] in rows
+    assert "refused" not in shown[0]
     assert "unadmitted" in shown[0]
     assert "unadmitted" not in shown[1]
 

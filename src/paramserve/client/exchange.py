@@ -30,7 +30,13 @@ from paramserve.client.links import (
 )
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.session import Operation, SlotPool
-from paramserve.errors import ClientClosed, ParamServeError, PushTimeout, rebuild
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    ParamServeError,
+    PushTimeout,
+    rebuild,
+)
 from paramserve.messages import (
     AskReport,
     Bye,
@@ -45,6 +51,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport import forks
+from paramserve.transport.dial import listens
 from paramserve.transport.link import Link
 
 __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
@@ -125,11 +132,23 @@ class Exchange(Links):
             self._connect(shard, self._deadlines.reconnect_s)
             for message in shard.session.to_resend():
                 self._transmit(shard, message)
+            shard.mute_since = None
         except ConnectionError:
             self._disconnect(shard)  # It broke again.
         except (ParamServeError, OSError) as error:
+            if self._may_answer(shard, error):
+                self._disconnect(shard)
+                return
             logger.debug("shard %d is given up: %s; before: %s", shard.number, error, why)
             self._give_up(shard, error)
+
+    def _may_answer(self, shard: ReachedShard, error: Exception) -> bool:
+        """Whether a shard that could not be reached is only busy, or crowded by other peers."""
+        if not (isinstance(error, ConnectTimeout) and listens(error.__cause__)):
+            return False
+        now = time.monotonic()
+        shard.mute_since = shard.mute_since if shard.mute_since is not None else now
+        return now - shard.mute_since < self._deadlines.stall_s
 
     # --- sending -----------------------------------------------------------------------------
 

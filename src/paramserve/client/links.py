@@ -120,6 +120,8 @@ class ReachedShard:
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
         self.gone: ParamServeError | None = None
+        self.mute_since: float | None = None
+        """Since when it listens, and does not answer those who connect again."""
         self.told: Waiting | ServerBeat | None = None
         """Last answer to a question that is not numbered."""
 

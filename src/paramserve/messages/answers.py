@@ -121,6 +121,8 @@ class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
     value_bytes: int = 0
     members: int = 0
     """Number of the membership that the shard goes by."""
+    refused: int = 0
+    """Peers that its listeners have closed before they were known."""
 
 
 ShardReply = Done | Refused | Waiting | ServerBeat

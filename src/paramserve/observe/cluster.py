@@ -16,10 +16,11 @@ def as_table(address: str, status: Status) -> RenderableType:
         parts.append(_tables(status))
     if status.leases:
         parts.append(_leases(status))
-    return Group(
-        f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers",
-        *parts,
-    )
+    told = f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers"
+    refused = sum(beat.refused for beat in status.servers)
+    if refused:
+        told += f"\n{refused} peers were refused before they were known"
+    return Group(told, *parts)
 
 
 def _servers(status: Status) -> Table:

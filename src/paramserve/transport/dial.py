@@ -18,6 +18,18 @@ HAS_ABSTRACT: Final = sys.platform == "linux"
 """Whether Unix sockets can have a name without a place in the file system (unix(7))."""
 
 
+class NoConnection(TimeoutError):
+    """The network did not answer; the peer was not even reached."""
+
+
+def listens(error: BaseException | None) -> bool:
+    """Whether somebody listens where this was raised, and has only not finished the handshake: it
+    is busy, or crowded by others."""
+    if isinstance(error, ConnectionRefusedError | NoConnection):
+        return False
+    return isinstance(error, ConnectionError | TimeoutError)
+
+
 def check_addresses(addresses: tuple[str, ...], credentials: Credentials) -> None:
     """Check what can be checked before anything is dialled.
 
@@ -87,7 +99,10 @@ def dial(
             fix="give the token, or run on the same machine and use a Unix socket",
         )
     host, port = tcp.split_place(place)
-    sock = socket.create_connection((host, port), remaining(deadline))
+    try:
+        sock = socket.create_connection((host, port), remaining(deadline))
+    except TimeoutError as error:
+        raise NoConnection(f"no connection to {host}:{port} in time") from error
     try:
         if sock.getsockname() == sock.getpeername():
             # A port without a listener can be given to this very socket, which then meets itself.

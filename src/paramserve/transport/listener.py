@@ -2,7 +2,9 @@
 
 Bad peers are closed, counted in `Listener.refused` and logged at debug; none of them raises out
 of the event loop. What an unknown peer can hold is one of `handshakes_max` sockets, for at most
-`handshake_timeout_s`, with at most `handshake_bytes_max` bytes.
+`handshake_timeout_s`, with at most `handshake_bytes_max` bytes. Where all are held, the next peer
+takes the place of the one that has waited longest without a proof, of the address that holds most:
+so idle peers keep no other one out.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import resource
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -44,6 +47,8 @@ _DESCRIPTORS_EACH: Final = 3
 """Of a client: its socket and its arena, and one more while it shares a larger arena."""
 _DESCRIPTORS_OWN: Final = 256
 """Of the process itself."""
+_TELL_EVERY_S: Final = 60.0
+"""Between two warnings that unknown peers hold all places."""
 
 
 class Listener:
@@ -78,6 +83,10 @@ class Listener:
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
+        self._unproven: dict[asyncio.Task[None], str] = {}
+        """Handshakes of peers that have proved nothing yet, oldest first, with their addresses."""
+        self._crowded_out: set[asyncio.Task[None]] = set()
+        self._told_at = -_TELL_EVERY_S
         self._connections: set[StreamConnection] = set()
         self._closed = False
         sock.setblocking(False)
@@ -111,22 +120,42 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
-                sock, _ = self._sock.accept()
+                sock, peer = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 self._pause(error)
                 return
             sock.setblocking(False)
-            if (
-                len(self._handshakes) >= self._limits.handshakes_max
-                or len(self._connections) >= self._limits.connections_max
-            ):
+            if len(self._connections) >= self._limits.connections_max or not self._make_room():
                 self._refused(sock, "too many peers at one time")
                 continue
             task = self._loop.create_task(self._admit(sock))
             self._handshakes[task] = sock
+            self._unproven[task] = str(peer[0]) if self._kind == "tcp" else ""
             task.add_done_callback(self._handshake_ended)
+
+    def _make_room(self) -> bool:
+        """Whether one more handshake may begin; for that, the oldest unproven one may be ended."""
+        if len(self._handshakes) - len(self._crowded_out) < self._limits.handshakes_max:
+            return True
+        if not self._unproven:
+            return False
+        ((crowd, count),) = Counter(self._unproven.values()).most_common(1)
+        oldest = next(task for task, address in self._unproven.items() if address == crowd)
+        del self._unproven[oldest]
+        self._crowded_out.add(oldest)
+        oldest.cancel()
+        if self._loop.time() - self._told_at >= _TELL_EVERY_S:
+            self._told_at = self._loop.time()
+            logger.warning(
+                "%d peers at %s have proved nothing yet, %d of them from %s: the oldest are closed",
+                self._limits.handshakes_max,
+                self.address,
+                count,
+                crowd or "this machine",
+            )
+        return True
 
     def _pause(self, error: OSError) -> None:
         """Accept nothing for a moment: the socket stays readable and would keep the loop busy."""
@@ -140,9 +169,14 @@ class Listener:
 
     def _handshake_ended(self, task: asyncio.Task[None]) -> None:
         sock = self._handshakes.pop(task)
+        self._unproven.pop(task, None)
         if task.cancelled():
+            if task in self._crowded_out:
+                self._crowded_out.discard(task)
+                self._refused(sock, "it proved nothing while others came")
             sock.close()
             return
+        self._crowded_out.discard(task)
         error = task.exception()
         if error is not None:
             context = {"message": f"the handler at {self.address} failed", "exception": error}
@@ -159,6 +193,7 @@ class Listener:
                     sock = self._greet(sock)
                     await self._authenticate(sock)
                 known = True
+                self._proved()
                 arenas_max = self._limits.arenas_max if self._kind == "unix" else 0
                 hello, arenas = await handshake.read_hello(
                     sock, self._limits, arenas_max=arenas_max
@@ -180,6 +215,11 @@ class Listener:
         )
         self._connections.add(conn)
         conn.open(handshake.welcome(hello, arenas))
+
+    def _proved(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven.pop(task, None)
 
     def _greet(self, sock: socket.socket) -> socket.socket:
         """Begin a TCP peer's handshake; the socket to go on with."""
