@@ -6,14 +6,14 @@ thread that watches the processes is never held up by a coordinator that hangs.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
 from collections import deque
 
 import msgspec
 
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.errors import ParamServeError
+from paramserve.errors import ConnectTimeout, ParamServeError
 from paramserve.job.entries import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
@@ -31,6 +31,8 @@ from paramserve.messages import (
 )
 from paramserve.transport.link import Link
 
+logger = logging.getLogger("paramserve")
+
 EVERY_S = 0.25
 CONNECT_S = 1.0
 """The coordinator is listening when this is called, and accepts at once."""
@@ -38,6 +40,10 @@ PAUSE_S = 0.5
 """Without a tick for this long, the driver did not run: it was stopped, or busy."""
 NO_RECORDS = 1 << 62
 """Asks for what comes after all records."""
+CONNECT_AGAIN_S = 0.25
+"""The same for a line that broke."""
+AGAIN_S = 1.0
+"""Between a line that broke and the next attempt."""
 RECORDS_S = 10.0
 """How long the last records may take to be fetched."""
 RECORDS_MAX = 1_000_000
@@ -60,7 +66,7 @@ class Overview:
         records: everything that workers logged, in the order in which the coordinator had it.
         dropped_records: how many were lost because they came too fast: in workers, at the
             coordinator or here.
-        error: why the line is broken.
+        error: why the line is broken; None: it is not.
     """
 
     def __init__(
@@ -84,9 +90,10 @@ class Overview:
         self._stall_s = deadlines.stall_s
         self._lost_s = deadlines.lost_s
         self._link: Link | None = None
-        self._lost = False
         self._call = 0
         self._asked_at: float | None = None
+        self._mute_since: float | None = None
+        """Since when the coordinator cannot be reached, or does not answer."""
         self._next_at = 0.0
         self._ticked_at: float | None = None
         self._next_record = 0 if records else NO_RECORDS
@@ -96,6 +103,8 @@ class Overview:
         self._dropped = 0
         self._answers: dict[int, Ok | Failed | None] = {}
         """Of calls whose answer is wanted; None: it has not come."""
+        self._unconfirmed: dict[int, MarkDead] = {}
+        """Ends of workers that the coordinator may not know of yet."""
 
     @property
     def beats(self) -> tuple[ServerBeat, ...]:
@@ -103,26 +112,26 @@ class Overview:
         return self.status.servers if self.status is not None else ()
 
     def tick(self, now: float) -> None:
-        """Ask if it is time, and take what has come. A broken line is left to its cause."""
+        """Ask if it is time, and take what has come. A broken line is made anew with a later one;
+        why it broke is told elsewhere, if the coordinator's process has ended."""
         paused_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        if self._asked_at is not None and paused_s > PAUSE_S:
-            self._asked_at += paused_s  # nothing was read meanwhile, and all may have stood still
-        if self._lost:
-            return
+        if paused_s > PAUSE_S:  # nothing was read meanwhile, and all may have stood still
+            if self._asked_at is not None:
+                self._asked_at += paused_s
+            if self._mute_since is not None:
+                self._mute_since += paused_s
         try:
             if self._asked_at is None and now >= self._next_at:
-                self._ask(now)
-            self._take(0.0)
+                self._ask(now, CONNECT_S if self.error is None else CONNECT_AGAIN_S)
+            if self._link is not None:
+                self._take(0.0)
         except (ConnectionError, ParamServeError) as error:
-            self._lost = True  # the coordinator's process has ended, which is told elsewhere
-            self.error = error
+            self._broke(error, now)
 
     def ask_now(self, now: float, timeout_s: float) -> None:
         """A fresh status and all records, as far as each answer comes within `timeout_s`, and all
         of them within `RECORDS_S`. What is missing then counts as dropped."""
-        if self._lost:
-            return
         until = time.monotonic() + RECORDS_S
         try:
             if self._asked_at is not None:  # the answer may be older than what is asked for now
@@ -131,16 +140,30 @@ class Overview:
             while self._asked_at is None and not (fresh and self._next_record >= self._end_record):
                 if fresh and time.monotonic() > until:
                     break
-                self._ask(now)
+                self._ask(now, max(timeout_s, CONNECT_AGAIN_S))
                 self._take(timeout_s)
                 fresh = True
         except (ConnectionError, ParamServeError) as error:
-            self._lost = True
-            self.error = error
+            self._broke(error, now)
         self.dropped_records = self._dropped + self._end_record - self._next_record
 
-    def _ask(self, now: float) -> None:
-        self._send(AskStatus(self._number(), self._next_record))
+    def _broke(self, error: Exception, now: float | None = None) -> None:
+        """The line is of no further use; the next tick that is due makes another one."""
+        if now is None:
+            now = self._ticked_at if self._ticked_at is not None else time.monotonic()
+        if not isinstance(error, ConnectionError | ConnectTimeout):
+            logger.warning("the driver's line to the coordinator failed: %s", error)
+        elif self._mute_since is None:
+            self._mute_since = self._asked_at if self._asked_at is not None else now
+        self.error = error
+        self._asked_at, self._next_at = None, now + AGAIN_S
+        self._answers.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _ask(self, now: float, connect_s: float) -> None:
+        self._send(AskStatus(self._number(), self._next_record), connect_s)
         self._asked_at, self._next_at = now, now + EVERY_S
 
     def mark_dead(self, rank: int, *, final: bool = True, incarnation: int = 0) -> None:
@@ -150,8 +173,15 @@ class Overview:
             final: whether no other one will be started in its place.
             incarnation: of the process; a later one is not meant. 0: unknown.
         """
-        with contextlib.suppress(ConnectionError, ParamServeError):
-            self._send(MarkDead(self._number(), "worker", rank, final, incarnation))
+        message = MarkDead(self._number(), "worker", rank, final, incarnation)
+        try:
+            self._send(message)
+        except (ConnectionError, ParamServeError) as error:
+            self._broke(error)
+        else:
+            if not incarnation:  # if it were said again, a successor could be meant by it
+                return
+        self._unconfirmed[message.call] = message
 
     def scale(self, workers: int) -> int:
         """Tell the coordinator how many workers there are to be.
@@ -162,7 +192,11 @@ class Overview:
             ConnectionError, ParamServeError: the line is broken.
         """
         call = self._number()
-        self._send(Scale(call, workers))
+        try:
+            self._send(Scale(call, workers))
+        except (ConnectionError, ParamServeError) as error:
+            self._broke(error)
+            raise
         self._answers[call] = None
         return call
 
@@ -172,7 +206,13 @@ class Overview:
         Raises:
             ConnectionError, ParamServeError: the line is broken.
         """
-        self._take(timeout_s)
+        if call not in self._answers:
+            raise ConnectionAbortedError("the line to the coordinator broke before it answered")
+        try:
+            self._take(timeout_s)
+        except (ConnectionError, ParamServeError) as error:
+            self._broke(error)
+            raise
         return self._answers.pop(call) if self._answers.get(call) is not None else None
 
     def forget(self, call: int) -> None:
@@ -188,7 +228,8 @@ class Overview:
             for member in self.status.members:
                 if member.state in ("dead", "restarting"):
                     found[Key("worker", member.rank)] = member.incarnation
-        if self._asked_at is not None and now - self._asked_at > self._stall_s:
+        since = self._mute_since if self._mute_since is not None else self._asked_at
+        if since is not None and now - since > self._stall_s:
             found[COORDINATOR] = 0
         return found
 
@@ -201,16 +242,18 @@ class Overview:
         self._call += 1
         return self._call
 
-    def _send(self, message: AskStatus | MarkDead | Scale) -> None:
+    def _send(self, message: AskStatus | MarkDead | Scale, connect_s: float = CONNECT_S) -> None:
         if self._link is None:
             self._link = Link.connect(
                 self.addresses,
                 Hello("driver"),
                 credentials=self._credentials,
-                timeout_s=CONNECT_S,
+                timeout_s=connect_s,
                 lost_s=self._lost_s,
                 limits=self._limits,
             )
+            for dead in self._unconfirmed.values():
+                self._link.send(encode(dead))
         self._link.send(encode(message))
 
     def _take(self, timeout_s: float) -> None:
@@ -220,10 +263,12 @@ class Overview:
             if header is None:
                 return
             answer = _ANSWERS.decode(header)
+            if isinstance(answer, Ok | Failed):
+                self._unconfirmed.pop(answer.call, None)
             if isinstance(answer, Ok | Failed) and answer.call in self._answers:
                 self._answers[answer.call] = answer
             if isinstance(answer, Status):
-                self._asked_at = None
+                self._asked_at = self._mute_since = self.error = None
                 self.status = answer
                 self._keep(answer)
 
