@@ -47,10 +47,12 @@ REPLY_SLACK_S = 5.0
 LOOK_S = 1.0
 """How often one who waits for an answer looks whether another thread has ended the connection."""
 ATTEMPT_S = 2.0
-"""For one attempt to connect again, after the first one; the process that is told to end ends no
-later than this."""
+"""For one attempt to connect again to a coordinator that does not answer; a process that is told to
+end ends no later than this."""
 HURRY_S = 0.25
-"""The same for one that is about to end, and for the answer to who it is."""
+"""The same for the first one, and where nobody listens or this side is about to end."""
+AGAIN_S = 0.02
+"""Between two attempts."""
 NOTIFY_S = 1.0
 """How long a heartbeat waits for another thread of this process that sends."""
 
@@ -135,28 +137,35 @@ class ControlLink:
         Returns:
             Whether there is a connection.
         """
+        if self._identity is None:
+            return self._link.fileno() >= 0
+        began = time.monotonic()
         limit_s = timeout_s if timeout_s is not None else self._deadlines.stall_s
-        until = time.monotonic() + min(limit_s, self._deadlines.stall_s)
+        until = began + min(limit_s, self._deadlines.stall_s)
         if not self._lock.acquire(timeout=timeout_s if timeout_s is not None else 0.0):
             return False
         try:
-            attempt_s = self._deadlines.reconnect_s
+            attempt_s = HURRY_S
             while self._link.fileno() < 0:
                 left_s = until - time.monotonic()
                 if left_s <= 0 or self._closed or self._given_up or ended():
                     return False
-                self._given_up = not self._reconnect(min(left_s, attempt_s), until)
-                attempt_s = ATTEMPT_S
+                failure = self._reconnect(min(left_s, attempt_s), until)
+                tried_s = time.monotonic() - began
+                if isinstance(failure, ConnectionRefusedError | FileNotFoundError):
+                    self._given_up = tried_s >= self._deadlines.reconnect_s or self._hurried
+                elif failure is not None:
+                    self._given_up = self._refusal is not None or self._hurried
+                    attempt_s = ATTEMPT_S
+                    time.sleep(AGAIN_S)  # it may have failed at once
             return True
         finally:
             self._lock.release()
 
-    def _reconnect(self, limit_s: float, until: float) -> bool:
-        """One attempt; False: another one is of no use. Only for who holds `_lock`."""
-        if self._identity is None or self._dial is None:
-            return False
-        if self._hurried:
-            limit_s = min(limit_s, HURRY_S)
+    def _reconnect(self, limit_s: float, until: float) -> BaseException | None:
+        """One attempt; what it failed with. Only for who holds `_lock`."""
+        assert self._identity is not None
+        assert self._dial is not None
         self._call += 1
         try:
             link = self._dial(limit_s)
@@ -169,19 +178,18 @@ class ControlLink:
             if isinstance(reply, Failed):
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         except ConnectTimeout as error:
-            nobody = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
-            return not (nobody or self._hurried)
-        except ConnectionError:
-            return not self._hurried
+            return error.__cause__
+        except ConnectionError as error:
+            return error
         except ParamServeError as error:
             self._refusal = error
             self._link.close()
-            return False
+            return error
         self.address = link.address
         if self._closed:
             link.close()
         logger.info("connected to the coordinator at %s again", self.address)
-        return True
+        return None
 
     def call(
         self,
