@@ -70,6 +70,8 @@ class Deadlines(Struct, frozen=True):
     """A worker that is being restarted is waited for this long under Sync."""
     retire_s: float = 60.0
     """A worker that a run is to do without has this long to end its function; then it is ended."""
+    exit_s: float = 30.0
+    """A worker whose function has returned has this long for exit handlers; then it is killed."""
 
 
 CLUSTER_BYTES = 16

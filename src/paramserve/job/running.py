@@ -32,7 +32,7 @@ from paramserve.worker import Aliases
 SNAPSHOT_POLL_S = 0.05
 GOES_ON = "; the run goes on until job.stop() or the end of this process"
 END_S = 2.0
-"""How much longer than `stop_s` the end of a run may take to be known."""
+"""How much longer than `stop_s` and `exit_s` the end of a run may take to be known."""
 
 
 class Job:
@@ -241,7 +241,8 @@ class Job:
                 return watching.take(supervisor.connect, self._aliases(), supervisor.seconds)
         except ParamServeError:
             # The servers are gone; the run's own end, which is near, says why.
-            supervisor.ended.wait(supervisor.plan.deadlines.stop_s + END_S)
+            deadlines = supervisor.plan.deadlines
+            supervisor.ended.wait(deadlines.stop_s + deadlines.exit_s + END_S)
             if not supervisor.ended.is_set():
                 raise
             return watching.take_kept()

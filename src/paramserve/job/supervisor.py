@@ -12,16 +12,17 @@ import contextlib
 import os
 import secrets
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from paramserve.client import Client
 from paramserve.config import Credentials
-from paramserve.engine.base import Ended, Engine, Event
+from paramserve.engine.base import Ended, Engine, Event, Process
 from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError
 from paramserve.job.endings import stopped, timed_out, worker_failed
 from paramserve.job.entries import COORDINATOR, Entry, Key
@@ -352,23 +353,49 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Ask all processes to end and wait `stop_s` for it; what they still report is taken."""
+        """Ask all processes to end and wait `stop_s` for it. Workers that have returned end by
+        themselves, within `exit_s`; what they still report is taken."""
         if self.error is None:
             if self.roster.serving:
                 self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
             self._close_clients()
         self.roster.stop_workers()
-        end_by = time.monotonic() + self.plan.deadlines.stop_s
-        for process in self._processes:
+        exiting = [] if self._abandoned or self._stop_at is not None else self._exiting()
+        others = [process for process in self._processes if process not in exiting]
+        for process in others:
             process.interrupt()
-        while any(process.exit_status is None for process in self._processes):
+        now = time.monotonic()
+        self._await_ends(others, now + self.plan.deadlines.stop_s)
+        self._await_ends(exiting, now + self.plan.deadlines.exit_s)
+        self._take(self._processes.events(0.0))
+        for process in exiting:
+            if process.exit_status is None and not self._abandoned:
+                self._tell_cut(process)
+
+    def _exiting(self) -> list[Process]:
+        """Workers whose function has returned and that have yet to end."""
+        entries = self.roster.entries
+        workers = [process for process in self._processes.workers() if process.exit_status is None]
+        return [each for each in workers if entries[self._processes[each]].returned is not None]
+
+    def _await_ends(self, processes: Sequence[Process], end_by: float) -> None:
+        """Until these processes have ended, or until then; what is told meanwhile is taken."""
+        while any(process.exit_status is None for process in processes):
             now = time.monotonic()
             if self._abandoned:
                 end_by = min(end_by, now + ABANDON_S)
             if now >= end_by:
-                break
+                return
             self._take(self._processes.events(min(end_by - now, TICK_S)))
-        self._take(self._processes.events(0.0))
+
+    def _tell_cut(self, process: Process) -> None:
+        exit_s = self.plan.deadlines.exit_s
+        told = (
+            f"paramserve: {process.name} still ran {exit_s:g} s after the end of its function and "
+            "is killed: exit handlers are cut short. To fix: shorten them, end threads that are no "
+            "daemons, or raise deadlines=ps.Deadlines(exit_s=...)"
+        )
+        print(told, file=sys.stderr, flush=True)
 
     def _close_clients(self) -> None:
         with self._clients_lock:

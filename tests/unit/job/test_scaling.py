@@ -182,5 +182,6 @@ def test_run_that_was_scaled_ends_when_all_have_returned(run: SimpleNamespace) -
     run.supervisor.scale(3)
     for name in ("worker 0", "worker 1", "worker 2"):
         run.engine.report(name, "returned")
+        run.engine.processes[name].end(0)
     assert run.supervisor.ended.wait(10.0)
     assert run.supervisor.state == "finished"
