@@ -21,8 +21,8 @@ from tests.contract.test_engine_contract import (
     until_ended,
 )
 
-from paramserve.engine import prepared
 from paramserve.engine.base import Event, Role
+from paramserve.engine.child import EXIT_UNKNOWN
 from paramserve.engine.local import PREPARED_MAX, Local, LocalFleet
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
@@ -123,7 +123,8 @@ def test_prepared_process_that_is_killed_is_done_without(fleet: LocalFleet) -> N
     process.interrupt()
     seen = until_ended(fleet)
     assert bodies(seen) == {"cleaned": b""}
-    assert status_of(seen) == prepared.EXIT_UNKNOWN
+    assert status_of(seen) == EXIT_UNKNOWN
+    assert "forked it is gone" in process.why
 
 
 def test_interrupted_fork_leaves_no_answer_for_the_next(
@@ -151,16 +152,32 @@ def test_interrupted_fork_leaves_no_answer_for_the_next(
     assert len(run(fleet, role("echo"))) == 4
 
 
-def test_driver_that_ignores_sigchld_hears_how_a_process_ended(
-    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ignored_sigchld() -> Iterator[None]:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("ignored_sigchld")
+def test_driver_that_ignores_sigchld_hears_how_a_fork_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    with contextlib.closing(Local().open(["coordinator", "server 0", "worker 0"])) as fleet:
         assert status_of(run(fleet, role("exit_with", b"7"))) == 7
         process = fleet.launch(role("spin", b"/nowhere"))
         report_of(fleet, "up")
         process.kill()
         assert process.wait(WAIT_S) == -signal.SIGKILL
-    finally:
-        fleet.close()
-        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("ignored_sigchld")
+def test_driver_that_ignores_sigchld_says_so_of_what_it_started_afresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    with contextlib.closing(Local().open()) as fleet:
+        process = fleet.launch(role("exit_with", b"7"))
+        assert status_of(until_ended(fleet)) == EXIT_UNKNOWN
+        assert "this process ignores SIGCHLD" in process.why

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_DRIVER_GONE = 3
+EXIT_UNKNOWN = 255
+"""Exit status of a process whose own one was collected by other code or by the system."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """Exit code after an orderly end by SIGTERM, as shells count it."""
 
@@ -152,7 +154,8 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
         package = msgspec.msgpack.decode(source.read(), type=Package)
     sys.argv = [package.name]
     for stream in (sys.stdout, sys.stderr):  # lines of several processes, each line whole
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # TextIOWrapper here
+        if stream is not None:  # closed
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # TextIOWrapper
     reports = _Reports(reports_fd)
     watch = _DriverWatch(driver, reports_fd, driver_fd)
     if package.directory:
@@ -228,15 +231,16 @@ def describe(error: BaseException) -> bytes:
     """The body of the report "failed"."""
     import traceback
 
-    text = "".join(traceback.format_exception(error))
-    failure = Failure(
+    parts = (
         type(error).__name__,
         str(error),
-        text,
+        "".join(traceback.format_exception(error)),
         getattr(error, "failed", ""),
         getattr(error, "fix", ""),
     )
-    return msgspec.msgpack.encode(failure)
+    # A file name that the locale cannot decode has letters that cannot be sent.
+    sent = (part.encode("utf-8", "backslashreplace").decode() for part in parts)
+    return msgspec.msgpack.encode(Failure(*sent))
 
 
 def _remove(directory: str) -> None:

@@ -26,19 +26,31 @@ import msgspec
 from paramserve.config import TLS
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
-from paramserve.engine.child import REPORT_HEAD_BYTES, Package
-from paramserve.engine.prepared import Forked, Prepared, surroundings
+from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
+from paramserve.engine.prepared import (
+    STDERR,
+    STDOUT,
+    Forked,
+    Prepared,
+    above_standard,
+    inherited,
+    search_path,
+    surroundings,
+)
 
 _START = """\
 import os, sys
 source = os.fdopen({source}, "rb")
-path = source.read(int(source.readline())).decode("utf-8", "surrogateescape")
-sys.path[:] = path.split("\\0")
+path = source.read(int(source.readline()))
+sys.path[:] = os.fsdecode(path).split("\\0")
 from paramserve.engine.child import main
 main(source, {reports}, {driver})
 """
 """Sets the driver's `sys.path` first: the package and the user's modules may lie anywhere on it."""
 
+WHY_UNKNOWN = (
+    "which stands for any end: other code has collected the status, or this process ignores SIGCHLD"
+)
 READ_BYTES = 1 << 20
 POLL_S = 0.05
 """How often children are asked for where the system has no pidfd (macOS)."""
@@ -78,10 +90,9 @@ class Local:
 class LocalProcess:
     """A child process. See `base.Process`."""
 
-    why = ""
-
     def __init__(self, name: str, popen: subprocess.Popen[bytes] | Forked, reports_fd: int) -> None:
         self.name = name
+        self.why = ""
         self._popen = popen
         self._status: int | None = None
         self._ended = threading.Condition()
@@ -159,11 +170,16 @@ class LocalProcess:
                     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
                     if os.waitid(os.P_PID, self.pid, options) is not None:
                         self._kill_group()
-                except ChildProcessError:
-                    pass  # somebody else collected it: its number may be a stranger's by now
+                except ChildProcessError:  # its number may be another process's by now
+                    self._popen.poll()
+                    self._status, self.why = EXIT_UNKNOWN, WHY_UNKNOWN
+                    self._ended.notify_all()
+                    return
             self._status = self._popen.poll()
             if self._status is not None:
-                if not hasattr(os, "waitid"):
+                if isinstance(self._popen, Forked):
+                    self.why = self._popen.why
+                elif not hasattr(os, "waitid"):
                     self._kill_group()
                 self._ended.notify_all()
 
@@ -260,7 +276,7 @@ class LocalFleet:
                 os.close(fd)
 
     def _spawn(self, role: Role) -> LocalProcess:
-        reports_fd, child_reports_fd = os.pipe()
+        reports_fd, child_reports_fd = map(above_standard, os.pipe())
         os.set_blocking(reports_fd, False)
         try:
             with _parcel(role) as source:
@@ -294,6 +310,8 @@ class LocalFleet:
         return subprocess.Popen(
             [self._python, "-c", start, f"paramserve {role.name}"],
             stdin=subprocess.DEVNULL,
+            stdout=inherited(STDOUT),
+            stderr=inherited(STDERR),
             pass_fds=(source.fileno(), reports_fd),
             env={**os.environ, **role.environment},
             process_group=0,
@@ -305,12 +323,14 @@ def _parcel(role: Role) -> BinaryIO:
 
     Not a pipe: a pipe takes 64 KiB and then waits for a child that has yet to start.
     """
-    path = "\0".join(sys.path).encode("utf-8", "surrogateescape")
+    path = search_path()
     package = Package(role.name, role.entry, role.payload, role.secret, role.code, role.directory)
     if hasattr(os, "memfd_create"):
-        parcel: BinaryIO = os.fdopen(os.memfd_create("paramserve"), "w+b")
+        fd = os.memfd_create("paramserve")
     else:
-        parcel = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    parcel = os.fdopen(above_standard(fd), "w+b")
     parcel.write(b"%d\n" % len(path) + path)
     parcel.write(msgspec.msgpack.encode(package))
     parcel.seek(0)

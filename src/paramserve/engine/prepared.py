@@ -13,6 +13,7 @@ the driver's behalf (`Forked.poll`). It ends with the driver, or when the driver
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import logging
 import os
@@ -27,21 +28,20 @@ from typing import BinaryIO
 
 import msgspec
 
-from paramserve.engine.child import main
+from paramserve.engine.child import EXIT_UNKNOWN, main
 
 logger = logging.getLogger("paramserve")
 
 _START = """\
-import sys
-sys.path[:] = {path!r}.split("\\0")
+import os, sys
+sys.path[:] = os.fsdecode({path!r}).split("\\0")
 from paramserve.engine.prepared import serve
 serve({control}, {driver})
 """
 ANSWER_S = 60.0
 """The first fork waits for the imports: torch takes seconds, on a busy machine some ten."""
 MESSAGE_BYTES = 1 << 16
-EXIT_UNKNOWN = 255
-"""Exit status of a process whose prepared process was killed before it had told the status."""
+STDOUT, STDERR = 1, 2
 
 
 class ForkRequest(msgspec.Struct, tag="fork"):
@@ -94,6 +94,33 @@ def surroundings(python: str, environment: Mapping[str, str]) -> tuple[object, .
     return (python, {**os.environ, **environment}, here, streams, list(sys.path))
 
 
+def search_path() -> bytes:
+    """Where this process finds modules, for a child: the same bytes of each name. Entries that are
+    no strings are left out, as Python ignores them, too."""
+    return os.fsencode("\0".join(entry for entry in sys.path if isinstance(entry, str)))
+
+
+def inherited(fd: int) -> int | None:
+    """What a child gets in this place: this process's own stream (None); nothing if it is closed.
+
+    A file that was opened since then, and so has its number, is not inheritable, as a stream is.
+    """
+    try:
+        return None if os.get_inheritable(fd) else subprocess.DEVNULL
+    except OSError:
+        return subprocess.DEVNULL
+
+
+def above_standard(fd: int) -> int:
+    """The same file by a descriptor that no standard stream of a child takes the place of."""
+    if fd > STDERR:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
+    finally:
+        os.close(fd)
+
+
 class Prepared:
     """A prepared process, from the driver's side. For any thread.
 
@@ -106,15 +133,15 @@ class Prepared:
         self.surroundings = surroundings(python, environment)
         self.usable = True
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = "\0".join(
-            os.fspath(each) for each in sys.path if isinstance(each, str | os.PathLike)
-        )
-        start = _START.format(path=path, control=theirs.fileno(), driver=os.getpid())
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs = socket.socket(fileno=above_standard(other.detach()))
+        start = _START.format(path=search_path(), control=theirs.fileno(), driver=os.getpid())
         try:
             self._popen = subprocess.Popen(
                 [python, "-c", start, "paramserve prepared"],
                 stdin=subprocess.DEVNULL,
+                stdout=inherited(STDOUT),
+                stderr=inherited(STDERR),
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **environment},
                 process_group=0,
@@ -141,10 +168,10 @@ class Prepared:
             return None
         return Forked(self, answer.number)
 
-    def collect(self, pid: int) -> int:
-        """The exit status of a forked process that has ended."""
+    def collect(self, pid: int) -> int | None:
+        """The exit status of a forked process that has ended; None: nothing can tell."""
         answer = self._ask(Collect(pid))
-        return answer.number if answer is not None and not answer.failed else EXIT_UNKNOWN
+        return answer.number if answer is not None and not answer.failed else None
 
     def close(self) -> None:
         """End it. What it has forked and was not collected goes on, without a parent."""
@@ -175,10 +202,15 @@ class Prepared:
 
 
 class Forked:
-    """A forked process, with what is used of `subprocess.Popen`. Linux only: it needs pidfds."""
+    """A forked process, with what is used of `subprocess.Popen`. Linux only: it needs pidfds.
+
+    Attributes:
+        why: why its exit status is unknown, if it is.
+    """
 
     def __init__(self, parent: Prepared, pid: int) -> None:
         self.pid = pid
+        self.why = ""
         self._parent = parent
         # Nothing else can get its number before it is collected.
         self._pidfd = os.pidfd_open(pid)
@@ -189,7 +221,10 @@ class Forked:
         if self._status is None and select.select([self._pidfd], [], [], 0)[0]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._status = self._parent.collect(self.pid)
+            status = self._parent.collect(self.pid)
+            if status is None:
+                self.why = "which stands for any end: the process that had forked it is gone"
+            self._status = status if status is not None else EXIT_UNKNOWN
             os.close(self._pidfd)
         return self._status
 
@@ -254,7 +289,7 @@ def _collect(pid: int) -> Answer:
     try:
         return Answer(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     except ChildProcessError as error:
-        return Answer(EXIT_UNKNOWN, str(error))
+        return Answer(0, str(error))
 
 
 def _prepare(request: ForkRequest) -> str:

@@ -30,9 +30,16 @@ def how_it_ended(entry: Entry) -> str:
         return "does not answer"
     told = f"exited with code {entry.status}"
     if entry.status < 0:
-        told = f"was killed by {signal.Signals(-entry.status).name}"
+        told = f"was killed by {_signal_name(-entry.status)}"
     first, *_ = entry.why.splitlines() or [""]
     return f"{told} ({first})" if first else told
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal between the first and the last has no name
+        return f"signal {number}"
 
 
 def _with_traceback(entry: Entry) -> str:

@@ -140,9 +140,19 @@ def make_directory() -> str:
     """
     prefix = "paramserve-"
     base = tempfile.gettempdir()
-    if len(os.fsencode(base)) + len(f"/{prefix}12345678") > _DIRECTORY_BYTES_MAX:
+    too_long = len(os.fsencode(base)) + len(f"/{prefix}12345678") > _DIRECTORY_BYTES_MAX
+    if too_long or not _travels(base):
         base = "/tmp"
     return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+def _travels(path: str) -> bool:
+    """Whether a path can be put into a message; one that the locale cannot decode cannot."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _DIRECTORY_BYTES_MAX = SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES_MAX

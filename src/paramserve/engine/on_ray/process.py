@@ -76,7 +76,7 @@ class RayProcess:
         package = Package(role.name, role.entry, role.payload, b"", role.code, role.directory)
         own = self._needs.runtime_env.get("env_vars", {})
         environment = {name: v for name, v in role.environment.items() if name not in own}
-        path = [os.path.abspath(folder) for folder in sys.path]
+        path = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
         encoded = msgspec.msgpack.encode(package)
         self._call("run", "role", encoded, role.secret, environment, path)
 

@@ -1,0 +1,86 @@
+"""Runs of drivers in unusual surroundings: closed streams, odd paths, locales, ignored signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.faults.leftovers import folders
+
+SCRIPT = """
+import signal
+import sys
+from pathlib import Path
+
+import paramserve as ps
+{before}
+
+
+def train(worker):
+    print("in the worker")
+    {train}
+    return 7
+
+
+try:
+    told = str(ps.run(train).returns)
+except Exception as error:
+    told = f"{{type(error).__name__}}: {{error}}"
+Path(sys.argv[1]).write_bytes(told.encode("utf-8", "backslashreplace"))
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def outcome(
+    folder: Path, *, before: str = "", train: str = "", streams: str = "", **environment: str
+) -> str:
+    """What a driver, started by a shell that redirects its streams, gets of a run."""
+    script, told = folder / "script.py", folder / "told"
+    script.write_text(SCRIPT.format(before=before, train=train))
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, script, told],
+        env={**os.environ, **environment},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert folders() == set()
+    return told.read_text()
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_run_with_closed_streams(tmp_path: Path, streams: str) -> None:
+    assert outcome(tmp_path, streams=streams) == "{0: 7}"
+
+
+def test_run_with_a_path_object_among_the_import_paths(tmp_path: Path) -> None:
+    assert outcome(tmp_path, before="sys.path.insert(0, Path('elsewhere'))") == "{0: 7}"
+
+
+def test_run_with_paths_that_the_locale_cannot_decode(tmp_path: Path) -> None:
+    folder = tmp_path / "für"
+    folder.mkdir()
+    (folder / "beside.py").write_text("def fail(): raise LookupError('beside')\n")
+    told = outcome(folder, train="import beside; beside.fail()", **ASCII, TMPDIR=str(folder))
+    assert told.startswith("WorkerFailed: worker 0 raised LookupError: beside")
+    assert "beside.py" in told
+
+
+def test_worker_that_dies_where_sigchld_is_ignored_is_told_by_its_signal(
+    tmp_path: Path,
+) -> None:
+    told = outcome(
+        tmp_path,
+        before="signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        train="import os; os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    assert "worker 0 was killed by SIGKILL" in told
+
+
+def test_worker_that_a_real_time_signal_kills_is_told_with_its_number(tmp_path: Path) -> None:
+    told = outcome(tmp_path, train="import os; os.kill(os.getpid(), signal.SIGRTMIN + 1)")
+    assert "worker 0 was killed by signal 35 before its function returned" in told
