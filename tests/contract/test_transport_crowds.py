@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from tests.contract.echo_host import (
 )
 
 from paramserve.config import Limits
-from paramserve.transport import auth
+from paramserve.transport import auth, tls
 
 PLACES = 4
 
@@ -83,3 +85,34 @@ def test_peer_that_has_proved_itself_is_not_pushed_out(host: Host) -> None:
     for sock in known:
         assert_open(sock)
         sock.close()
+
+
+def test_peer_is_served_while_handshakes_of_tls_keep_coming(make_host: MakeHost) -> None:
+    host = make_host("tls", Limits(handshakes_max=PLACES))
+    link = host.connect()
+    over, floods = threading.Event(), 3
+    done = [0] * floods
+
+    def flood(number: int) -> None:
+        assert host.credentials.tls is not None
+        context = tls.client_context(host.credentials.tls)
+        while not over.is_set():
+            with contextlib.suppress(OSError), host.stranger() as sock:
+                read_exactly(sock, auth.GREETING_BYTES)
+                with context.wrap_socket(sock, server_hostname="127.0.0.1"):
+                    done[number] += 1
+
+    threads = [threading.Thread(target=flood, args=(number,)) for number in range(floods)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: all(done))
+        before = sum(done)
+        for _ in range(20):
+            ping(link)
+        wait_until(lambda: sum(done) > before)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(10.0)
+    link.close()
