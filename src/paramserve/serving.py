@@ -260,6 +260,9 @@ def _coordinator_config(settings: Settings) -> CoordinatorConfig:
 def _server_config(
     settings: Settings, coordinator: tuple[str, ...], enlisted: Enlisted
 ) -> ServerConfig:
+    deadlines = settings.deadlines
+    told_s = enlisted.heartbeat_s
+    every_s = min(deadlines.heartbeat_s, told_s) if told_s > 0 else deadlines.heartbeat_s
     return ServerConfig(
         enlisted.shard,
         enlisted.servers,
@@ -269,7 +272,7 @@ def _server_config(
         enlisted.consistency,
         cluster=enlisted.cluster,
         limits=settings.limits,
-        deadlines=settings.deadlines,
+        deadlines=replace(deadlines, heartbeat_s=every_s),
     )
 
 

@@ -92,7 +92,9 @@ class ClientLife:
         identity = Reconnect(0, joined.cluster, joined.client, joined.incarnation, rank)
         control.identify(identity, deadlines)
         # Before all that may take long: the coordinator counts from the join on.
-        self._heartbeat = Heartbeat(control, rank, deadlines.heartbeat_s, limits)
+        told_s = joined.heartbeat_s
+        every_s = min(deadlines.heartbeat_s, told_s) if told_s > 0 else deadlines.heartbeat_s
+        self._heartbeat = Heartbeat(control, rank, every_s, limits)
         try:
             self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
             self._names = Names()

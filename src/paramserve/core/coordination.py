@@ -267,6 +267,7 @@ class Coordination:
             config.workers,
             config.consistency,
             config.cluster,
+            config.deadlines.heartbeat_s,
         )
 
     def _join(self, party: Party, message: Join) -> Joined | None:
@@ -285,6 +286,7 @@ class Coordination:
             self.config.cluster,
             self.membership.late(message.rank, incarnation),
             self.config.restarts,
+            self.config.deadlines.heartbeat_s,
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:

@@ -35,6 +35,8 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
     consistency: ConsistencySpec
     cluster: bytes = b""
     """As `Hello.cluster`."""
+    heartbeat_s: float = 0.0
+    """How often the cluster expects a heartbeat at least; 0: it does not say."""
 
 
 class Join(Struct, frozen=True, array_like=True, tag="join"):
@@ -63,6 +65,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     the rank's first incarnation."""
     restarts: bool = False
     """Whether a worker that dies is waited for: another incarnation may go on."""
+    heartbeat_s: float = 0.0
+    """As `Enlisted.heartbeat_s`."""
 
 
 class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):
