@@ -234,6 +234,7 @@ class Worker:
             values: numbers, or arrays and tensors of one element.
         Raises:
             TypeError: a value is no number. Nothing was recorded.
+            ValueError: an int is too large for a float. Nothing was recorded.
         """
         self.client.log({name: _number(name, value) for name, value in values.items()})
 
@@ -422,12 +423,18 @@ class Worker:
 
 
 def _number(name: str, value: Any) -> float:
-    plain = value.item() if hasattr(value, "item") else value
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # torch and numpy: more than one element
+        plain = None
     if not isinstance(plain, int | float):
         raise TypeError(
             f"worker.log takes numbers, but {name} is {type(value).__name__}: {value!r}"
         )
-    return float(plain)
+    try:
+        return float(plain)
+    except OverflowError:
+        raise ValueError(f"worker.log: {name} is too large for a float") from None
 
 
 def _encode(returned: Any) -> bytes:

@@ -118,12 +118,25 @@ def test_log_takes_numbers_of_every_kind(
     assert client.calls == [("log", {"loss": logged})]
 
 
-@pytest.mark.parametrize("value", ["high", None, [1.0]])
+class LikeATensorOfThree:
+    def item(self) -> float:
+        raise RuntimeError("a Tensor with 3 elements cannot be converted to Scalar")
+
+
+@pytest.mark.parametrize(
+    "value", ["high", None, [1.0], np.zeros(3), np.zeros(0), LikeATensorOfThree()]
+)
 def test_log_refuses_what_is_no_number_and_names_it(
     worker: Worker, client: RecordsCalls, value: Any
 ) -> None:
     with pytest.raises(TypeError, match="loss is"):
         worker.log(loss=value)
+    assert client.calls == []
+
+
+def test_log_refuses_an_int_that_no_float_can_hold(worker: Worker, client: RecordsCalls) -> None:
+    with pytest.raises(ValueError, match="loss is too large"):
+        worker.log(loss=10**400)
     assert client.calls == []
 
 
