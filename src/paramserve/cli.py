@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except (ParamServeError, ValueError, TypeError) as error:
+    except (ParamServeError, OSError, ValueError, TypeError) as error:
         click.echo(f"paramserve: {type(error).__name__}: {error}", err=True)
         return 1
     return outcome if isinstance(outcome, int) else 0

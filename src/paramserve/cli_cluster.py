@@ -19,12 +19,14 @@ from paramserve.cli_options import split_reference, tls_of, with_tls
 from paramserve.cli_policies import POLICY_HELP, policy_of
 from paramserve.config import Deadlines, Limits
 from paramserve.core.registered import split
-from paramserve.errors import ParamServeError
+from paramserve.errors import CoordinatorGone, ParamServeError
 
 if TYPE_CHECKING:
     from paramserve.messages import Status
 
 TOKEN_BYTES = 32
+PIPED_COLUMNS = 160
+"""Of `paramserve status` where it is no terminal that shows it."""
 STATUS_S = 5.0
 """A cluster that does not answer `paramserve status` or `scale` for this long is not there."""
 
@@ -90,7 +92,9 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
 
     credentials = credentials_of(token_file, tls_of(options))
     overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
-    console = Console()
+    if hasattr(sys.stdout, "reconfigure"):  # a locale may lack what rich draws
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     try:
         while True:
             console.print(as_table(address, _ask(overview, address)))
@@ -102,11 +106,17 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
 
 
 def _ask(overview: Any, address: str) -> Status:
+    before = overview.status
     overview.ask_now(time.monotonic(), STATUS_S)
     found: Status | None = overview.status
+    if isinstance(overview.error, ConnectionError):
+        raise CoordinatorGone(
+            f"the coordinator at {address} has closed the connection: {overview.error}",
+            fix="look whether the cluster was ended, or why its first server did",
+        )
     if overview.error is not None:
         raise overview.error
-    if found is None:
+    if found is None or found is before:
         raise _silent(address)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -330,10 +331,23 @@ def serve(
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
     if until_done and join is None and not workers:
         raise ValueError("until_done needs the number of workers: without any it would never end")
+    _check_advertise(advertise)
     place = Place(bind, advertise, credentials_of(token_file, tls), join)
     terms = Terms(servers, workers, described, restarts=restart_s is not None)
     warn_if_open(bind, tls)
     asyncio.run(_serve(Settings(place, terms, registered, until_done, bounds, waits), ready))
+
+
+def _check_advertise(host: str) -> None:
+    bare = host.strip("[]")
+    if ":" not in bare:
+        return
+    try:
+        ipaddress.IPv6Address(bare)
+    except ValueError:
+        raise ValueError(
+            f"advertise must be a host without a port (the port is that of bind), not {host!r}"
+        ) from None
 
 
 def _described(
