@@ -62,7 +62,7 @@ class Job:
         self._last_beats: list[ServerBeat] = []
         self._result: Result | None = None
         self._ends_with_block = False
-        self._supervisor = Supervisor(plan, engine, self._collect, self._forget)
+        self._supervisor = Supervisor(plan, engine, self._collect, self._forget, self._prepare)
 
     def __repr__(self) -> str:
         return f"Job({self._supervisor.state}, {self._supervisor.seconds:.1f} s)"
@@ -247,13 +247,24 @@ class Job:
                 raise
             return watching.take_kept()
 
+    def _prepare(self) -> None:
+        """Connect when the servers are up, and not when the values are wanted: the folder of the
+        sockets may have been removed by then."""
+        with contextlib.suppress(ParamServeError, OSError):  # the end tries again, and tells
+            self._connected()
+
     def _collect(self) -> None:
         """Read everything before the servers end: called when all workers are done."""
         aliases = self._aliases()
         for watching in self._watching:
             watching.drain(aliases, self._supervisor.seconds)
         reader = self._connected()
-        self._values = reader.read_all(aliases)
+        try:
+            self._values = reader.read_all(aliases)
+        except ParamServeError:  # its connection may have ended long ago
+            self._reader = None
+            reader = self._connected()
+            self._values = reader.read_all(aliases)
         self._last_beats = reader.client.reports()
         if self._save_tables:
             self._table_files = reader.save_tables(self._save_tables)

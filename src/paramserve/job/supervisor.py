@@ -39,6 +39,8 @@ QUICK_TICK_S = 0.005
 LAST_STATUS_S = 0.5
 ABANDON_S = 1.0
 """How long processes that are abandoned may take to end in order, if `stop_s` is longer."""
+PREPARE_S = 2.0
+"""How long the end waits for what was prepared; its connections are closed by then."""
 TOKEN_BYTES = 32
 OWN_REPORTS = ("ready", "failed", "returned")
 
@@ -69,6 +71,7 @@ class Supervisor:
         engine: Engine,
         collect: Callable[[], None] | None = None,
         forget: Callable[[], None] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         """Launch everything; returns without waiting for it to be up.
 
@@ -76,6 +79,7 @@ class Supervisor:
             collect: called in a thread of its own when all workers are done, while the servers
                 still run.
             forget: called at the very end, to let go of clients.
+            prepare: called in a thread of its own when the servers are up.
         Raises:
             OSError, ParamServeError: a process could not be started. None is left.
         """
@@ -90,6 +94,8 @@ class Supervisor:
         self.reports: list[tuple[Key, str, bytes]] = []
         self._collect = collect
         self._forget = forget
+        self._prepare = prepare
+        self._preparing: threading.Thread | None = None
         self._collecting: threading.Thread | None = None
         self._collect_error: BaseException | None = None
         self._served = threading.Event()
@@ -303,6 +309,11 @@ class Supervisor:
         if not self._served.is_set():
             self.state = "running"
             self._served.set()
+            if self._prepare is not None:
+                self._preparing = threading.Thread(
+                    target=self._prepare, name="paramserve-prepare", daemon=True
+                )
+                self._preparing.start()
         self.overview.tick(now)
         silent = self.overview.silent(now)
         for process, key in self._processes.items():
@@ -416,6 +427,8 @@ class Supervisor:
 
     def _let_go(self) -> None:
         atexit.unregister(self.abandon)
+        if self._preparing is not None:
+            self._preparing.join(PREPARE_S)
         if self._forget is not None:
             self._forget()
 
