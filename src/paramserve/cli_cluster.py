@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
 import signal
@@ -59,12 +60,15 @@ STATUS_S = 5.0
 def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
     """Run a server, the first one or one that joins it, until it is stopped.
 
-    The first one is told --servers, --workers and --consistency for the whole cluster.
+    The first one is told --servers, --workers and --consistency for the whole cluster. On stderr it
+    says who comes, leaves, dies and is refused.
     """
     from paramserve.serving import serve as run
 
     tls = tls_of(options)
     own_rules, policies = split(given := [load_object(each) for each in rules])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("paramserve").setLevel(logging.INFO)
     run(
         rules=own_rules,
         policies=policies,

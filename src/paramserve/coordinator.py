@@ -24,7 +24,9 @@ from paramserve.errors import ProtocolError
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorRequest,
+    Failed,
     Hello,
+    Members,
     ServerBeat,
     WorkerBeat,
     decoder,
@@ -61,6 +63,10 @@ class CoordinatorRole:
         self._next = 1
         self.on_server_lost: Callable[[], None] = lambda: None
         """Called when a server that had registered is lost."""
+        self.on_members: Callable[[Members], None] = lambda members: None
+        """Called with every change of the membership."""
+        self.on_refused: Callable[[Failed], None] = lambda answer: None
+        """Called when something that was asked for is refused."""
         self._stepped_at = self._loop.time()
         self._stall_s = config.deadlines.stall_s
         self._loop.call_later(TICK_S, self._tick)
@@ -119,7 +125,10 @@ class CoordinatorRole:
             connection = self._connections.get(number)
             if connection is not None:
                 connection.send(encode(reply))
+                if isinstance(reply, Failed):
+                    self.on_refused(reply)
         if decided.members is not None:
+            self.on_members(decided.members)
             header = encode(decided.members)
             for number in sorted(self._servers):
                 self._connections[number].send(header)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import secrets
 import signal
@@ -34,12 +35,12 @@ from paramserve.control import ControlLink
 from paramserve.coordinator import ROLES, CoordinatorRole
 from paramserve.core.consistency import Async
 from paramserve.core.decisions import Policy
-from paramserve.core.membership import DEAD, LEFT
+from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
 from paramserve.core.policies import build, spec
 from paramserve.core.registered import Registered, check
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.joining import full_address
-from paramserve.messages import Enlist, Enlisted, Hello
+from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
 from paramserve.server import ServerRole, register
 from paramserve.settings import check_restart, check_settings
 from paramserve.transport.connection import Connection, Handler
@@ -52,6 +53,23 @@ ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""
 DONE_POLL_S = 0.2
 """How often is looked whether all workers have left."""
+MISSING_TOLD_S = 60.0
+"""How often is told who has not come or left yet."""
+STATES = {
+    EXPECTED: "is expected",
+    LIVE: "has come",
+    LEFT: "has left",
+    DEAD: "counts as dead",
+    RESTARTING: "counts as dead, and may come again",
+    RETIRING: "is asked to end",
+}
+WAITED_FOR = {
+    EXPECTED: "never came",
+    LIVE: "still there",
+    RETIRING: "asked to end",
+    RESTARTING: "may come again",
+}
+logger = logging.getLogger("paramserve")
 LAST_ANSWER_S = 0.5
 """After the last worker has left: for answers that are on their way."""
 
@@ -115,6 +133,47 @@ class _Both:
         self._handlers.pop(conn).closed(conn)
 
 
+class _Log:
+    """Tells in one line each who comes and goes, by the logger "paramserve"."""
+
+    def __init__(self, servers: int, workers: int) -> None:
+        self._expected = servers
+        self._servers = 0
+        self._members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
+
+    def on_members(self, members: Members) -> None:
+        """The membership has changed, or the servers are complete."""
+        if len(members.servers) > self._servers:
+            logger.info("all %d servers are there: workers may come", self._expected)
+        self._servers = len(members.servers)
+        before, self._members = self._members, {each.rank: each for each in members.members}
+        for rank, member in sorted(self._members.items()):
+            old = before.get(rank)
+            known = old is not None and old.incarnation == member.incarnation
+            if known and old is not None and old.state == member.state:
+                continue
+            bad = member.state in (DEAD, RESTARTING)
+            again = f" (incarnation {member.incarnation})" * (member.incarnation > 1)
+            told = STATES.get(member.state, member.state)
+            logger.log(logging.WARNING if bad else logging.INFO, "rank %d %s%s", rank, told, again)
+
+    def on_refused(self, answer: Failed) -> None:
+        """Something that was asked for is refused."""
+        logger.warning("refused: %s", answer.failed)
+
+    def tell_missing(self) -> None:
+        """Who is waited for until all are done."""
+        ranks: dict[str, list[str]] = {}
+        for rank, member in sorted(self._members.items()):
+            ranks.setdefault(member.state, []).append(str(rank))
+        told = "; ".join(
+            f"{WAITED_FOR[state]}: {', '.join(found)}"
+            for state, found in ranks.items()
+            if state in WAITED_FOR
+        )
+        logger.info("not done yet. %s", told)
+
+
 class _Running:
     """What has been opened, to be closed in the reverse order."""
 
@@ -122,6 +181,7 @@ class _Running:
         self.settings = settings
         self.stack = contextlib.ExitStack()
         self.coordinator: CoordinatorRole | None = None
+        self._log = _Log(settings.terms.servers, settings.terms.workers)
         self.role: ServerRole | None = None
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
@@ -137,6 +197,8 @@ class _Running:
         if settings.place.join is None:
             self.coordinator = CoordinatorRole(_coordinator_config(settings))
             self.coordinator.on_server_lost = self.lost.set
+            self.coordinator.on_members = self._log.on_members
+            self.coordinator.on_refused = self._log.on_refused
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -240,8 +302,13 @@ class _Running:
         if coordinator is None or not self.settings.until_done:
             await asyncio.Event().wait()  # for ever
             return
+        loop = asyncio.get_running_loop()
+        tell_at = loop.time() + MISSING_TOLD_S
         while not coordinator.all_left:
             await asyncio.sleep(DONE_POLL_S)
+            if loop.time() >= tell_at:
+                self._log.tell_missing()
+                tell_at = loop.time() + MISSING_TOLD_S
         await asyncio.sleep(LAST_ANSWER_S)
 
 
@@ -298,7 +365,8 @@ def serve(
     """Serve in this process until it is told to stop (SIGTERM, Ctrl-C), or the cluster is gone.
 
     The first server of a cluster is started without `join` and says how many servers and workers
-    there will be. Workers come with `ps.connect`.
+    there will be. Workers come with `ps.connect`. The first one tells the logger "paramserve" who
+    comes, leaves, dies and is refused; with `until_done` also, now and then, who is waited for.
 
     Args:
         bind: `host:port` to listen on; port 0: any free one. Beyond loopback, use TLS or a network
