@@ -14,7 +14,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_policies import scale
 
-from paramserve.client import BlockPush, Client, Outcome
+from paramserve.client import BlockPush, Client, Outcome, Ticket
 from paramserve.core.consistency import Sync
 from paramserve.rules import Add
 
@@ -37,12 +37,17 @@ def define(client: Client) -> Client:
     return client
 
 
-def step(client: Client) -> Outcome:
+def push(client: Client) -> Ticket:
     """Add 1 to all elements, in one clock."""
     (block,) = client.blocks()
     slot = client.gradient_slot(block)
     slot[:] = 1.0
-    ticket = client.step("default", [BlockPush(block, slot)], pull=[block])
+    return client.step("default", [BlockPush(block, slot)], pull=[block])
+
+
+def step(client: Client) -> Outcome:
+    """As `push`, and wait until the clock is decided."""
+    ticket = push(client)
     outcome = ticket.result()
     ticket.release()
     return outcome
@@ -113,3 +118,47 @@ def test_worker_restarted_before_its_added_rank_ever_stepped_has_every_gradient_
     scale(cluster, 2)
     dies(cluster, cluster.client(1))
     each_step_counts(cluster, first, 1)
+
+
+def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_it(
+    make_cluster: MakeCluster,
+) -> None:
+    """Its first step is for the clock after that one, and not left out."""
+    cluster = make_cluster(servers=2, workers=2, policy=Sync(reduce="sum"))
+    first, mortal = (define(cluster.client(rank)) for rank in range(2))
+    mortal._control.close()
+    shards = [server.role.shard for server in cluster.servers]
+    wait_until(lambda: {shard.members[1].state for shard in shards} == {"dead"})
+    on_the_way = [HoldsBack(server.role._peers.send) for server in cluster.servers]
+    for server, peers in zip(cluster.servers, on_the_way, strict=True):
+        server.role._peers.send = peers  # type: ignore[method-assign]
+    alone = push(first)
+    wait_until(lambda: all(shard.groups[0].collect.sent for shard in shards))
+    again = define(cluster.client(1))
+    assert (again.incarnation, again.clock()) == (2, 0)
+    for peers in on_the_way:
+        cluster.on_server(peers.let_go)
+    assert not alone.result().skipped
+    both = [push(again), push(first)]
+    assert [ticket.result().skipped for ticket in both] == [False, False]
+    assert (again.missed, again.clock(), first.clock()) == (0, 2, 2)
+    assert (again.pull("w") == 3).all()
+
+
+class HoldsBack:
+    """Sends messages to another server only when it is told to."""
+
+    def __init__(self, send: Callable[[int, bytes], None]) -> None:
+        self._send = send
+        self._held: list[tuple[int, bytes]] | None = []
+
+    def __call__(self, shard: int, header: bytes) -> None:
+        if self._held is None:
+            self._send(shard, header)
+        else:
+            self._held.append((shard, header))
+
+    def let_go(self) -> None:
+        held, self._held = self._held or [], None
+        for each in held:
+            self._send(*each)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 from tests.sim.policies import POLICIES
@@ -74,6 +75,17 @@ def test_seeds_of_three_shards_that_have_found_a_bug(
     policy: Policy, seed: int, outstanding: int
 ) -> None:
     replay(seed, consistency=policy, servers=3, workers=4, outstanding=outstanding)
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [(290, {}), (195, {"samples": 60, "others": (), "restarts": False}), (191, {})],
+    ids=["steps", "samples", "policy that changes"],
+)
+def test_seeds_where_a_rank_came_back_while_a_clock_was_decided_without_it(
+    seed: int, options: dict[str, Any]
+) -> None:
+    replay(seed, **options)
 
 
 @pytest.mark.parametrize("policy", FEW)

@@ -6,6 +6,7 @@ Its own steps say so, and what the shards' answers say besides. Nothing is sent 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from paramserve.core.partition import Block
 from paramserve.core.policies import Terms
@@ -31,6 +32,9 @@ class ClientClocks:
         """Whether the run wants this worker to end."""
         self._came_late: set[str] = set()
         """Groups that were there before this worker, which has not entered them yet."""
+        self._came_back: set[str] = set()
+        """Groups that went on without this worker's rank, which counts there again, before its
+        first step."""
         self._resting: dict[str, int] = {}
         """The groups where it rests, and since which of its rests: those that follow each other
         without a step in between are one."""
@@ -58,6 +62,21 @@ class ClientClocks:
     def came_late(self, group: str) -> None:
         """The others were in a group first: nobody waits for this worker until it enters."""
         self._came_late.add(group)
+
+    def came_back(self, group: str) -> None:
+        """The rank counts again where the others went on without it: a clock may be under way that
+        is decided without it."""
+        self._came_back.add(group)
+
+    def _ask_first_clocks(self, blocks: Sequence[Block]) -> None:
+        """Before the first steps of a rank that has come back: where a policy waits for all, their
+        clock is what the shards say, and none of them is too late."""
+        for each in blocks:
+            if each.group_name in self._came_back:
+                self._came_back.discard(each.group_name)
+                policy = self.terms_of(each).policy
+                if policy is not None and policy.collects and not policy.partial:
+                    self._ask_clock(each.group_name)
 
     def rests(self, group: str) -> None:
         """The shards have been told that this worker rests in a group, until it enters again."""

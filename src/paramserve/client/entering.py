@@ -73,6 +73,8 @@ class Entering(ClientClocks):
                 sent; the others may wait for this worker from now on, and a call that steps the
                 same group goes on from there.
         """
+        if self._came_back:
+            self._ask_first_clocks(blocks)
         if not self._may_be_guest:
             return ()
         self._enter_at_once(blocks)

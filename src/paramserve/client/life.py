@@ -20,7 +20,7 @@ from paramserve.client.steps import Steps
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.control import ControlLink
 from paramserve.core.decisions import number
-from paramserve.core.group import outside, resume
+from paramserve.core.group import outside, resume, undecided
 from paramserve.core.partition import Block
 from paramserve.core.terms import GroupTerms
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
@@ -103,15 +103,17 @@ class ClientLife:
             self._steps.busy_s, self._steps.all_live = deadlines.busy_s, self._all_live
             self._gradients = Gradients(self._exchange, self._names, self._refuses, rank)
             if joined.incarnation > 1 or joined.late:
-                self._resume(deadlines.start_s)
+                self._resume(deadlines.start_s, joined.returned)
         except BaseException:
             self._heartbeat.stop()
             raise
 
-    def _resume(self, limit_s: float) -> None:
+    def _resume(self, limit_s: float, returned: bool) -> None:
         """Take over the clocks of this rank from its older incarnations, or the others' for a new
         one, and the groups' policies.
 
+        Args:
+            returned: whether the others have gone on without this rank.
         Raises:
             ServerGone, Timeout: the shards did not say how far it was. The links are closed.
         """
@@ -140,6 +142,8 @@ class ClientLife:
             self.repeated = max(self.repeated, found.repeated)
         for name in outside(reports, self.rank):
             self._steps.came_late(name)
+        for name in undecided(reports, self.rank) if returned else ():
+            self._steps.came_back(name)
 
     @classmethod
     def connect(

@@ -273,6 +273,7 @@ class Coordination:
     def _join(self, party: Party, message: Join) -> Joined | None:
         if not self.membership.complete:
             return None
+        before = self.membership.members.get(message.rank)
         client, incarnation = self.membership.join(message, self._now)
         party.client, party.rank = client, message.rank
         return Joined(
@@ -287,6 +288,7 @@ class Coordination:
             self.membership.late(message.rank, incarnation),
             self.config.restarts,
             self.config.deadlines.heartbeat_s,
+            before is not None and before.state in (LEFT, DEAD),
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:

@@ -414,3 +414,22 @@ def outside(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[st
     every = [report for shard in reports for report in shard]
     waited_for = {report.name for report in every if rank in dict(report.clocks)}
     return frozenset(report.name for report in every) - waited_for
+
+
+def undecided(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
+    """Groups in which a rank that had ended for good does not know the clock of its first step: the
+    one under way may be decided without it, or wait for it. Not where a policy is about to change.
+
+    Args:
+        reports: as for `resume`.
+        rank: of the worker.
+    """
+    every = [report for shard in reports for report in shard]
+    known = {
+        report.name
+        for report in every
+        if rank in dict(report.held)
+        or not report.collects
+        or (report.change is not None and report.change.clock > report.clock)
+    }
+    return frozenset(report.name for report in every) - known - outside(reports, rank)

@@ -67,6 +67,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Whether a worker that dies is waited for: another incarnation may go on."""
     heartbeat_s: float = 0.0
     """As `Enlisted.heartbeat_s`."""
+    returned: bool = False
+    """Whether the rank had ended for good, so that the others went on without it."""
 
 
 class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):

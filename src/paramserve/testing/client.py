@@ -13,7 +13,7 @@ from paramserve.core import policies
 from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation, SlotPool
-from paramserve.messages import Define, Gradient, Place, Rest, SetPolicy, Step
+from paramserve.messages import UNDER_WAY, Define, Gradient, Place, Rest, SetPolicy, Step
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ARENA, ClientProcess
@@ -111,7 +111,8 @@ class SimulatedClient(ClientProcess):
         call.samples = samples
         sources = self._gradients(push, number, spoiled)
         targets = self._targets(pull)
-        plain = Step(0, self.group, self.clock, tick, (), (), skip=skip, mark=mark)
+        clock = UNDER_WAY if call.asks else self.clock
+        plain = Step(0, self.group, clock, tick, (), (), skip=skip, mark=mark)
         requests = self._for_each_shard(plain, call.bases, sources, targets)
         if wrong:
             shards = [call.number % len(requests)]
@@ -125,7 +126,7 @@ class SimulatedClient(ClientProcess):
         for shard, connection in enumerate(self.connections):
             self.cluster.call_of[self.writer, shard, connection.session.last + 1] = call
         self.stepping = self.clock
-        if tick:
+        if tick and not call.asks:
             self.clock += 1
         self.in_flight += 1
         self.submit(requests, operation)
@@ -148,6 +149,7 @@ class SimulatedClient(ClientProcess):
             spoiled=spoiled,
             bases=tuple(self.versions),
             enters=self.enters,
+            asks=self.asks and tick,
         )
 
     def _targets(self, pull: Sequence[Any]) -> Sequence[Any]:
@@ -241,6 +243,8 @@ class SimulatedClient(ClientProcess):
             call.dropped = frozenset() if call.skipped else dropped
             if any(reply.at >= 0 for reply in replies.values()):
                 call.state = None  # It may have read a later one.
+                if call.asks:
+                    call.clock, self.asks = max(each.at for each in replies.values()) - 1, False
             for target in targets:
                 self._read(call, target)
         self._hear(operation, call)

@@ -48,6 +48,7 @@ class Call:
         spoiled: whether its gradients hold NaN, or a shard refuses it for another reason.
         samples: [start, stop) of the shared samples that its gradients come from.
         enters: whether its worker counts from this step on, at a clock that the shards say.
+        asks: whether the shards say of which clock it is; `clock` is that, when it is answered.
         bases: by shard, the version that they were computed from, if it was told.
         error: kind of the refusal; `applied` is what the error said.
         skipped: it was told that its push is applied nowhere.
@@ -67,6 +68,7 @@ class Call:
     spoiled: bool = False
     bases: tuple[int, ...] = ()
     enters: bool = False
+    asks: bool = False
     samples: tuple[int, int] | None = None
     answered: int | None = None
     error: str = ""
@@ -254,6 +256,7 @@ class History:
         spoiled: bool = False,
         bases: tuple[int, ...] = (),
         enters: bool = False,
+        asks: bool = False,
     ) -> Call:
         """A client asks for something."""
         call = Call(
@@ -269,6 +272,7 @@ class History:
             spoiled,
             bases,
             enters,
+            asks,
         )
         self.calls.append(call)
         return call
@@ -312,7 +316,8 @@ class History:
 
     def has_clock(self, call: Call) -> bool:
         """Whether a call's clock says which policy holds for it."""
-        return len(self.policies) < 2 or not (call.enters or call.rank < 0)
+        unknown = call.enters or call.asks or call.rank < 0
+        return len(self.policies) < 2 or not unknown
 
     def collects_at(self, clock: int) -> bool:
         """Whether a step of a clock is all or nothing over the shards."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserve.client.payloads import Payloads
 from paramserve.core.answering import gathered
-from paramserve.core.group import outside, resume
+from paramserve.core.group import outside, resume, undecided
 from paramserve.core.keyed.parts import padded
 from paramserve.core.policies import Terms
 from paramserve.core.session import Operation
@@ -130,6 +130,10 @@ class ClientProcess(ABC):
         """By shard, until all have told where it goes on, if it may find the others under way."""
         self.late = False
         """Whether it may."""
+        self._returned = False
+        """Whether its rank had ended for good."""
+        self.asks = False
+        """Whether the shards say at which clock its next step is."""
         self._coordinator = cluster.call_coordinator(self)
 
     @property
@@ -243,7 +247,7 @@ class ClientProcess(ABC):
                 self.later(REJOIN_S, self.call, Join(0, self.rank, 0), self._joined)
             return
         self.id, self.incarnation = reply.client, reply.incarnation
-        self.late = reply.late
+        self.late, self._returned = reply.late, reply.returned
         self.cluster.joined(self)
         for connection in self.connections:
             self._connect(connection)
@@ -274,6 +278,9 @@ class ClientProcess(ABC):
                     self.learn(change)
             found = resume(reports, self.rank)
             self.clock = max((each.clock for each in found.values()), default=0)
+            policy = self.terms_at(self.clock).policy
+            waits_for_all = policy is not None and policy.collects and not policy.partial
+            self.asks = self._returned and waits_for_all and bool(undecided(reports, self.rank))
             self.going_on(bool(outside(reports, self.rank)))
             self.script()
 

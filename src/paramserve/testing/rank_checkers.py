@@ -100,24 +100,15 @@ def _resumed_wrongly(history: History) -> list[str]:
 
 def _left_out(history: History) -> list[str]:
     """Gradients of a worker that takes itself to be waited for, which their clock was decided
-    without although its policy waits for all.
-
-    Only the first ones of a rank that had ended for good, and comes back, may be: that clock may
-    have been under way without it.
-    """
+    without although its policy waits for all."""
     decided = {each.clock: each for each in history.decided}
-    begun: set[int] = set()
     wrong = []
     for call in history.calls:
-        if call.tick and call.acknowledged:
-            begun.add(call.writer)
         policy, clock = history.policy_of(call), decided.get(call.clock)
         rejected = call.push is not None and (call.skipped or call.dropped)
         if call.enters or not rejected or not isinstance(policy, Sync) or policy.partial:
             continue
-        ended = any(r == call.rank and end < call.issued for end, r, away in history.away if away)
-        back = ended and call.writer not in begun
-        if clock is not None and not clock.empty and not back:
+        if clock is not None and not clock.empty:
             wrong.append(
                 f"{call_name(call)} was left out of clock {call.clock}, which was decided with "
                 f"{clock.contributors} ({policy!r})"
@@ -133,7 +124,8 @@ def _brought_twice(history: History) -> list[str]:
         for call in history.calls:
             if call.push is None or part.block not in call.blocks or call.rank < 0:
                 continue
-            if not history.collects_at(call.clock):
+            unknown = call.asks and call.answered is None
+            if unknown or not history.collects_at(call.clock):
                 continue
             if row.pushes[call.writer] >> call.push & 1:
                 other = found.setdefault((call.rank, call.clock), call.writer)

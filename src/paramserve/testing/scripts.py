@@ -155,7 +155,7 @@ class SimulatedWorker(ScriptedClient):
 
     def _shown(self, clock: int, *, step: bool = False) -> int | None:
         """How many clocks a read shows that is answered with, or (`step`) ends with, a clock."""
-        if self.enters:
+        if self.enters or self.asks:
             return None
         policies = (self.terms_at(clock - step).policy, self.terms_at(max(0, clock - 1)).policy)
         if not all(isinstance(policy, Sync) for policy in policies):
@@ -167,11 +167,11 @@ class SimulatedWorker(ScriptedClient):
         return None if alone else clock
 
     def next(self) -> bool:
-        if self.left <= 0 or (self.enters and self.in_flight):
+        if self.left <= 0 or ((self.enters or self.asks) and self.in_flight):
             return False  # The answer to a first step says with which clock it goes on.
         self.left -= 1
         kind = self.cluster.random.random()
-        if kind >= 0.985 and not self.in_flight and not self.enters:
+        if kind >= 0.985 and not (self.in_flight or self.enters or self.asks):
             self.enters = True
             self.cluster.history.rests(self.rank, True)
             self.rest()
@@ -225,7 +225,8 @@ class LeasingWorker(SimulatedWorker):
         self._rests = False
 
     def next(self) -> bool:
-        if self.left <= 0 or self._asking or (self.enters and self.in_flight):
+        waits = (self.enters or self.asks) and self.in_flight
+        if self.left <= 0 or self._asking or waits:
             return False
         leased = self._leased
         if leased is not None and self._used < leased.stop - leased.start:
