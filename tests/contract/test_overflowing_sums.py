@@ -97,8 +97,16 @@ def test_mean_of_finite_gradients_is_applied_though_their_sum_overflows(
     ranks = team(make_cluster, kind, Sync())
     assert [each.version for each in clock(ranks, [LARGE, LARGE], weight=weight)] == [1, 1]
     assert ranks[0].value() == pytest.approx(-RATE * LARGE)
-    clock(ranks, [LARGE, 0.0], weight=weight)
+    clock(ranks, [LARGE, 0.0], weight=weight)  # the same without an overflow
     assert ranks[0].value() == pytest.approx(-1.5 * RATE * LARGE)
+
+
+@both
+def test_mean_of_the_largest_numbers_is_applied(make_cluster: MakeCluster, kind: Kind) -> None:
+    ranks = team(make_cluster, kind, Sync())
+    largest = float(np.finfo(np.float32).max)
+    assert [each.version for each in clock(ranks, [largest, largest])] == [1, 1]
+    assert ranks[0].value() == pytest.approx(-RATE * largest)
 
 
 @both

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paramserve.core import asking
 from paramserve.core.answering import with_values
 from paramserve.core.group import Group, Staleness
-from paramserve.core.overflow import LARGEST, addable
+from paramserve.core.overflow import addable
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
 from paramserve.core.two_stroke import NONFINITE_FIX, Contribution, reduced, refusal_of
@@ -179,8 +179,8 @@ def _sum_is_finite(group: Group, held: list[Contribution]) -> bool:
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and any(each.large for each in having):
-            gradient, _, left = reduced(having, block, scale)
-            if not block.below(gradient, None, LARGEST[block.dtype] / max(left, 1.0)):
+            gradient, _, _ = reduced(having, block, scale)
+            if not block.finite(gradient, None):
                 return False
     return True
 

@@ -1,4 +1,4 @@
-"""Which finite gradients may have a sum that is not: only for those it is worth a second look."""
+"""Tells which finite gradients may have a sum that overflows; only such sums are checked."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def reduced(
     """As `total`, and what is left to multiply the sum by: `scale`.
 
     Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
-    1 is left: a mean is finite where its gradients are. What is not finite then has no number.
+    1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
     """
     if not any(each.large for each in contributions):
         return *total(contributions, block), scale

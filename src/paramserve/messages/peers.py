@@ -14,8 +14,9 @@ class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     brought something to different shards.
 
     `refusal` (kind, failed, fix) is None or says why the clock cannot be applied; `skip`: a
-    contributor asked to skip; `weight`: their sum. With clipping, `squared_norm` is that of this
-    shard's part of the sum of gradients, before `scale`; both are 0 without.
+    contributor asked to skip; `finite`: whether the gradients are, and their reduced sum; `weight`:
+    the sum of theirs. With clipping, `squared_norm` is that of this shard's part of the sum of
+    gradients, before `scale`; both are 0 without.
     """
 
     group: int
