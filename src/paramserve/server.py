@@ -17,6 +17,7 @@ import msgspec
 from paramserve.config import Credentials, ServerConfig
 from paramserve.control import ControlLink
 from paramserve.core.events import (
+    AnswersRead,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -39,6 +40,7 @@ from paramserve.messages import (
     AskReport,
     Bye,
     Define,
+    HaveRead,
     Hello,
     Inquire,
     Ok,
@@ -73,7 +75,7 @@ SPIN_TCP_S = 250e-6
 """The same for a request over TCP."""
 NOTHING = Registered()
 
-_decode_client = decoder(ShardRequest | Several | Inquire | AskReport | Bye).decode
+_decode_client = decoder(ShardRequest | Several | Inquire | AskReport | HaveRead | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 
 
@@ -221,6 +223,8 @@ class ServerRole:
             self._happen(Inquired(client, message))
         elif isinstance(message, AskReport):
             conn.send(encode(self._report(notes=True)))
+        elif isinstance(message, HaveRead):
+            self._happen(AnswersRead(client, message.oldest))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Several):

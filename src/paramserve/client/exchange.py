@@ -41,6 +41,7 @@ from paramserve.messages import (
     AskReport,
     Bye,
     Done,
+    HaveRead,
     Inquire,
     Joined,
     ServerBeat,
@@ -58,6 +59,9 @@ __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
 
 logger = logging.getLogger("paramserve")
 
+TOLD_BYTES_MIN = 64 << 10
+"""Of values that came in a frame: a server is told at once that they were read; of smaller ones
+with the next request."""
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 
@@ -388,6 +392,7 @@ class Exchange(Links):
                 return
             if reply.seq == 0:  # the server is about to cut this connection, and says why
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+        large = link.payload_bytes >= TOLD_BYTES_MIN
         if link.payload_bytes:
             sent = shard.session.sent(reply.seq)
             if sent is None:
@@ -397,6 +402,8 @@ class Exchange(Links):
         self._torn = "an answer"
         shard.session.on_reply(reply)
         self._torn = ""
+        if large:  # The shard keeps it until it knows.
+            link.offer(encode(HaveRead(shard.session.oldest)))
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""

@@ -132,6 +132,11 @@ class ClientSession:
         """Whether the next request must wait for a reply."""
         return not self.has_room()
 
+    @property
+    def oldest(self) -> int:
+        """The lowest number whose answer has not been read."""
+        return self.unanswered[0].message.seq if self.unanswered else self.last + 1
+
     def submit(
         self, message: ShardRequest, operation: Operation, *, first: bool = True
     ) -> ShardRequest:

@@ -13,6 +13,7 @@ from paramserve.core import answering, collecting, stepping
 from paramserve.core.answering import no_memory, refusal
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.events import (
+    AnswersRead,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -83,6 +84,10 @@ class Shard(ShardChanges):
                 self._client_gone(event.client)
             case ClientBye():
                 self._client_bye(event.client)
+            case AnswersRead():
+                session = self.sessions.get(event.client)
+                if session is not None:
+                    session.forget(min(event.oldest, session.last + 1))
             case Inquired():
                 self._inquired(event)
             case MembersChanged():

@@ -61,6 +61,7 @@ from paramserve.messages.requests import (
     Fetch,
     Forgetting,
     Gradient,
+    HaveRead,
     Inquire,
     Keys,
     Place,
@@ -84,6 +85,7 @@ Message = (
     | Several
     | Inquire
     | AskReport
+    | HaveRead
     | Bye
     | ShardReply
     | PeerMessage
@@ -130,6 +132,7 @@ __all__ = [
     "Several",
     "Inquire",
     "AskReport",
+    "HaveRead",
     "Bye",
     # shard to client
     "GroupPolicy",

@@ -226,5 +226,12 @@ class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
     """Ask what a shard has done so far; the answer is a `ServerBeat`. Not numbered."""
 
 
+class HaveRead(Struct, frozen=True, array_like=True, tag="have-read"):
+    """The client has read all answers before number `oldest`, and asks for none of them again. Not
+    numbered and not answered; if it is lost, the next request says the same."""
+
+    oldest: int
+
+
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
     """The client ends by its own wish; its session is forgotten."""

@@ -242,6 +242,11 @@ class InProcessLink:
                 self._conn.close()
                 raise
 
+    def offer(self, header: bytes) -> bool:
+        """As `Link.offer`; nothing is ever left."""
+        self.send(header)
+        return True
+
     def receive(self, timeout_s: float) -> bytes | None:
         """As `Link.receive`."""
         self._check_usable()

@@ -71,6 +71,8 @@ class Link:
         self.payload_bytes = 0
         self.broken_off = False
         self.while_blocked: Callable[[], None] | None = None
+        self._within_frame = False
+        """Whether `while_blocked` runs."""
         self._rest: deque[memoryview] = deque()
         """Of the frame that `offer` took last, what the peer has not taken yet."""
         self._sock = sock
@@ -228,11 +230,11 @@ class Link:
         this one frame, goes before what is sent next; see `flush`.
 
         Returns:
-            False: it has not taken the one before yet. Nothing was sent.
+            False: it has not taken the one before yet, or `while_blocked` asks. Nothing was sent.
         Raises:
             As `send`.
         """
-        if not self.flush():
+        if self._within_frame or not self.flush():
             return False
         if len(header) > self._limits.header_bytes_max:
             raise header_not_sent(len(header), self._limits.header_bytes_max)
@@ -276,7 +278,9 @@ class Link:
             return
         self._wait(self._poll_both, "the peer took nothing")
         if pending(self._sock) or self._poll_in.poll(0):
+            self._within_frame = True
             self.while_blocked()
+            self._within_frame = False
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The header of the next frame, or None if none was complete in time.
