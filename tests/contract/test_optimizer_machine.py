@@ -210,6 +210,26 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.count_left_out(inf)
         self.step(step)
 
+    @precondition(lambda self: self.group_count)
+    @rule(seed=seeds)
+    def step_scaled_and_refused(self, seed: int) -> None:
+        """The next one must not find this one's scale."""
+        groups = [side.optimizer.param_groups[0] for side in self.pair.served]
+        before = [group["lr"] for group in groups]
+        self.pair.set_gradients(seed, {*SHAPES} - {*self.pair.plain.grouped()[0]})
+        if all(param.grad is None for param in self.pair.plain.params.values()):
+            return
+        for group in groups:
+            group["lr"] = -1.0
+
+        def step(side: Side) -> None:
+            side.scaler.scale(torch.ones(()))
+            side.scaler.step(side.optimizer)
+
+        self.step(step, refused="(?i)lr|learning rate")
+        for group, kept in zip(groups, before, strict=True):
+            group["lr"] = kept
+
     def count_left_out(self, inf: bool) -> None:
         """torch does not call `step` of an optimizer for what its scaler leaves out; ours sends
         that it did, and a fused one of torch's calls it too."""
