@@ -47,6 +47,7 @@ QUICK = settings(  # for each rule
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
+    report_multiple_bugs=False,  # to make several smaller takes minutes
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
