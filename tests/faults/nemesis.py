@@ -31,6 +31,8 @@ from paramserve.messages import Hello
 
 GOES_ON_S = 60.0
 """How long a run may take to show, after a disturbance, that it goes on; machines may be slow."""
+STARTS_WITHIN_S = 150.0
+"""The same from the start of the driver until each worker has taken steps."""
 STEPS_BETWEEN = 2
 """Answered additions of each worker that show it."""
 SILENT_CONNECTIONS = 100
@@ -149,7 +151,7 @@ class Nemesis:
         else:
             self._end(event)
 
-    def goes_on(self) -> None:
+    def goes_on(self, within_s: float = GOES_ON_S) -> None:
         """Check that every worker that was not killed for good takes further steps."""
         there = [rank for rank in range(self._config.workers) if rank not in self.killed]
         aims = {rank: self.board[rank, ANSWERED] + STEPS_BETWEEN for rank in there}
@@ -157,7 +159,7 @@ class Nemesis:
         def done() -> bool:
             return all(self.board[rank, ANSWERED] >= aim for rank, aim in aims.items())
 
-        self.until(done, f"not all of {there} go on from {aims}")
+        self.until(done, f"not all of {there} go on to {aims}", within_s)
         flooding = [rank for rank in there if self.board[rank, LOGGED] < self.board[rank, TO_LOG]]
         self.until(
             lambda: np.array_equal(self.board[flooding, LOGGED], self.board[flooding, TO_LOG]),
@@ -180,12 +182,14 @@ class Nemesis:
                     found[name[0].removeprefix("paramserve ")] = child
         return found
 
-    def until(self, true: Callable[[], object], otherwise: str) -> None:
+    def until(
+        self, true: Callable[[], object], otherwise: str, within_s: float = GOES_ON_S
+    ) -> None:
         """Wait until something holds, and no longer than the driver lives."""
-        deadline = time.monotonic() + GOES_ON_S
+        deadline = time.monotonic() + within_s
         while not true():
             assert self._driver.status() != psutil.STATUS_ZOMBIE, f"the driver ended: {otherwise}"
-            assert time.monotonic() < deadline, f"for {GOES_ON_S} s: {otherwise}"
+            assert time.monotonic() < deadline, f"for {within_s} s: {otherwise}"
             time.sleep(0.02)
 
     def _process(self, name: str) -> psutil.Process:

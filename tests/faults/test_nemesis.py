@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tests.faults.drivers import ROOT
 from tests.faults.leftovers import folders
-from tests.faults.nemesis import GOES_ON_S, MARKER, Event, Nemesis, left_of, plan
+from tests.faults.nemesis import GOES_ON_S, MARKER, STARTS_WITHIN_S, Event, Nemesis, left_of, plan
 from tests.faults.nemesis_victims import ANSWERED, LOGGED, SENT, Config, Outcome
 
 NAMED = os.environ.get("PARAMSERVE_NEMESIS", "")
@@ -75,7 +75,7 @@ def suffer(seed: int, count: int, folder: Path) -> None:
 
     def disturb(driver: subprocess.Popen[str], nemesis: Nemesis) -> None:
         nemeses.append(nemesis)
-        nemesis.goes_on()
+        nemesis.goes_on(STARTS_WITHIN_S)
         for event in disturbances:
             done.append(event)
             nemesis.do(event)
