@@ -265,8 +265,8 @@ def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
     old = {pair.first._control, pair.mortal._control}
     sent: list[bool] = []
 
-    def noted(control: ControlLink, message: CoordinatorNotice) -> bool:
-        told = notify(control, message)
+    def noted(control: ControlLink, message: CoordinatorNotice, *, waits: bool = True) -> bool:
+        told = notify(control, message, waits=waits)
         if isinstance(message, WorkerBeat) and control not in old:
             sent.append(told)
         return told
