@@ -253,6 +253,8 @@ class OptimizerMachine(RuleBasedStateMachine):
             (value and not self.options.get("momentum")) or group.get("nesterov")
         ):
             return
+        if option == "momentum" and group.get("dampening"):
+            return  # documented: the servers know no parameter that was stepped without momentum
         if option == "nesterov" and isinstance(group[option], bool) is False:
             return
         if option == "lr" and not value and self.kind in ("ASGD", "Rprop", "RAdam"):
