@@ -21,10 +21,10 @@ def test_client_sends_heartbeats_as_often_as_its_cluster_expects_them(
     notify = ControlLink.notify
     sent: list[ControlLink] = []
 
-    def noted(control: ControlLink, message: CoordinatorNotice) -> bool:
+    def noted(control: ControlLink, message: CoordinatorNotice, **how: bool) -> bool:
         if isinstance(message, WorkerBeat):
             sent.append(control)
-        return notify(control, message)
+        return notify(control, message, **how)
 
     monkeypatch.setattr(ControlLink, "notify", noted)
     worker = cluster.client(0, deadlines=RARE)
