@@ -26,7 +26,7 @@ from tests.faults.nemesis_victims import ANSWERED, LOGGED, SENT, Config, Outcome
 
 NAMED = os.environ.get("PARAMSERVE_NEMESIS", "")
 SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(5))
-MORE_SEEDS = [] if NAMED else list(range(100, 160))
+MORE_SEEDS = [] if NAMED else list(range(100, 112))
 EVENTS = 5
 MORE_EVENTS = 20
 ENDS_WITHIN_S = 15.0
