@@ -50,7 +50,7 @@ MARKER = "PARAMSERVE_NEMESIS_RUN"
 
 INNER = ("reset", "silent", "flood")
 """What may happen while processes are stopped."""
-KINDS = ("pause", "reset", "join", "silent", "kill")
+KINDS = ("pause", "freeze", "reset", "join", "silent", "flood", "kill")
 ENDS = ("finish", "interrupt", "alarm", "kill driver", "kill server")
 
 
