@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.faults.servers import Servers
+from tests.network.hosts import Keeper
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +29,17 @@ def pipe(tmp_path: Path) -> str:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[Keeper]:
+    found = Keeper()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def servers(keeper: Keeper, tmp_path: Path) -> Iterator[Servers]:
+    found = Servers(keeper, tmp_path)
+    yield found
+    found.close()

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.contract.role_cluster import wait_until
 from tests.faults.proxies import Proxy
-from tests.faults.test_serving import Servers
-from tests.network.hosts import Keeper
+from tests.faults.servers import Servers
 
 import paramserve as ps
 
 LARGE = 20_000
 IDLE_PEERS = 200
-
-
-@pytest.fixture(scope="module")
-def keeper() -> Iterator[Keeper]:
-    found = Keeper()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def servers(keeper: Keeper, tmp_path: Path) -> Iterator[Servers]:
-    found = Servers(keeper, tmp_path)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize("restart_s", [None, 60.0], ids=["plain", "restart"])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.network.hosts import Keeper, Process
+from tests.faults.servers import SOON_S, Servers, new_token
 from tests.network.roles import Doubled
 
 import paramserve as ps
@@ -37,67 +36,13 @@ from paramserve.transport.token_file import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SERVERS_THERE = "all 1 servers are there: workers may come"
-SOON_S = 5.0
-"""Until what was ended in order is gone, on a busy machine."""
 POLICIES = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
-
-
-def new_token(path: Path) -> str:
-    path.touch(0o600)
-    path.write_text(secrets.token_hex(32))
-    return str(path)
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-class Servers:
-    """Starts `ps.serve` in processes of its own."""
-
-    def __init__(self, keeper: Keeper, folder: Path) -> None:
-        self._keeper = keeper
-        self._folder = folder
-        self._processes: list[Process] = []
-        self.token = new_token(folder / "token")
-
-    def start(self, function: str, **arguments: Any) -> Process:
-        path = self._folder / f"told-{len(self._processes)}"
-        process = self._keeper.start("", function, path, arguments)
-        self._processes.append(process)
-        return process
-
-    def serve(self, bind: str = "127.0.0.1:0", **options: Any) -> tuple[Process, str]:
-        """A server that is ready, and its address."""
-        process = self.start("server", bind=bind, **{"token": self.token, **options})
-        return process, process.wait("ready")
-
-    def pair(self, **options: Any) -> tuple[list[Process], str]:
-        """The two servers of a cluster, and the first one's address."""
-        first, address = self.serve(servers=2, **options)
-        joins = {name: options[name] for name in ("until_done", "tls", "rules") if name in options}
-        second, _ = self.serve(join=address, **joins)
-        return [first, second], address
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.close()
-
-
-@pytest.fixture(scope="module")
-def keeper() -> Iterator[Keeper]:
-    found = Keeper()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def servers(keeper: Keeper, tmp_path: Path) -> Iterator[Servers]:
-    found = Servers(keeper, tmp_path)
-    yield found
-    found.close()
 
 
 def eventually(call: Callable[[], Any], error: type[Exception]) -> Any:

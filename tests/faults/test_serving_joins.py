@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
-import pytest
-from tests.faults.test_serving import SOON_S, Servers
-from tests.network.hosts import Keeper
+from tests.faults.servers import SOON_S, Servers
 
 import paramserve as ps
-
-
-@pytest.fixture(scope="module")
-def keeper() -> Iterator[Keeper]:
-    found = Keeper()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def servers(keeper: Keeper, tmp_path: Path) -> Iterator[Servers]:
-    found = Servers(keeper, tmp_path)
-    yield found
-    found.close()
 
 
 def test_refused_extra_server_leaves_the_first_one_serving(servers: Servers) -> None:
