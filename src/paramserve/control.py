@@ -142,9 +142,9 @@ class ControlLink:
         began = time.monotonic()
         limit_s = timeout_s if timeout_s is not None else self._deadlines.stall_s
         until = began + min(limit_s, self._deadlines.stall_s)
-        if not self._lock.acquire(timeout=timeout_s if timeout_s is not None else 0.0):
-            return False
         try:
+            if not self._lock.acquire(timeout=timeout_s if timeout_s is not None else 0.0):
+                return False
             attempt_s = HURRY_S
             while self._link.fileno() < 0:
                 left_s = until - time.monotonic()
@@ -160,7 +160,10 @@ class ControlLink:
                     time.sleep(AGAIN_S)  # it may have failed at once
             return True
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:
+                pass
 
     def _reconnect(self, limit_s: float, until: float) -> BaseException | None:
         """One attempt; what it failed with. Only for who holds `_lock`."""
