@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,6 +28,8 @@ SENT, ANSWERED, TO_LOG, LOGGED, STOP = range(5)
 WIDTH = 513
 """Of a row: no multiple of what a server works on at once."""
 NAMES_PER_RECORD = 100
+STEP_S = 0.005
+"""Of a worker between two steps: a run that is disturbed need not take all cores."""
 POLICIES = {
     "async": ps.Async(),
     "sync": ps.Sync(reduce="sum"),
@@ -84,6 +87,7 @@ def count(worker: ps.Worker, folder: str, workers: int) -> None:
         mine[SENT] += 1
         client.push_pull({"w": ones}, tick=True)
         mine[ANSWERED] += 1
+        time.sleep(STEP_S)
         while mine[LOGGED] < mine[TO_LOG]:
             worker.log(**record)
             mine[LOGGED] += 1
