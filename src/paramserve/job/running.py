@@ -23,7 +23,7 @@ from paramserve.job.outcome import result_of
 from paramserve.job.plan import Plan
 from paramserve.job.reading import Reader, Snapshot, State, Watching, as_state_dict
 from paramserve.job.result import Result
-from paramserve.job.supervisor import Supervisor
+from paramserve.job.supervisor import PREPARE_S, Supervisor
 from paramserve.joining import Handle
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group
@@ -251,7 +251,7 @@ class Job:
         """Connect when the servers are up, and not when the values are wanted: the folder of the
         sockets may have been removed by then."""
         with contextlib.suppress(ParamServeError, OSError):  # the end tries again, and tells
-            self._connected()
+            self._connected(PREPARE_S)
 
     def _collect(self) -> None:
         """Read everything before the servers end: called when all workers are done."""
@@ -275,11 +275,11 @@ class Job:
         for watching in self._watching:
             watching.forget()
 
-    def _connected(self) -> Reader:
+    def _connected(self, start_s: float | None = None) -> Reader:
         with self._reader_lock:
             reader = self._reader
             if reader is None:
-                reader = self._reader = Reader(self._supervisor.connect())
+                reader = self._reader = Reader(self._supervisor.connect(start_s=start_s))
             return reader
 
     def _aliases(self) -> dict[str, dict[str, str]]:

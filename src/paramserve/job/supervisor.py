@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from paramserve.client import Client
 from paramserve.config import Credentials
@@ -40,7 +41,9 @@ LAST_STATUS_S = 0.5
 ABANDON_S = 1.0
 """How long processes that are abandoned may take to end in order, if `stop_s` is longer."""
 PREPARE_S = 2.0
-"""How long the end waits for what was prepared; its connections are closed by then."""
+"""How long each attempt to connect may take that nothing waits for yet."""
+PREPARE_END_S = 10.0
+"""How long the end waits for such an attempt: the servers are gone, and it fails by itself."""
 TOKEN_BYTES = 32
 OWN_REPORTS = ("ready", "failed", "returned")
 
@@ -170,22 +173,26 @@ class Supervisor:
         if self._ending:
             raise self._why_ended()
 
-    def connect(self, rank: int = -1, workers: int = 0) -> Client:
+    def connect(self, rank: int = -1, workers: int = 0, *, start_s: float | None = None) -> Client:
         """A new client, once the servers are up; it is closed when all this ends.
 
         Args:
             workers: how many there should be; 0: not checked.
+            start_s: in place of that of the run's deadlines.
         Raises:
             ParamServeError: it has ended, or ended before it was up.
         """
         self.wait_until_serving()
+        deadlines = self.plan.deadlines
+        if start_s is not None:
+            deadlines = replace(deadlines, start_s=start_s)
         client = Client.connect(
             self.addresses,
             self.credentials,
             rank=rank,
             workers=workers,
             limits=self.plan.limits,
-            deadlines=self.plan.deadlines,
+            deadlines=deadlines,
         )
         with self._clients_lock:
             if not self._ending:
@@ -428,7 +435,7 @@ class Supervisor:
     def _let_go(self) -> None:
         atexit.unregister(self.abandon)
         if self._preparing is not None:
-            self._preparing.join(PREPARE_S)
+            self._preparing.join(PREPARE_END_S)
         if self._forget is not None:
             self._forget()
 
