@@ -173,9 +173,10 @@ class Nemesis:
             self._held.pop().close()
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The driver and its children by name, as far as they run."""
+        """The driver and the run's processes by name, as far as they run. The prepared process that
+        forks the others stands in between; it is none of them."""
         found = {"driver": self._driver}
-        for child in self._driver.children():
+        for child in self._driver.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 name = child.cmdline()[-1:]
                 if name and name[0].startswith("paramserve "):

@@ -311,12 +311,16 @@ def _prepare(request: ForkRequest) -> str:
 
 
 def _show(name: str) -> None:
-    """Put a name into process lists: over this process's own arguments, which Python has read."""
+    """Put a name into process lists: over this process's own arguments, which Python has read.
+
+    Where the last byte of them is not 0 any more, the kernel shows what stands before the first 0.
+    Source: Linux, fs/proc/base.c, get_mm_proctitle.
+    """
     import ctypes
 
     with contextlib.suppress(Exception):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])
-        shown = b"\0".join((sys.executable.encode(), b"-c", f"paramserve {name}".encode()))
-        ctypes.memmove(start, shown.ljust(end - start, b"\0")[: end - start], end - start)
+        shown = f"paramserve {name}".encode()[: end - start - 2]
+        ctypes.memmove(start, shown.ljust(end - start - 1, b"\0") + b".", end - start)
