@@ -27,6 +27,7 @@ from paramserve.errors import (
     WorkerFenced,
 )
 from paramserve.messages import (
+    PROTOCOL_VERSION,
     AskReport,
     Assign,
     BlockSpec,
@@ -140,9 +141,15 @@ BAD_FRAMES = {
     "truncated header": (frame(encode(AskReport()))[:-1], ""),
     "magic": (PRELUDE.pack(b"HTTP", 1, 0, 1, 0) + b"x", "starts with b'HTTP'"),
     "version": (PRELUDE.pack(b"PSRV", 9, 0, 1, 0) + b"x", "protocol version 9"),
-    "flags": (PRELUDE.pack(b"PSRV", 1, 7, 1, 0) + b"x", "7 in a field that must be 0"),
-    "oversize header": (PRELUDE.pack(b"PSRV", 1, 0, 1 << 30, 0), "header of 1073741824 bytes"),
-    "oversize payload": (PRELUDE.pack(b"PSRV", 1, 0, 1, 1 << 60), "payload of"),
+    "flags": (
+        PRELUDE.pack(b"PSRV", PROTOCOL_VERSION, 7, 1, 0) + b"x",
+        "7 in a field that must be 0",
+    ),
+    "oversize header": (
+        PRELUDE.pack(b"PSRV", PROTOCOL_VERSION, 0, 1 << 30, 0),
+        "header of 1073741824 bytes",
+    ),
+    "oversize payload": (PRELUDE.pack(b"PSRV", PROTOCOL_VERSION, 0, 1, 1 << 60), "payload of"),
     "no msgpack": (frame(b"\xc1\xc1\xc1"), "a header was refused"),
     "not a message": (frame(msgspec.msgpack.encode({"a": 1})), "a header was refused"),
     "unknown tag": (frame(msgspec.msgpack.encode(["boo", 1])), "a header was refused"),
