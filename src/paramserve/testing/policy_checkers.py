@@ -32,7 +32,8 @@ def bounded_staleness(history: History) -> list[str]:
     """3. A read at clock c has every update of clock <= c - s - 1 of the workers that count there.
 
     s is the bound of `BoundedStaleness`, and 0 under `Sync`. Which workers count on a shard when it
-    answers is what that shard has shown; `who_counts` judges that.
+    answers is what that shard has shown; `who_counts` judges that. A worker that rests is at no
+    clock: it reads what is there.
     """
     if all(_bound(policy) is None for _, policy in history.policies):
         return []
@@ -49,7 +50,7 @@ def bounded_staleness(history: History) -> list[str]:
         newest = clock - max(each for each in bounds if each is not None) - 1
         for part, row in call.reads.items():
             answered = history.answers.get((part.shard, call.writer, call.number))
-            if answered is None:
+            if answered is None or history.rested(call.rank, answered.order):
                 continue
             for other in pushes:
                 if other.clock > newest or other.enters or other.rank == call.rank:
