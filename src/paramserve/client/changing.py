@@ -93,8 +93,9 @@ class ChangingClient(DefiningClient):
     def rest(self, group: str = "default", *, timeout_s: float | None = None) -> None:
         """Take no part in a group until the next step there: nobody waits for this worker.
 
-        A pull is no step, and ends no rest: it reads what is there, whatever bound others have. What was sent is answered first. The next step may go
-        on at a later clock, as that of a worker that joins.
+        A pull is no step, and ends no rest: it reads what is there, whatever bound others have.
+        What was sent is answered first. The next step may go on at a later clock, as that of a
+        worker that joins.
 
         Raises:
             UnknownName: nothing is defined in the group. Nothing was sent.
