@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -26,7 +27,7 @@ from paramserve.engine.child import EXIT_UNKNOWN
 from paramserve.engine.local import PREPARED_MAX, Local, LocalFleet
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
-STARTS = 100
+STARTS = 50
 
 
 @pytest.fixture
@@ -84,15 +85,17 @@ def test_what_the_driver_has_changed_since_holds(
     monkeypatch.chdir(tmp_path)
     assert bodies(run(fleet, role("streams"))) == {"here": bytes(tmp_path)}
     assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
-    assert len(parents(fleet)) == PREPARED_MAX
 
 
 def test_threads_of_a_role_are_set_before_anything_is_imported(fleet: LocalFleet) -> None:
-    for threads in ("1", "3", "1"):
-        more = {"OMP_NUM_THREADS": threads}
-        found = bodies(run(fleet, role("environment", b"OMP_NUM_THREADS", environment=more)))
-        assert found == {"value": threads.encode()}
-    assert len(parents(fleet)) == 2
+    for threads in ("1", "3", "1", "2"):
+        fleet.launch(role("serve", environment={"OMP_NUM_THREADS": threads}))
+        pid = int(report_of(fleet, "up"))
+        environment = Path(f"/proc/{parent_of(pid)}/environ").read_bytes().split(b"\0")
+        if parent_of(pid) != os.getpid():
+            assert f"OMP_NUM_THREADS={threads}".encode() in environment
+    assert len(parents(fleet)) == PREPARED_MAX
+    assert parent_of(pid) == os.getpid(), "a third one is not worth it"
 
 
 def test_module_that_starts_a_thread_is_not_forked(fleet: LocalFleet) -> None:
@@ -181,3 +184,21 @@ def test_driver_that_ignores_sigchld_says_so_of_what_it_started_afresh(
         process = fleet.launch(role("exit_with", b"7"))
         assert status_of(until_ended(fleet)) == EXIT_UNKNOWN
         assert "this process ignores SIGCHLD" in process.why
+
+
+def test_what_is_started_again_waits_for_no_prepared_process(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(fleet, role("echo"))
+    monkeypatch.setenv("PARAMSERVE_TEST_DRIVER", "changed")
+    assert parent_of(fleet.launch(role("pause")).pid) == os.getpid()
+
+
+def test_driver_with_many_open_files_hears_how_a_fork_ended(fleet: LocalFleet) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):  # more than select() takes
+            stack.enter_context(open(os.devnull))
+        assert status_of(run(fleet, role("exit_with", b"7"))) == 7

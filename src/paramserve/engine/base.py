@@ -32,6 +32,8 @@ class Role:
             For engines that send no code.
         environment: set on top of the driver's environment before the interpreter starts.
         directory: a folder that the process removes if the driver dies; empty: none.
+        imports: modules that it will need and that take long to import. An engine that forks
+            processes from a prepared one imports them there.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Role:
     reference: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = ""
+    imports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")

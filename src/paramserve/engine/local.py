@@ -184,6 +184,9 @@ class LocalProcess:
                 self._ended.notify_all()
 
     def _kill_group(self) -> None:
+        if isinstance(self._popen, Forked):
+            self._popen.kill_group()
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -204,6 +207,8 @@ class LocalFleet:
         self._python = python
         self._forks = forks and hasattr(os, "pidfd_open")
         self._prepared: list[Prepared] = []
+        self._one_ended = False
+        """From then on no prepared process is made: a process that is started again would wait."""
         self._selector = selectors.DefaultSelector()
         self._running: list[LocalProcess] = []
         self._lock = threading.Lock()
@@ -245,15 +250,17 @@ class LocalFleet:
         """Kill what still runs, wait for its end and free every descriptor. May be repeated."""
         with self._lock:
             self._closed = True
-            for process in self._running:
-                process.kill()
-            deadline = time.monotonic() + CLOSE_S
-            for process in tuple(self._running):
-                process.wait(deadline - time.monotonic())
-                self._forget(process)
-            for prepared in self._prepared:
-                prepared.close()
-            self._selector.close()
+            try:
+                for process in self._running:
+                    process.kill()
+                deadline = time.monotonic() + CLOSE_S
+                for process in tuple(self._running):
+                    process.wait(deadline - time.monotonic())
+                    self._forget(process)
+            finally:
+                for prepared in self._prepared:
+                    prepared.close()
+                self._selector.close()
 
     def _look(self, process: LocalProcess) -> list[Event]:
         status = process.exit_status  # asked before the reports: an end is told after them
@@ -264,6 +271,7 @@ class LocalFleet:
         if status is None:
             return [*reports]
         with self._lock:
+            self._one_ended = True
             self._forget(process)
         return [*reports, Ended(process, status)]
 
@@ -297,13 +305,13 @@ class LocalFleet:
         wanted = surroundings(self._python, role.environment)
         prepared = next((each for each in self._prepared if each.surroundings == wanted), None)
         if prepared is None:
-            if len(self._prepared) == PREPARED_MAX:
+            if len(self._prepared) == PREPARED_MAX or self._one_ended:
                 return None
             prepared = Prepared(self._python, role.environment)
             self._prepared.append(prepared)
         if not prepared.usable:
             return None
-        return prepared.fork(role.name, role.entry, source, reports_fd)
+        return prepared.fork(role.name, role.entry, role.imports, source, reports_fd)
 
     def _start(self, role: Role, source: BinaryIO, reports_fd: int) -> subprocess.Popen[bytes]:
         start = _START.format(source=source.fileno(), reports=reports_fd, driver=os.getpid())

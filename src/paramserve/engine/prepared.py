@@ -3,8 +3,9 @@
 Each process of a run imports numpy, Numba and paramserve, and workers torch as well: 0.7 to 3 s of
 processor time. A fork of a process that has done so costs milliseconds. A fork is used only where
 it equals a fresh start: while the driver's environment, working directory, standard streams and
-module path are those that the prepared process was started with (`surroundings`), and only from a
-process that has no thread. Otherwise the caller starts a fresh interpreter.
+module path are those that the prepared process was started with (`surroundings`), and only where
+importing has started no thread of Python's (numeric libraries end their own before a fork).
+Otherwise the caller starts a fresh interpreter.
 
 The prepared process is a child of the driver, and the parent of what it forks: it waits for them on
 the driver's behalf (`Forked.poll`). It ends with the driver, or when the driver closes it.
@@ -38,9 +39,12 @@ sys.path[:] = os.fsdecode({path!r}).split("\\0")
 from paramserve.engine.prepared import serve
 serve({control}, {driver})
 """
-ANSWER_S = 60.0
+IMPORT_S = 60.0
 """The first fork waits for the imports: torch takes seconds, on a busy machine some ten."""
+ANSWER_S = 5.0
+"""A later one, and the status of a process, wait for nothing but the prepared process's turn."""
 MESSAGE_BYTES = 1 << 16
+DESCRIPTORS = 2
 STDOUT, STDERR = 1, 2
 
 
@@ -50,12 +54,12 @@ class ForkRequest(msgspec.Struct, tag="fork"):
     Attributes:
         name: for process lists.
         module: of its entry, imported before the fork.
-        torch: whether the driver has imported torch.
+        imports: further modules to import before it.
     """
 
     name: str
     module: str
-    torch: bool
+    imports: tuple[str, ...]
 
 
 class Collect(msgspec.Struct, tag="collect"):
@@ -133,6 +137,7 @@ class Prepared:
         self.surroundings = surroundings(python, environment)
         self.usable = True
         self._lock = threading.Lock()
+        self._imported: set[str] = set()
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs = socket.socket(fileno=above_standard(other.detach()))
         start = _START.format(path=search_path(), control=theirs.fileno(), driver=os.getpid())
@@ -151,17 +156,24 @@ class Prepared:
             raise
         finally:
             theirs.close()
-        self._control.settimeout(ANSWER_S)
 
-    def fork(self, name: str, entry: str, source: BinaryIO, reports_fd: int) -> Forked | None:
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def fork(
+        self, name: str, entry: str, imports: tuple[str, ...], source: BinaryIO, reports_fd: int
+    ) -> Forked | None:
         """A process that runs an entry; None: it cannot be forked, start a fresh one.
 
         Waits until the prepared process has imported what the entry needs.
         """
-        request = ForkRequest(name, entry.partition(":")[0], "torch" in sys.modules)
-        answer = self._ask(request, [source.fileno(), reports_fd])
+        request = ForkRequest(name, entry.partition(":")[0], imports)
+        limit_s = ANSWER_S if {request.module, *imports} <= self._imported else IMPORT_S
+        answer = self._ask(request, limit_s, [source.fileno(), reports_fd])
         if answer is None:
             return None
+        self._imported.update((request.module, *imports))
         if answer.failed:
             self.usable = False
             logger.info("paramserve: processes are started one by one: %s", answer.failed)
@@ -170,7 +182,7 @@ class Prepared:
 
     def collect(self, pid: int) -> int | None:
         """The exit status of a forked process that has ended; None: nothing can tell."""
-        answer = self._ask(Collect(pid))
+        answer = self._ask(Collect(pid), ANSWER_S)
         return answer.number if answer is not None and not answer.failed else None
 
     def close(self) -> None:
@@ -181,13 +193,16 @@ class Prepared:
             self._popen.kill()  # it holds nothing, and an interpreter's end in order takes time
             self._popen.wait()
 
-    def _ask(self, request: ForkRequest | Collect, fds: list[int] | None = None) -> Answer | None:
+    def _ask(
+        self, request: ForkRequest | Collect, limit_s: float, fds: list[int] | None = None
+    ) -> Answer | None:
         """Its answer; None: it is gone, or hangs, and is not asked again."""
         with self._lock:
             if self._control.fileno() < 0:
                 return None
             answer = None
             try:
+                self._control.settimeout(limit_s)
                 socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds or [])
                 if data := self._control.recv(MESSAGE_BYTES):
                     answer = _answers.decode(data)
@@ -212,15 +227,26 @@ class Forked:
         self.pid = pid
         self.why = ""
         self._parent = parent
-        # Nothing else can get its number before it is collected.
+        # Nothing else can get its number before it is collected, as long as its parent lives.
         self._pidfd = os.pidfd_open(pid)
+        self._ending = select.poll()
+        self._ending.register(self._pidfd, select.POLLIN)
         self._status: int | None = None
+
+    def kill_group(self) -> None:
+        """Kill it and what it has started; alone where its parent is gone, since nothing keeps its
+        number from others then."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._parent.alive:
+                os.killpg(self.pid, signal.SIGKILL)
+            elif self._status is None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def poll(self) -> int | None:
         """Its exit status; None: it runs. What is left of its process group is killed before."""
-        if self._status is None and select.select([self._pidfd], [], [], 0)[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._status is None and self._ending.poll(0):
+            if self._parent.alive:
+                self.kill_group()
             status = self._parent.collect(self.pid)
             if status is None:
                 self.why = "which stands for any end: the process that had forked it is gone"
@@ -254,25 +280,18 @@ def serve(control_fd: int, driver: int) -> None:
         found = [fd for fd, _ in ready.poll()]
         if driver_fd in found:
             os._exit(0)
-        data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, DESCRIPTORS)
         if not data:
             os._exit(0)
         request = _requests.decode(data)
-        if isinstance(request, Collect):
-            answer = _collect(request.pid)
-        else:
-            source_fd, reports_fd = fds
-            failed = _prepare(request)
-            pid = os.fork() if not failed else 0
-            if not failed and pid == 0:
-                break
-            if pid:
-                with contextlib.suppress(OSError):  # the child does so, too: whoever is first
-                    os.setpgid(pid, pid)
-            os.close(source_fd)
-            os.close(reports_fd)
-            answer = Answer(pid, failed)
-        control.send(msgspec.msgpack.encode(answer))
+        answer = _collect(request.pid) if isinstance(request, Collect) else _fork(request, fds)
+        if answer is None:
+            break
+        try:
+            control.send(msgspec.msgpack.encode(answer))
+        except OSError:  # the driver is gone
+            os._exit(0)
+    source_fd, reports_fd = fds
     os.setpgid(0, 0)
     control.close()
     os.set_inheritable(source_fd, False)
@@ -285,6 +304,25 @@ def serve(control_fd: int, driver: int) -> None:
     main(source, reports_fd, driver, driver_fd)
 
 
+def _fork(request: ForkRequest, fds: list[int]) -> Answer | None:
+    """Fork; None in the process that is new."""
+    failed = _prepare(request) if len(fds) == DESCRIPTORS else "it has too many open files"
+    pid = 0
+    if not failed:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            failed = f"it cannot be forked: {error}"
+    if not failed and pid == 0:
+        return None
+    if pid:
+        with contextlib.suppress(OSError):  # the new process does so, too; one of them is first
+            os.setpgid(pid, pid)
+    for fd in fds:
+        os.close(fd)
+    return Answer(pid, failed)
+
+
 def _collect(pid: int) -> Answer:
     try:
         return Answer(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -294,7 +332,7 @@ def _collect(pid: int) -> Answer:
 
 def _prepare(request: ForkRequest) -> str:
     """Import what the process will need; why it must not be forked, or nothing."""
-    for name in ("torch", request.module) if request.torch else (request.module,):
+    for name in (*request.imports, request.module):
         # What fails here fails in the process again, and is told there.
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)

@@ -6,10 +6,13 @@ function, and by name where it lies in a module that a worker can import.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -128,6 +131,33 @@ def reference(*things: Any) -> str:
             return ""
         names.append(f"{module}:{name}")
     return ",".join(names)
+
+
+def imports(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What a training function will import that takes seconds, as far as its module shows it:
+    torch, if this process has it and the function's module names it."""
+    while isinstance(function, WithArguments | functools.partial):
+        function = function.function if isinstance(function, WithArguments) else function.func
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(plain) or "torch" not in sys.modules:
+        return ()
+    named = "torch" in plain.__code__.co_names
+    found = [*plain.__globals__.values(), *(cell.cell_contents for cell in _full_cells(plain))]
+    owners = (each.__name__ if inspect.ismodule(each) else _module(each) for each in found)
+    return ("torch",) if named or any(each.split(".")[0] == "torch" for each in owners) else ()
+
+
+def _full_cells(function: FunctionType) -> Iterator[CellType]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            _ = cell.cell_contents
+            yield cell
+
+
+def _module(thing: Any) -> str:
+    owner = thing if isinstance(thing, type) or inspect.isroutine(thing) else type(thing)
+    module = getattr(owner, "__module__", "")
+    return module if isinstance(module, str) else ""
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -40,6 +40,7 @@ class Plan:
             where there are no workers.
         worker_code: the training function with its arguments, pickled.
         server_code: the classes of the registered rules, pickled; empty: none.
+        worker_imports: as `Role.imports`, of workers.
         worker_reference, server_reference: the same by name, where it can be imported by it.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
@@ -52,6 +53,7 @@ class Plan:
     ranks: int = 0
     worker_payload: Callable[[int, tuple[str, ...]], bytes] | None = None
     worker_code: bytes = b""
+    worker_imports: tuple[str, ...] = ()
     server_code: bytes = b""
     worker_reference: str = ""
     server_reference: str = ""
@@ -93,6 +95,7 @@ class Plan:
             reference=reference,
             environment=dict.fromkeys(THREADS, str(threads)),
             directory=directory,
+            imports=self.worker_imports if key.kind == "worker" else (),
         )
 
     def _coordinator(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:

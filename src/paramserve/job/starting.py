@@ -26,7 +26,7 @@ from paramserve.job.arguments import (
     check_options,
     check_weights,
 )
-from paramserve.job.packing import for_servers, pack, reference
+from paramserve.job.packing import for_servers, imports, pack, reference
 from paramserve.job.plan import Plan, cores
 from paramserve.job.result import Result
 from paramserve.job.roster import OnWorkerDeath, Restart
@@ -219,6 +219,7 @@ def _start(
         consistency=told.consistency,
         worker_payload=_worker_payload(seed, factors, limits, deadlines),
         worker_code=pack(training.function, training.args, kwargs),
+        worker_imports=imports(training.function),
         server_code=told.code,
         worker_reference="" if training.args or kwargs else reference(training.function),
         server_reference=told.reference,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -184,3 +186,22 @@ def test_policy_that_cannot_be_pickled_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"Guarded cannot be sent to the servers"):
         for_servers(Guarded(), 2, rules=(), policies=())
+
+
+def uses_torch() -> object:
+    import torch
+
+    return torch
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(uses_torch, ("torch",)), (functools.partial(uses_torch), ("torch",)), (len, ()), (dict, ())],
+)
+def test_imports_are_those_that_the_function_shows(
+    function: Any, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+    assert packing.imports(function) == expected
+    monkeypatch.delitem(sys.modules, "torch")
+    assert packing.imports(function) == ()
