@@ -178,9 +178,9 @@ class Nemesis:
         found = {"driver": self._driver}
         for child in self._driver.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                name = child.cmdline()[-1:]
-                if name and name[0].startswith("paramserve "):
-                    found[name[0].removeprefix("paramserve ")] = child
+                name = " ".join(child.cmdline()).rpartition("paramserve ")[2]
+                if name.partition(" ")[0] in ("coordinator", "server", "worker"):
+                    found[name] = child
         return found
 
     def until(

@@ -25,9 +25,9 @@ from tests.faults.nemesis import GOES_ON_S, MARKER, STARTS_WITHIN_S, Event, Neme
 from tests.faults.nemesis_victims import ANSWERED, LOGGED, SENT, Config, Outcome
 
 NAMED = os.environ.get("PARAMSERVE_NEMESIS", "")
-SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(5))
+SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(7))
 MORE_SEEDS = [] if NAMED else list(range(100, 112))
-EVENTS = 4
+EVENTS = 5
 MORE_EVENTS = 20
 ENDS_WITHIN_S = 15.0
 """All processes after their driver; longer than a killed one may take to be gone."""
