@@ -46,3 +46,32 @@ def test_pull_of_a_resting_worker_does_not_end_its_rest(
     assert rests.enter() is True
     assert counted(steps) == {(0, 1)}, "from now on, and not from its next step on"
     assert rests.enter() is False
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["rested", "joins"])
+@pytest.mark.parametrize("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
+def test_worker_that_enters_goes_on_at_the_clock_of_the_others(
+    make_cluster: MakeCluster, shards: int, policy: Policy, joins: bool
+) -> None:
+    cluster = make_cluster(servers=shards, workers=1 if joins else 2, policy=policy)
+    steps = cluster.client(0)
+    steps.define("w", np.zeros(SIZE), rule=Add())
+    gradient = {"w": np.ones(SIZE)}
+    if joins:
+        steps.push_pull(gradient, tick=True, timeout_s=2.0)
+        cluster.scale(2)
+    enters = cluster.client(1)
+    enters.define("w", np.zeros(SIZE), rule=Add())
+    if not joins:
+        enters.rest()
+    while steps.clock() < 5:
+        steps.push_pull(gradient, tick=True, timeout_s=2.0)
+    assert enters.enter() is True
+    assert enters.clock() == 5
+    for _ in range(3):  # in turns, so within the bound
+        enters.push_pull(gradient, tick=True, timeout_s=2.0)
+        steps.push_pull(gradient, tick=True, timeout_s=2.0)
+    assert enters.clock() == steps.clock() == 8
+    assert enters.missed == 0
+    said = {tuple(g.clocks) for beat in steps.reports() for g in beat.groups}
+    assert said == {((0, 8), (1, 8))}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from paramserve.client.defining import DefiningClient
+from paramserve.client.exchange import done
 from paramserve.config import ConsistencySpec
 from paramserve.core.consistency import ElasticAverage, LocalSteps
 from paramserve.core.decisions import Policy
@@ -132,7 +133,9 @@ class ChangingClient(DefiningClient):
             if self._steps.is_guest(group) and not self._steps.terms_of(block).collects:
                 clock, number = self.clock(group), block.group
                 enters = Step(0, number, clock, False, (), (), enters=(number,))
-                self._steps.finish("enter", [enters] * len(self._exchange.shards), limit, ())
+                requests = [enters] * len(self._exchange.shards)
+                replies = done(self._steps.finish("enter", requests, limit, ()))
+                self._steps.go_on(group, max(reply.at for reply in replies))
             return self._steps.enter_ahead(block, limit)
 
 
