@@ -151,6 +151,7 @@ class Steps(Entering):
         prepared, values = list[Prepared](), list[Slot]()
         try:
             ticks = [each.block for each in parts if each.options.tick]
+            self._exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
             enters = self.enter(ticks, self.timeout_s)
             if ticks:
                 self._exchange.unfinished = "a step"
