@@ -68,6 +68,24 @@ RECONNECT_PAUSE_S = 0.01
 _decode = decoder(ShardReply).decode
 
 
+class Question:
+    """A question that is not numbered, and under way in one thread; other threads may ask too."""
+
+    def __init__(self, asks: Inquire | AskReport) -> None:
+        self.asks = asks
+        self.answers: dict[int, Waiting | ServerBeat] = {}
+        """By shard."""
+
+    def take(self, shard: int, answer: Waiting | ServerBeat) -> None:
+        """Keep what a shard has said, if it answers this question."""
+        if isinstance(answer, Waiting):
+            fits = isinstance(self.asks, Inquire) and self.asks.group == answer.group
+        else:
+            fits = isinstance(self.asks, AskReport)
+        if fits:
+            self.answers[shard] = answer
+
+
 class Exchange(Links):
     """Requests to shards and their answers.
 
@@ -92,6 +110,8 @@ class Exchange(Links):
         self._waiters = 0
         self._polling = False
         """Whether a thread polls the links, without the lock."""
+        self._questions: list[Question] = []
+        """Those under way: each keeps its own answers."""
         self.waited_s = 0.0
         """Seconds that calls have waited for answers; where several threads wait, each counts."""
         self._reason: ParamServeError | None = None
@@ -388,7 +408,8 @@ class Exchange(Links):
         reply = _decode(header)
         if type(reply) is not Done:
             if isinstance(reply, Waiting | ServerBeat):
-                shard.told = reply
+                for each in self._questions:
+                    each.take(shard.number, reply)
                 return
             if reply.seq == 0:  # the server is about to cut this connection, and says why
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
@@ -425,20 +446,25 @@ class Exchange(Links):
         self, shards: Sequence[ReachedShard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
         asked: dict[int, Link] = {}
+        under_way = Question(question)
 
         def told() -> bool:
-            waiting = [each for each in shards if each.told is None and self._gone is None]
+            answers = under_way.answers
+            waiting = [s for s in shards if s.number not in answers and self._gone is None]
             for shard in waiting:  # Not numbered: a question is lost with its link.
                 if shard.link is not None and shard.link is not asked.get(shard.number):
                     asked[shard.number] = shard.link
                     self._question(shard, shard.link, question)
             return not waiting
 
-        with self._lock:
-            for shard in shards:
-                shard.told = None
-        self._until(told, time.monotonic() + timeout_s)
-        return [shard.told for shard in shards if shard.told is not None]
+        try:
+            with self._lock:
+                self._questions.append(under_way)
+            self._until(told, time.monotonic() + timeout_s)
+        finally:
+            with self._lock:
+                self._questions = [each for each in self._questions if each is not under_way]
+        return [under_way.answers[s.number] for s in shards if s.number in under_way.answers]
 
     def _question(self, shard: ReachedShard, link: Link, question: Inquire | AskReport) -> None:
         self._in_use.add(shard.number)

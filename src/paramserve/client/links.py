@@ -35,10 +35,8 @@ from paramserve.errors import (
 from paramserve.messages import (
     Hello,
     Joined,
-    ServerBeat,
     Several,
     ShardRequest,
-    Waiting,
     encode,
 )
 from paramserve.transport.arena import RESERVED_BYTES, Arena
@@ -122,8 +120,6 @@ class ReachedShard:
         self.gone: ParamServeError | None = None
         self.mute_since: float | None = None
         """Since when it listens, and does not answer those who connect again."""
-        self.told: Waiting | ServerBeat | None = None
-        """Last answer to a question that is not numbered."""
 
 
 class Links:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.client.fakes import Links
@@ -23,7 +24,7 @@ from paramserve.errors import (
     ServerGone,
     WorkerFenced,
 )
-from paramserve.messages import Done, Fetch, Joined, Refused, ServerBeat
+from paramserve.messages import Done, Fetch, Joined, Refused, ServerBeat, Waiting
 
 ADDRESSES = (("unix:0",), ("unix:1",))
 GONE = ConnectTimeout("nobody", fix="none")
@@ -233,6 +234,33 @@ def test_question_lost_with_its_link_is_asked_again(bench: Bench) -> None:
     thread.join()
     assert [report.shard for report in reports] == [0, 1]
     assert errors == []
+
+
+def test_questions_of_several_threads_each_get_their_own_answers(bench: Bench) -> None:
+    bench.submit()
+    found: dict[str, list[Any]] = {}
+
+    def ask(what: str, question: Callable[[], list[Any]]) -> threading.Thread:
+        sent = [len(bench.links[shard].sent) for shard in (0, 1)]
+        thread, _ = in_thread(lambda: found.update({what: question()}))
+        while any(len(bench.links[shard].sent) == sent[shard] for shard in (0, 1)):
+            assert thread.is_alive()
+        return thread
+
+    threads = [
+        ask("of 3", lambda: bench.exchange.inquire(3, 2.0)),
+        ask("reports", lambda: bench.exchange.reports(2.0)),
+        ask("of 4", lambda: bench.exchange.inquire(4, 2.0)),
+    ]
+    waiting = {group: Waiting(group, 0, ((group, 7),), "") for group in (3, 4)}
+    for shard in (0, 1):
+        for answer in (waiting[3], ServerBeat(shard, ()), waiting[4]):
+            bench.links[shard].reply(answer)
+    for thread in threads:
+        thread.join(5.0)
+    assert found["of 3"] == [waiting[3]] * 2
+    assert found["reports"] == [ServerBeat(0, ()), ServerBeat(1, ())]
+    assert found["of 4"] == [waiting[4]] * 2
 
 
 # --- several threads --------------------------------------------------------------------------
