@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from tests.contract.ranks import Killed, Ranks
-from tests.contract.role_cluster import DEADLINES, RoleCluster
+from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 
 import paramserve as ps
 from paramserve.errors import PushTimeout
@@ -86,3 +86,25 @@ def test_wait_for_a_busy_worker_ends_and_names_what_to_raise(
 
     with pytest.raises(PushTimeout, match=rf"worker 0 \(at clock 0\).*{knob}"):
         Ranks(cluster, train, again=False).start(0, 1).end()
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 has waited")
+def test_wait_for_a_busy_worker_goes_on_while_the_servers_are_slow_to_say_so(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = cluster_of_two(make_cluster, 10.0)
+    evaluates, waits = (cluster.client(rank) for rank in range(2))
+    for client in (evaluates, waits):
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+    waits.push({"w": np.ones(3)})
+    ticket = waits.tick()
+    thawed = threading.Event()
+
+    def stand_still() -> None:
+        with cluster.frozen():
+            thawed.wait(1.5)  # past `request_s` and the second that an inquiry once had
+        evaluates.push({"w": np.ones(3)})
+        evaluates.tick()
+
+    in_threads(stand_still, ticket.result)
+    assert waits.pull("w").tolist() == [1.0] * 3

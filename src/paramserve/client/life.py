@@ -100,7 +100,8 @@ class ClientLife:
             self._names = Names()
             self._terms = GroupTerms(joined.consistency)
             self._steps = Steps(self._exchange, rank, deadlines.request_s, self._terms)
-            self._steps.busy_s, self._steps.all_live = deadlines.busy_s, self._all_live
+            self._steps.busy_s, self._steps.stall_s = deadlines.busy_s, deadlines.stall_s
+            self._steps.all_live = self._all_live
             self._gradients = Gradients(self._exchange, self._names, self._refuses, rank)
             if joined.incarnation > 1 or joined.late:
                 self._resume(deadlines.start_s, joined.returned)

@@ -39,6 +39,8 @@ class Steps(Entering):
         self.versions: dict[int, list[int]] = {}
         self.busy_s = 0.0
         """How long live workers are waited for, where no call says how long."""
+        self.stall_s = 0.0
+        """How long a shard that lives may take to say whom a wait is for."""
         self.all_live: Callable[[Collection[int]], bool] = lambda ranks: False
         """Whether the coordinator counts all of these ranks as live."""
         self.factor = 1.0
@@ -390,7 +392,9 @@ class Steps(Entering):
         while not self._exchange.wait(ticket.operation, limit):
             waited_s = time.monotonic() - began
             left_s = self.busy_s - waited_s
-            busy = self._waits_for(ticket.group)
+            busy = self._waits_for(ticket.group, left_s)
+            if ticket.operation.complete:
+                return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
                 raise self.late(ticket.what, ticket.group, waited_s, busy=busy)
             if not told:
@@ -403,9 +407,12 @@ class Steps(Entering):
                 )
             limit = min(self.timeout_s, left_s)
 
-    def _waits_for(self, group: int) -> tuple[int, ...]:
-        """The ranks that a group's unanswered steps wait for; empty: something else, too."""
-        told = self._exchange.inquire(group, INQUIRE_S)
+    def _waits_for(self, group: int, left_s: float) -> tuple[int, ...]:
+        """The ranks that a group's unanswered steps wait for; empty: something else, too.
+
+        A shard that has not answered yet proves nothing: it has up to `stall_s`, if the wait has.
+        """
+        told = self._exchange.inquire(group, max(INQUIRE_S, min(self.stall_s, left_s)))
         missing = {rank for each in told for rank, _ in each.missing}
         return tuple(sorted(missing - {self._rank}))
 
