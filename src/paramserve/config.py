@@ -50,7 +50,8 @@ class Deadlines(Struct, frozen=True):
     """Push, pull, define and tick, unless the call names its own `timeout_s`."""
     busy_s: float = 1800.0
     """As `request_s`, where a push or tick waits for workers that live and do not step, as while
-    they evaluate. As long as torch.distributed waits."""
+    they evaluate. As long as torch.distributed waits. A server that does not say whom it waits for
+    has `stall_s` more to do so."""
     start_s: float = 60.0
     """From the launch of the processes until all servers are known."""
     stop_s: float = 1.0

@@ -404,10 +404,10 @@ def test_error_that_nobody_read_is_raised_by_the_next_call(cluster: RoleCluster)
 
 
 def test_deadlines_of_a_client_are_its_own(make_cluster: MakeCluster) -> None:
-    quick = Deadlines(request_s=0.05, start_s=5.0, reconnect_s=0.2)
+    quick = Deadlines(request_s=0.05, start_s=5.0, reconnect_s=0.2, stall_s=0.05)
     cluster = make_cluster("unix", deadlines=DEADLINES)
     client = cluster.client(deadlines=quick)
     client.define("w", np.zeros(3), rule=Add())
-    with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited 0\.1 s|waited 0\.0 s"):
+    with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited 0\.\d s"):
         client.pull("w")
     assert client.timeout_s == 0.05

@@ -390,9 +390,9 @@ class Steps(Entering):
             return
         began, limit, told = time.monotonic(), self.timeout_s, False
         while not self._exchange.wait(ticket.operation, limit):
-            waited_s = time.monotonic() - began
-            left_s = self.busy_s - waited_s
+            left_s = began + self.busy_s - time.monotonic()
             busy = self._waits_for(ticket.group, left_s)
+            waited_s = time.monotonic() - began
             if ticket.operation.complete:
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
@@ -405,14 +405,14 @@ class Steps(Entering):
                     f"live: it waits up to {self.busy_s:.0f} s, deadlines=ps.Deadlines(busy_s=)",
                     stacklevel=2,
                 )
-            limit = min(self.timeout_s, left_s)
+            limit = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
 
     def _waits_for(self, group: int, left_s: float) -> tuple[int, ...]:
         """The ranks that a group's unanswered steps wait for; empty: something else, too.
 
         A shard that has not answered yet proves nothing: it has up to `stall_s`, if the wait has.
         """
-        told = self._exchange.inquire(group, max(INQUIRE_S, min(self.stall_s, left_s)))
+        told = self._exchange.inquire(group, min(self.stall_s, max(INQUIRE_S, left_s)))
         missing = {rank for each in told for rank, _ in each.missing}
         return tuple(sorted(missing - {self._rank}))
 
