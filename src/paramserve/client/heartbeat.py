@@ -40,7 +40,12 @@ class Heartbeat:
         """Each with its number and its size."""
         self._bytes = 0
         self._logged = 0
-        self._lock = threading.Lock()
+        self._incoming: deque[tuple[int, Record]] = deque()
+        """What was logged and has no number yet, each with its size."""
+        self._lock = threading.RLock()
+        """Of a thread: a signal handler may log within a call that has it."""
+        self._at_work = False
+        """Whether the records are being changed, by the thread that has the lock."""
         self._clock = 0
         self._stop = threading.Event()
         self._ended: Callable[[], bool] = self._stop.is_set
@@ -52,8 +57,20 @@ class Heartbeat:
         """Keep a record for the next heartbeat. One that fits into no beat is dropped."""
         record = Record(time.time(), self._rank, clock, values)
         size = len(encode(record))
+        self._incoming.append((size, record))
         with self._lock:
-            self._clock = clock
+            if not self._at_work:  # else the interrupted call numbers it, or the next one does
+                self._at_work = True
+                try:
+                    self._number()
+                finally:
+                    self._at_work = False
+
+    def _number(self) -> None:
+        """Number what was logged, in order."""
+        while self._incoming:
+            size, record = self._incoming.popleft()
+            self._clock = record.clock
             number, self._logged = self._logged, self._logged + 1
             if size <= self._beat_bytes_max:
                 self._records.append((number, size, record))
@@ -84,8 +101,13 @@ class Heartbeat:
             Whether it was sent; else its records wait for the next one.
         """
         with self._lock:
-            clock, first = self._clock, self._logged
-            taken = self._take()
+            self._at_work = True
+            try:
+                self._number()
+                clock, first = self._clock, self._logged
+                taken = self._take()
+            finally:
+                self._at_work = False
             if taken:
                 first = taken[0][0]
         # Of records that follow each other: what is dropped in between belongs to the next beat.
@@ -95,9 +117,13 @@ class Heartbeat:
             sent = self._control.notify(beat)
         if not sent:
             with self._lock:
-                self._records.extendleft(reversed(taken))
-                self._bytes += sum(size for _, size, _ in taken)
-                self._drop_oldest()
+                self._at_work = True
+                try:
+                    self._records.extendleft(reversed(taken))
+                    self._bytes += sum(size for _, size, _ in taken)
+                    self._drop_oldest()
+                finally:
+                    self._at_work = False
         return sent
 
     def _take(self) -> list[tuple[int, int, Record]]:
@@ -122,6 +148,6 @@ class Heartbeat:
 
     def send_all(self) -> None:
         """Send what is left, as far as it can be sent."""
-        while self._records:
+        while self._records or self._incoming:
             if not self.beat():
                 break
