@@ -332,6 +332,24 @@ class ControlLink:
         except (ConnectionError, ClientClosed):
             return False
 
+    def flush(self) -> bool:
+        """Send what the coordinator has not taken of a notification that did not wait, and do not
+        wait either.
+
+        Returns:
+            Whether nothing is left. False: also where another thread uses the connection, or where
+            it broke.
+        """
+        try:
+            return self._io.acquire(blocking=False) and self._link.flush()
+        except (ConnectionError, ClientClosed):
+            return False
+        finally:
+            try:  # noqa: SIM105
+                self._io.release()
+            except RuntimeError:
+                pass
+
     def read_notices(self) -> list[Members]:
         """What came unasked, without waiting; nothing while a call is under way.
 

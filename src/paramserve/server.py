@@ -133,6 +133,7 @@ class ServerRole:
         self._beating: asyncio.TimerHandle | None = None
         self._restoring: asyncio.Task[None] | None = None
         """Kept so that it is not collected while it runs."""
+        self._oversize_told = False
         self._closed = False
         self._control_fd = -1 if control is None else control.fileno()
         if control is not None:
@@ -330,8 +331,14 @@ class ServerRole:
     def _control_lost(self) -> None:
         """The connection to the coordinator broke."""
         if self._restoring is None or self._restoring.done():
-            self._loop.remove_reader(self._control_fd)
+            self._forget_control()
             self._restoring = self._loop.create_task(self._restore())
+
+    def _forget_control(self) -> None:
+        if self._control_fd >= 0:
+            self._loop.remove_reader(self._control_fd)
+            self._loop.remove_writer(self._control_fd)
+        self._control_fd = -1
 
     async def _restore(self) -> None:
         """Reach the coordinator again, or end: it is gone."""
@@ -346,6 +353,7 @@ class ServerRole:
             return
         self._control_fd = control.fileno()
         self._loop.add_reader(self._control_fd, self._notices)
+        self._flush()
         self._notices()  # what the link holds already does not show at the descriptor
 
     def take_notices(self, notices: list[Any]) -> None:
@@ -357,13 +365,33 @@ class ServerRole:
 
     def _beat(self) -> None:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
+        self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
         self._happen(DeadlineReached())
         control = self._control
-        # A beat that does not fit is left out: the next one may fit.
-        sent = control is None or control.notify(self._report(), waits=False)
-        if control is not None and not sent and control.fileno() < 0:
+        if control is None:
+            return
+        try:
+            # A beat that does not fit is left out: the next one may fit.
+            control.notify(self._report(), waits=False)
+        except ProtocolError as error:
+            if not self._oversize_told:
+                logger.error("a heartbeat of shard %d failed: %s", self.config.shard, error)
+            self._oversize_told = True
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what the coordinator has not taken of a heartbeat, as soon as it takes it."""
+        assert self._control is not None
+        taken = self._control.flush()
+        fd = self._control.fileno()
+        if fd < 0:
             self._control_lost()  # the end that was noticed here never shows as readable
-        self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
+        elif fd != self._control_fd:
+            pass  # made anew, and not read yet: `_restore` does it
+        elif taken:
+            self._loop.remove_writer(fd)
+        else:
+            self._loop.add_writer(fd, self._flush)
 
     def _report(self, *, notes: bool = False) -> ServerBeat:
         blocks = self.shard.blocks.values()
@@ -382,7 +410,7 @@ class ServerRole:
         if self._beating is not None:
             self._beating.cancel()
         if self._control is not None:
-            self._loop.remove_reader(self._control_fd)
+            self._forget_control()
         if self._timer is not None:
             self._timer.cancel()
         self._peers.close()
