@@ -330,7 +330,7 @@ class ServerRole:
 
     def _control_lost(self) -> None:
         """The connection to the coordinator broke."""
-        if self._restoring is None or self._restoring.done():
+        if not self._closed and (self._restoring is None or self._restoring.done()):
             self._forget_control()
             self._restoring = self._loop.create_task(self._restore())
 
@@ -345,16 +345,26 @@ class ServerRole:
         control = self._control
         assert control is not None
         ended = self.ended.is_set
-        restored = await asyncio.to_thread(control.restore, ended=lambda: self._closed or ended())
-        if self._closed:
-            return
-        if not restored:
-            self.ended.set()
-            return
+        while True:
+            restored = await asyncio.to_thread(
+                control.restore, ended=lambda: self._closed or ended()
+            )
+            if self._closed:
+                return
+            if not restored:
+                self.ended.set()
+                return
+            if control.fileno() >= 0:  # else it broke again meanwhile
+                break
         self._control_fd = control.fileno()
         self._loop.add_reader(self._control_fd, self._notices)
-        self._flush()
-        self._notices()  # what the link holds already does not show at the descriptor
+        self._loop.call_soon(self._go_on)  # when this task is done: another one may be needed
+
+    def _go_on(self) -> None:
+        """Take what the link holds already: it does not show at the descriptor."""
+        if not self._closed:
+            self._flush()
+            self._notices()
 
     def take_notices(self, notices: list[Any]) -> None:
         """Memberships that the coordinator has sent."""

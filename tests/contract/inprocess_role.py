@@ -26,6 +26,9 @@ class _FromAnyThread:
         self.time = loop.time
         self.call_soon = loop.call_soon_threadsafe
         self.remove_reader = loop.remove_reader
+        self.add_reader = loop.add_reader
+        self.remove_writer = loop.remove_writer
+        self.add_writer = loop.add_writer
 
     def call_later(self, delay: float, do: Callable[[], None]) -> _Later:
         later = _Later(do)

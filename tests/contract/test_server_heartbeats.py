@@ -136,3 +136,20 @@ def test_rest_of_a_heartbeat_is_sent_as_soon_as_the_coordinator_reads() -> None:
     assert isinstance(decoder(ServerBeat).decode(header), ServerBeat)
     control.close()
     far.close()
+
+
+def test_connection_that_breaks_again_at_once_is_made_anew_and_heartbeats_go_on(
+    control: ScriptedControl,
+) -> None:
+    control.breaks = 2
+
+    async def run() -> None:
+        with serving(control, OFTEN_S) as errors:
+            control.close()
+            await until(lambda: control.restores >= 3 and control.fileno() >= 0)
+            seen = control.beats
+            await until(lambda: control.beats >= seen + BEATS)
+        assert errors == []
+
+    asyncio.run(run())
+    assert control.restores == 3
