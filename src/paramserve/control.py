@@ -150,7 +150,7 @@ class ControlLink:
                 left_s = until - time.monotonic()
                 if left_s <= 0 or self._closed or self._given_up or ended():
                     return False
-                failure = self._reconnect(min(left_s, attempt_s), until)
+                failure = self._reconnect(min(left_s, attempt_s), until, ended)
                 tried_s = time.monotonic() - began
                 if isinstance(failure, ConnectionRefusedError | FileNotFoundError):
                     self._given_up = tried_s >= self._deadlines.reconnect_s or self._hurried
@@ -165,7 +165,9 @@ class ControlLink:
             except RuntimeError:
                 pass
 
-    def _reconnect(self, limit_s: float, until: float) -> BaseException | None:
+    def _reconnect(
+        self, limit_s: float, until: float, ended: Callable[[], bool]
+    ) -> BaseException | None:
         """One attempt; what it failed with. Only for who holds `_lock`."""
         assert self._identity is not None
         assert self._dial is not None
@@ -177,7 +179,11 @@ class ControlLink:
                 self._poll.register(link, select.POLLIN)
                 link.send(encode(structs.replace(self._identity, call=self._call)))
             # What follows on this connection is read behind it, also where no answer comes in time.
-            reply = self._await(self._call, until)
+            reply = None
+            while reply is None and time.monotonic() < until and not (self._closed or ended()):
+                if self._hurried:
+                    until = min(until, time.monotonic() + limit_s)
+                reply = self._await(self._call, min(until, time.monotonic() + LOOK_S))
             if isinstance(reply, Failed):
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         except ConnectTimeout as error:
