@@ -51,6 +51,8 @@ ATTEMPT_S = 2.0
 end ends no later than this."""
 HURRY_S = 0.25
 """The same for the first one, and where nobody listens or this side is about to end."""
+HURRIED_IO_S = 1.0
+"""Where this side is about to end: for how long the coordinator may take nothing of a message."""
 AGAIN_S = 0.02
 """Between two attempts."""
 NOTIFY_S = 1.0
@@ -121,8 +123,10 @@ class ControlLink:
         self._identity, self._deadlines = identity, deadlines
 
     def hurry(self) -> None:
-        """This side is about to end: a broken connection is tried once more, for `HURRY_S`."""
+        """This side is about to end: a broken connection is tried once more, for `HURRY_S`, and one
+        that takes nothing for `HURRIED_IO_S` is broken, also where another thread waits there."""
         self._hurried = True
+        self._link.io_timeout_s = HURRIED_IO_S
 
     def restore(
         self, timeout_s: float | None = None, *, ended: Callable[[], bool] = lambda: False
@@ -176,6 +180,8 @@ class ControlLink:
             link = self._dial(limit_s)
             with self._io:  # before any heartbeat: the coordinator must know whose it is
                 self._link, self._poll = link, select.poll()
+                if self._hurried:
+                    link.io_timeout_s = HURRIED_IO_S
                 self._poll.register(link, select.POLLIN)
                 link.send(encode(structs.replace(self._identity, call=self._call)))
             # What follows on this connection is read behind it, also where no answer comes in time.

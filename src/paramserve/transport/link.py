@@ -49,6 +49,8 @@ _told: set[tuple[str, str]] = set()
 """Which address was used instead of which, as far as it was told."""
 _RETRY_S: Final = 0.02
 """Between attempts to reach a peer that is not there yet."""
+_LOOK_S: Final = 0.5
+"""How often one who waits looks whether another thread has changed `io_timeout_s`."""
 
 
 class Link:
@@ -435,9 +437,13 @@ class Link:
             self._sock.close()
 
     def _wait(self, poll: select.poll, what: str) -> None:
-        if not poll.poll(self.io_timeout_s * 1000):
-            late = f"{what} for {self.io_timeout_s:.1f} s"
-            raise self._failed(ConnectionAbortedError(late))
+        began = time.monotonic()
+        left_s = self.io_timeout_s
+        while not poll.poll(min(left_s, _LOOK_S) * 1000):
+            left_s = self.io_timeout_s - (time.monotonic() - began)
+            if left_s <= 0:
+                late = f"{what} for {self.io_timeout_s:.1f} s"
+                raise self._failed(ConnectionAbortedError(late))
 
     def _closed_by_peer(self, how: str) -> Exception:
         lost = lost_hosts.ended(self._sock)
