@@ -285,8 +285,12 @@ class Group:
                 del self.marks[next(iter(self.marks))]
 
     def keep_note(self, rank: int, clock: int, note: bytes) -> None:
-        """Keep the note of a rank's step for the next incarnation of the rank."""
-        before = [each for each in self.notes.get(rank, ()) if each[0] < clock]
+        """Keep the note of a rank's step for the next incarnation of the rank, unless there is one
+        of a later step: then the next incarnation goes on behind that."""
+        known = self.notes.get(rank, ())
+        if known and clock < known[-1][0]:
+            return
+        before = [each for each in known if each[0] < clock]
         self.notes[rank] = (*before[-1:], (clock, note))
 
     def advance(self) -> None:

@@ -291,8 +291,6 @@ class Shard(ShardChanges):
             if not step.tick:
                 raise
             wrong = error  # it ends a clock all the same: the worker has counted it
-        if wrong is None and step.note and step.tick and session.rank >= 0:
-            group.keep_note(session.rank, step.clock, step.note)
         paused = group.changes.paused
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
             self._hold(group, session, asked)
@@ -308,6 +306,8 @@ class Shard(ShardChanges):
         elif guest and collects and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too
             return None
+        if wrong is None and step.note and step.tick and session.rank >= 0:
+            group.keep_note(session.rank, step.clock, step.note)
         self._catch_up(group, session, step)
         since = group.of(session.rank, max(step.clock, group.start) if guest else step.clock)
         if guest and steps and step.clock < since.clock:

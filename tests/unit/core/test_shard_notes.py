@@ -1,0 +1,54 @@
+"""Notes that ranks send with their steps: the next incarnation finds its last two."""
+
+from __future__ import annotations
+
+from tests.unit.core.group_rig import SUM, A, B, push, rig
+from tests.unit.core.rig import Rig
+
+from paramserve.core.consistency import Async
+from paramserve.core.policies import spec
+from paramserve.messages import UNDER_WAY, Rest, SetPolicy
+
+
+def notes(one: Rig, rank: int = 0) -> list[tuple[int, bytes]]:
+    """(clock, note) of a rank on the first shard."""
+    (group,) = one.shards[0].report(notes=True)
+    return [(clock, note) for of, clock, note in group.notes if of == rank]
+
+
+def test_step_that_is_held_and_made_again_at_a_later_clock_leaves_one_note() -> None:
+    one = rig(Async(), shards=2, workers=2)
+    for clock in range(2):
+        push(one, A, clock, note=b"%d" % clock)
+    for clock in range(3):
+        push(one, B, clock)
+    for shard in (0, 1):
+        one.send(A, Rest(0, 0), shard)
+    one.join(9)
+    for shard in (0, 1):
+        one.send(9, SetPolicy(0, 0, spec(SUM)), shard)
+    kept, one.wire = one.wire, []
+    before = len(one.replies)
+    one.step(B, {0: [1.0]}, clock=3)
+    one.step(A, {0: [1.0]}, clock=UNDER_WAY, note=b"late")
+    assert len(one.replies) == before, "the group is paused"
+    one.wire = kept
+    one.deliver()
+    assert len(one.replies) == before + 2
+    assert notes(one) == [(1, b"1"), (4, b"late")]
+
+
+def test_repeated_older_step_leaves_the_notes_of_later_steps() -> None:
+    one = rig(Async(), workers=1)
+    for clock in range(4):
+        push(one, A, clock, note=b"%d" % clock)
+    push(one, A, 1, note=b"again")
+    assert notes(one) == [(2, b"2"), (3, b"3")]
+
+
+def test_repeated_last_step_leaves_the_note_before() -> None:
+    one = rig(Async(), workers=1)
+    for clock in range(3):
+        push(one, A, clock, note=b"%d" % clock)
+    push(one, A, 2, note=b"again")
+    assert notes(one) == [(1, b"1"), (2, b"again")]
