@@ -111,6 +111,9 @@ class Worker:
         """Whether nothing that is reported may be unpickled."""
         self._process_group: StartedGroup | None = None
         self._random = b""
+        """Where an older incarnation's generators were; empty when no loader needs it any more."""
+        self._draws = 0
+        """Steps that said where the generators are, with those of older incarnations."""
         self._counted: set[str] = set()
         """Groups that this worker stepped on when a loader asked."""
         self._steps_before: int | None = None
@@ -167,21 +170,28 @@ class Worker:
             return tuple(self.stepped or self.aliases)
         return ("model",) if self.client.clock("model") else ("default",)
 
-    def draws(self) -> bytes:
+    def draws(self) -> tuple[int, bytes]:
         """Where the random generators of this process are, for `go_on_drawing` of the rank's next
-        incarnation."""
-        return seeding.state()
+        incarnation, with a number that is larger than that of each step before."""
+        self._draws += 1
+        self._random = b""
+        return self._draws, seeding.state()
 
-    def go_on_drawing(self, random: bytes = b"") -> None:
+    def go_on_drawing(self, drawn: tuple[int, bytes] = (0, b"")) -> None:
         """Let the generators of this process go on where an older incarnation's were after its last
         step: now, and again when the first batch after that is loaded.
 
         Args:
-            random: as `draws` gave it; empty: what was given last, once.
+            drawn: as `draws` gave it; of those of several optimizers the last step's holds, in
+                whatever order they come. Left out: what holds, once.
         """
-        random, self._random = random or self._random, random
-        if random:
-            seeding.restore(random)
+        number, random = drawn
+        if number > self._draws:
+            self._draws, self._random = number, random
+        if self._random:
+            seeding.restore(self._random)
+        if not number:
+            self._random = b""
 
     @property
     def missed(self) -> int:

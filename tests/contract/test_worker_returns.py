@@ -187,3 +187,43 @@ def test_step_that_is_taken_again_draws_what_it_drew(make_cluster: MakeCluster) 
     Ranks(cluster, train).start(0).end()
     assert len(drawn[1]) == 4
     assert drawn[1][3] == drawn[2][0], "the step is taken again"
+
+
+@pytest.mark.parametrize("loader", [False, True], ids=["no loader", "loader"])
+@pytest.mark.parametrize("order", ["gd", "dg"])
+def test_restarted_worker_with_two_optimizers_goes_on_from_its_very_last_step(
+    make_cluster: MakeCluster, order: str, loader: bool
+) -> None:
+    """The steps of "d" come first in each round: the generators are where "g" has left them."""
+
+    def training(at: int) -> Callable[[ps.Worker], list[tuple[float, float]]]:
+        def train(worker: ps.Worker) -> list[tuple[float, float]]:
+            seeding.seed_everything(seeding.rank_seed(worker.seed, worker.rank))
+            made = {}
+            for name in order:
+                model = nn.Linear(2, 1)
+                own = SGD(model.parameters(), lr=0.1)
+                made[name] = model, worker.optimizer(model, own, name=name)
+
+            def step(name: str) -> float:
+                model, optimizer = made[name]
+                noise = torch.rand(1, 2)
+                optimizer.zero_grad()
+                model(noise).sum().backward()
+                optimizer.step()
+                return float(noise[0, 0])
+
+            drawn = []
+            batches = worker.loader(TensorDataset(torch.zeros(24, 2)), batch_size=4)
+            for _ in batches if loader else range(6 - worker.clock):
+                if worker.incarnation == 1 and worker.clock == at:
+                    raise Killed
+                drawn.append((step("d"), step("g")))
+            return drawn
+
+        return train
+
+    whole = Ranks(make_cluster(workers=1, restarts=True), training(NEVER)).start(0).end()
+    broken = Ranks(make_cluster(workers=1, restarts=True), training(3)).start(0).end()
+    assert len(whole[0]) == 6
+    assert broken[0] == whole[0][3:]

@@ -64,12 +64,13 @@ class Worker(Protocol):
         """Give the run's result what modules keep beside parameters and buffers."""
         ...
 
-    def draws(self) -> bytes:
-        """Where the process's random generators are."""
+    def draws(self) -> tuple[int, bytes]:
+        """The number of this step, over all optimizers, and where the process's generators are."""
         ...
 
-    def go_on_drawing(self, random: bytes) -> None:
-        """Let the process's generators go on where an older incarnation's were."""
+    def go_on_drawing(self, drawn: tuple[int, bytes]) -> None:
+        """Let the process's generators go on where an older incarnation's were, if no optimizer
+        has told of a later step."""
         ...
 
     @property
@@ -253,9 +254,10 @@ class Adopted(ABC, Generic[B]):
             if extra:
                 self._worker.tell_extra_state(self._settings.name, extra)
 
-    def random(self) -> bytes:
-        """As `Schedules.random`; empty in a rank's first incarnation."""
-        return self._schedules.random() if self._worker.incarnation > 1 and self._parts else b""
+    def drawn(self) -> tuple[int, bytes]:
+        """As `Schedules.drawn`; nothing in a rank's first incarnation."""
+        again = self._worker.incarnation > 1 and self._parts
+        return self._schedules.drawn() if again else (0, b"")
 
     def add_group(self, index: int, group: ParamGroup) -> None:
         """Define the blocks of one more parameter group, as `start` does."""

@@ -307,8 +307,9 @@ def adopt(
     _become(optimizer, adopted)
     if adopted.late:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was
-    if random := adopted.random():
-        worker.go_on_drawing(random)
+    drawn = adopted.drawn()
+    if drawn[1]:
+        worker.go_on_drawing(drawn)
     return optimizer
 
 

@@ -55,6 +55,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     """The numbers in each parameter group."""
     random: bytes = b""
     """Where the random generators are."""
+    number: int = 0
+    """Of this among all steps of the worker that said so, whichever optimizer made them."""
 
 
 class Schedules:
@@ -75,7 +77,7 @@ class Schedules:
         *,
         late: bool,
         steps_per_clock: int = 1,
-        draws: Callable[[], bytes] | None = None,
+        draws: Callable[[], tuple[int, bytes]] | None = None,
     ) -> None:
         self._client = client
         self._group = group
@@ -106,15 +108,16 @@ class Schedules:
                 _install(groups, found[1].groups)
             self._taken = _numbers(groups)
 
-    def random(self) -> bytes:
+    def drawn(self) -> tuple[int, bytes]:
         """Where this rank's generators were when its last older incarnation made its last step that
-        is not taken again; empty: there is none."""
+        is not taken again, and that step's number; 0 and empty: there is none."""
         clock = self._client.clock(self._group)
         mine = self._client.notes(self._group).get(self._rank, {})
         before = [at for at in mine if at < clock]
         if not before:
-            return b""
-        return msgspec.msgpack.decode(mine[max(before)], type=Note).random
+            return 0, b""
+        note = msgspec.msgpack.decode(mine[max(before)], type=Note)
+        return note.number, note.random
 
     def behind(self) -> None:
         """This worker took no part for a while: it goes on where the others are."""
@@ -141,10 +144,10 @@ class Schedules:
 
     def note(self) -> bytes:
         """Of the step that was counted last; empty if it says what the last one said."""
-        random = self._draws() if self._draws is not None else b""
+        number, random = self._draws() if self._draws is not None else (0, b"")
         if not (random or self._told or self._known or self._unexplained):
             return b""
-        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)), random)
+        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)), random, number)
         if note == self._told:
             return b""
         self._told = note
