@@ -260,7 +260,12 @@ class Adopted(ABC, Generic[B]):
         return self._schedules.drawn() if again else (0, b"")
 
     def add_group(self, index: int, group: ParamGroup) -> None:
-        """Define the blocks of one more parameter group, as `start` does."""
+        """Define the blocks of one more parameter group, as `start` does.
+
+        Raises:
+            RuntimeError: another optimizer has taken over a parameter. Nothing was defined.
+        """
+        self._check_owner()
         found = self.tables.find([group])
         plans = self._plan(index, group)
         taken = self._takes(plans)
@@ -317,12 +322,7 @@ class Adopted(ABC, Generic[B]):
             ValueError: a parameter came into a group otherwise than by `add_param_group`, or the
                 groups of some that are stepped together are several now. Nothing was sent.
         """
-        if self._taken is not None:
-            raise RuntimeError(
-                f"optimizer {self._settings.name!r} steps no more: parameter {self._taken[0]!r} "
-                f"was given to optimizer {self._taken[1]!r} after it, and each would overwrite the "
-                "other's updates. Applied: no. To fix: give each parameter to one optimizer only"
-            )
+        self._check_owner()
         if len(groups) == len(self._grouped):
             for group, known in zip(groups, self._grouped, strict=True):
                 params = group["params"]
@@ -332,6 +332,14 @@ class Adopted(ABC, Generic[B]):
                 return
         self._place(groups)
         self._grouped = [list(group["params"]) for group in groups]
+
+    def _check_owner(self) -> None:
+        if self._taken is not None:
+            raise RuntimeError(
+                f"optimizer {self._settings.name!r} steps no more: parameter {self._taken[0]!r} "
+                f"was given to optimizer {self._taken[1]!r} after it, and each would overwrite the "
+                "other's updates. Applied: no. To fix: give each parameter to one optimizer only"
+            )
 
     def _place(self, groups: Sequence[ParamGroup]) -> None:
         """Find the group of each part anew; see `regroup`."""

@@ -95,6 +95,22 @@ def test_step_of_an_optimizer_whose_parameter_was_added_to_another_one_is_refuse
     train(model, second, 1)
 
 
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.LocalSteps(every=2)], ids=["served", "local"])
+def test_group_added_to_an_optimizer_that_steps_no_more_is_refused_and_the_other_goes_on(
+    policy,
+) -> None:
+    cluster = FakeCluster(policy=policy)
+    worker, model = cluster.worker(), small_model()
+    first = adopt(worker, model, torch.optim.SGD([model[0].weight], lr=0.1), name="first")
+    second = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1), name="second")
+    blocks = len(cluster.blocks)
+    with pytest.raises(RuntimeError, match=r"'first' steps no more.*'0\.weight'.*'second'"):
+        first.add_param_group({"params": [model[0].bias]})
+    assert len(first.param_groups) == 1
+    assert len(cluster.blocks) == blocks
+    train(model, second, 1)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_second_optimizer_for_a_later_phase_goes_on_from_the_values_of_the_first(overlap) -> None:
     cluster, model, expected = FakeCluster(), small_model(), small_model()
