@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paramserve as ps
 from paramserve.core.decisions import Policy
-from paramserve.errors import HyperMismatch
+from paramserve.errors import HyperMismatch, NonFinite
 
 MakeCluster = Callable[..., RoleCluster]
 STEPS = 12
@@ -237,6 +237,44 @@ def test_schedule_of_an_added_worker_is_that_of_the_others(make_cluster: MakeClu
     first = found[0].index(found[1][0])
     assert first > 3
     assert found[0][first : first + 5] == found[1][:5]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [ps.Async(), ps.LocalSteps(every=1), ps.ElasticAverage(0.5, every=1)],
+    ids=["served", "local", "elastic"],
+)
+def test_rate_set_before_a_step_that_is_refused_reaches_an_added_worker(
+    make_cluster: MakeCluster, policy: Policy
+) -> None:
+    """Nothing of the refused step was sent, so the next one tells of the rate."""
+
+    def train(worker: ps.Worker) -> float:
+        model, optimizer = build(worker, momentum=0.0)
+        client = worker.client
+        client.define("enough", [0.0], rule=ps.Add(), group="control", consistency=ps.Async())
+        step(worker, model, optimizer)
+        if worker.rank == 1:
+            client.assign("enough", [1.0])
+            return float(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = 0.05
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for param in model.parameters():
+            param.grad = torch.full_like(param, torch.nan)
+        with pytest.raises(NonFinite):
+            optimizer.step()
+        if not isinstance(policy, ps.Async):  # the own step was made
+            model.load_state_dict(before)
+        while not client.pull("enough")[0]:
+            step(worker, model, optimizer)
+        return float(optimizer.param_groups[0]["lr"])
+
+    cluster = make_cluster("unix", workers=1, policy=policy)
+    ranks = Ranks(cluster, train).start(0)
+    reader = cluster.client()
+    ranks.until(lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].clocks[0] > 3)
+    cluster.scale(2)
+    assert ranks.start(1).end() == {0: 0.05, 1: 0.05}
 
 
 def test_ranks_with_other_rates_are_still_refused_in_sync(make_cluster: MakeCluster) -> None:

@@ -107,6 +107,7 @@ class Local(Adopted[B]):
             loss = own_step(self._clipping(params, closure))
         self._weigh()
         self.since += 1
+        self._schedules.made()
         self._stepped(groups)
         if self.since >= self.every:
             with torch.no_grad():
@@ -159,6 +160,7 @@ class Local(Adopted[B]):
     def _exchanged(self) -> None:
         """The push was sent: count from here. The ticket may still fail."""
         self.since, self._samples = 0, 0.0
+        self._schedules.sent()
 
 
 def unscale(params: Sequence[Tensor], factor: float) -> None:

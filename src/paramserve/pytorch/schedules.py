@@ -94,10 +94,14 @@ class Schedules:
         self._rates: list[int] = []
         """Of each, as an older incarnation knew it; holds until there are two steps to go by."""
         self._steps = 0
+        self._at = 0
+        """Steps before the one that `before_step` was called for last."""
         self._quick: list[Any] | None = None
         self._positions: list[float] = []
         self._unexplained = 0
         self._told: Note | None = None
+        """What the last step that was sent has told."""
+        self._telling: Note | None = None
 
     def start(self, groups: Sequence[ParamGroup]) -> None:
         """Where the others were first, take the group's hyper-parameters, if no scheduler makes
@@ -124,8 +128,9 @@ class Schedules:
         self._behind = True
 
     def before_step(self, groups: Sequence[ParamGroup]) -> None:
-        """Catch up if this is the first step of a worker that was not there before; count it."""
+        """Catch up if this is the first step of a worker that was not there before."""
         self._groups = groups
+        self._at = self._steps
         if self._behind:
             self._behind = False
             self._catch_up(groups)
@@ -140,19 +145,27 @@ class Schedules:
                 self._search(groups)
                 positions = [_position(each) for each in self._alive()]
         self._quick, self._positions = quick, positions
+
+    def made(self) -> None:
+        """The step of the last `before_step` was made, and counts."""
         self._steps += 1
 
     def note(self) -> bytes:
-        """Of the step that was counted last; empty if it says what the last one said."""
+        """Of the step of the last `before_step`; empty if it says what was sent last."""
+        self._telling = self._told
         number, random = self._draws() if self._draws is not None else (0, b"")
         if not (random or self._told or self._known or self._unexplained):
             return b""
         note = Note(tuple(self._progress()), tuple(_numbers(self._groups)), random, number)
         if note == self._told:
             return b""
-        self._told = note
+        self._telling = note
         packed = msgspec.msgpack.encode(note)
         return packed if len(packed) <= NOTE_BYTES_MAX else b""
+
+    def sent(self) -> None:
+        """The last `note` has gone out: of a step that is refused the next one tells again."""
+        self._told = self._telling
 
     # --- schedulers -------------------------------------------------------------------------------
 
@@ -188,7 +201,7 @@ class Schedules:
         progress = []
         for index, each in enumerate(self._alive()):
             position, (first, since) = self._positions[index], self._first[index]
-            steps = self._steps - 1 - since
+            steps = self._at - since
             rate = round((position - first) / steps) if steps > 0 else self._rates[index]
             progress.append(Progress(type(each).__name__, position, rate))
         return progress

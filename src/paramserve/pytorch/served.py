@@ -104,6 +104,9 @@ class Served(Adopted[ServedBlock]):
             rows = self.tables.take(unscale)
             clip_norm = self._clip(push, rows)
             ticket = self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
+        if self._parts:
+            self._schedules.made()
+            self._schedules.sent()
         ready: Ticket | None = ticket
         if settings.overlap:
             ready, self._pending = self._pending, ticket
