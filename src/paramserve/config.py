@@ -49,9 +49,9 @@ class Deadlines(Struct, frozen=True):
     request_s: float = 120.0
     """Push, pull, define and tick, unless the call names its own `timeout_s`."""
     busy_s: float = 1800.0
-    """As `request_s`, where a push or tick waits for workers that live and do not step, as while
-    they evaluate. As long as torch.distributed waits. A server that does not say whom it waits for
-    has `stall_s` more to do so."""
+    """As `request_s`, where a push or tick, or an assign, fetch, drain or rest behind one, waits
+    for workers that live and do not step, as while they evaluate. As long as torch.distributed
+    waits. A server that does not say whom it waits for has `stall_s` more to do so."""
     start_s: float = 60.0
     """From the launch of the processes until all servers are known."""
     stop_s: float = 1.0

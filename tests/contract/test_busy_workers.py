@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 
 import paramserve as ps
+from paramserve.client import Client
 from paramserve.errors import PushTimeout
 
 MakeCluster = Callable[..., RoleCluster]
@@ -108,3 +109,42 @@ def test_wait_for_a_busy_worker_goes_on_while_the_servers_are_slow_to_say_so(
 
     in_threads(stand_still, ticket.result)
     assert waits.pull("w").tolist() == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 has waited")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.assign("buffer", np.ones(2)),
+        lambda client: client.drain(),
+        lambda client: client.rest(),
+    ],
+    ids=["assign", "drain", "rest"],
+)
+def test_call_behind_a_step_that_waits_for_a_busy_worker_waits_as_long(
+    make_cluster: MakeCluster, call: Callable[[Client], None]
+) -> None:
+    cluster = cluster_of_two(make_cluster, 10.0)
+    evaluates, waits = (cluster.client(rank) for rank in range(2))
+    for client in (evaluates, waits):
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+        client.define("buffer", np.zeros(2), group="buffers", timeout_s=10.0)
+    waits.push({"w": np.ones(3)})
+    waits.tick()
+    asked = threading.Event()
+    ask = waits._steps.all_live
+
+    def told(ranks: Collection[int]) -> bool:
+        live = ask(ranks)
+        asked.set()
+        return live
+
+    waits._steps.all_live = told
+
+    def step_late() -> None:
+        assert asked.wait(10.0)  # the other one has waited as long as for a request
+        evaluates.push({"w": np.ones(3)})
+        evaluates.tick().result()
+
+    in_threads(step_late, lambda: call(waits))
+    assert evaluates.pull("w").tolist() == [1.0] * 3

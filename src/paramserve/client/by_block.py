@@ -131,7 +131,7 @@ class BlockClient(TablesClient):
                 Fetch(0, block.id, field, slot.arena, offset_of(block, slot, shard))
                 for shard in range(len(self._exchange.shards))
             ]
-            operation = self._steps.finish("fetch", requests, self._limit(timeout_s), [slot])
+            operation = self._steps.finish("fetch", requests, timeout_s, [slot])
             return slot.array(block).copy(), done(operation)[0].counts
 
     def store(
@@ -163,7 +163,7 @@ class BlockClient(TablesClient):
             for shard in range(len(self._exchange.shards)):
                 offset = offset_of(block, slot, shard)
                 requests.append(Assign(0, block.id, field, slot.arena, offset, active, counts))
-            self._steps.finish("assign", requests, self._limit(timeout_s), [slot])
+            self._steps.finish("assign", requests, timeout_s, [slot])
 
 
 def _check_tensors(block: Block) -> None:

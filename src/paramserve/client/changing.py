@@ -103,12 +103,11 @@ class ChangingClient(DefiningClient):
             PushTimeout: something is unanswered after `timeout_s`.
         """
         self._check()
-        limit = self._limit(timeout_s)
         with self._lock:
             block = self._defined_in(group)
-            self.drain(limit)
+            self.drain(timeout_s)
             requests = [Rest(0, block.group)] * len(self._exchange.shards)
-            self._steps.finish("rest", requests, limit, ())
+            self._steps.finish("rest", requests, timeout_s, ())
             self._steps.rests(group)
 
     def enter(self, group: str = "default", *, timeout_s: float | None = None) -> bool:
@@ -134,7 +133,7 @@ class ChangingClient(DefiningClient):
                 clock, number = self.clock(group), block.group
                 enters = Step(0, number, clock, False, (), (), enters=(number,))
                 requests = [enters] * len(self._exchange.shards)
-                replies = done(self._steps.finish("enter", requests, limit, ()))
+                replies = done(self._steps.finish("enter", requests, timeout_s, ()))
                 self._steps.go_on(group, max(reply.at for reply in replies))
             return self._steps.enter_ahead(block, limit)
 

@@ -47,6 +47,7 @@ from paramserve.messages import (
     ServerBeat,
     ShardReply,
     ShardRequest,
+    Step,
     Waiting,
     decoder,
     encode,
@@ -425,6 +426,16 @@ class Exchange(Links):
         self._torn = ""
         if large:  # The shard keeps it until it knows.
             link.offer(encode(HaveRead(shard.session.oldest)))
+
+    def oldest_group(self) -> int | None:
+        """The group of the step that holds up what a shard was sent after it, if one does."""
+        with self._lock:
+            for shard in self.shards:
+                if shard.session.unanswered:
+                    oldest = shard.session.unanswered[0].message
+                    if isinstance(oldest, Step):
+                        return oldest.group
+        return None
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""

@@ -282,7 +282,7 @@ class KeyedClient(ReadingClient):
                 Scan(0, block.id, cursor, rows if each == shard else 0, width, slot.arena, at)
                 for each, at in enumerate([slot.offset] * len(self._exchange.shards))
             ]
-            operation = self._steps.finish("fetch", requests, self._limit(timeout_s), [slot])
+            operation = self._steps.finish("fetch", requests, timeout_s, [slot])
             found, after = done(operation)[shard].counts
             # The slot may be given out again when the lock is let go of.
             lying = records_at(slot.bytes, 0, rows, dim, kept)
@@ -312,7 +312,7 @@ class KeyedClient(ReadingClient):
                         target[...] = source[chosen]
                 requests.append(Put(0, block.id, count, width, slot.arena, slot.offset + offset))
                 offset += sizes[shard]
-            self._steps.finish("assign", requests, self._limit(timeout_s), [slot])
+            self._steps.finish("assign", requests, timeout_s, [slot])
 
 
 def check_weight(weight: float | None) -> None:

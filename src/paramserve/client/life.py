@@ -354,8 +354,7 @@ class ClientLife:
         if not self._lock.acquire(timeout=limit):  # Another thread's call is under way.
             raise self._steps.late("drain", None, limit)
         try:
-            if not self._exchange.settle(limit):
-                raise self._steps.late("drain", None, limit)
+            self._steps.wait_for(self._exchange.settle, "drain", None, timeout_s)
             self._steps.raise_unread()
         finally:
             self._lock.release()

@@ -348,11 +348,16 @@ class Steps(Entering):
         return parts
 
     def finish(
-        self, what: str, requests: Sequence[ShardRequest], limit_s: float, slots: Sequence[Slot]
+        self,
+        what: str,
+        requests: Sequence[ShardRequest],
+        limit_s: float | None,
+        slots: Sequence[Slot],
     ) -> Operation:
         """Send a request that is not a step and wait for its answers.
 
         Args:
+            limit_s: None: as `wait`, for what was sent before it.
             slots: go back when all shards have answered. What they hold stands until the caller
                 lets go of the client's lock.
         """
@@ -370,8 +375,7 @@ class Steps(Entering):
             if not operation.numbered:
                 self._exchange.give_back(slots)
             raise
-        if not self._exchange.wait(operation, limit_s):
-            raise self.late(what, None, limit_s)
+        self.wait_for(lambda wait_s: self._exchange.wait(operation, wait_s), what, None, limit_s)
         if operation.error is not None:
             raise again(operation.error)
         return operation
@@ -383,27 +387,49 @@ class Steps(Entering):
         Raises:
             PushTimeout, PullTimeout: they are not there in time. Applied: unknown.
         """
-        assert ticket.operation is not None
+        operation = ticket.operation
+        assert operation is not None
+        self.wait_for(
+            lambda limit_s: self._exchange.wait(operation, limit_s),
+            ticket.what,
+            ticket.group,
+            timeout_s,
+        )
+
+    def wait_for(
+        self,
+        wait: Callable[[float], bool],
+        what: str,
+        group: int | None,
+        timeout_s: float | None,
+    ) -> None:
+        """Wait for answers, as long as `wait` of a ticket does.
+
+        Args:
+            wait: waits this long; whether they are there.
+            group: of the step that is waited for; None: of the steps unanswered longest.
+        """
         if timeout_s is not None:
-            if not self._exchange.wait(ticket.operation, timeout_s):
-                raise self.late(ticket.what, ticket.group, timeout_s)
+            if not wait(timeout_s):
+                raise self.late(what, group, timeout_s)
             return
         began, limit, told = time.monotonic(), self.timeout_s, False
-        while not self._exchange.wait(ticket.operation, limit):
+        while not wait(limit):
             left_s = began + self.busy_s - time.monotonic()
-            busy = self._waits_for(ticket.group, left_s)
+            asked = group if group is not None else self._exchange.oldest_group()
+            busy = self._waits_for(asked, left_s) if asked is not None else ()
             waited_s = time.monotonic() - began
-            if ticket.operation.complete:
+            if wait(0.0):
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
-                raise self.late(ticket.what, ticket.group, waited_s, busy=busy)
+                raise self.late(what, asked, waited_s, busy=busy)
             if not told:
                 told = True
                 who = ", ".join(f"rank {each}" for each in busy)
                 warnings.warn(
                     f"rank {self._rank} has waited {waited_s:.0f} s for a step of {who}, which "
                     f"live: it waits up to {self.busy_s:.0f} s, deadlines=ps.Deadlines(busy_s=)",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             limit = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
 
