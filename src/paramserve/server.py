@@ -223,7 +223,7 @@ class ServerRole:
         if isinstance(message, Inquire):
             self._happen(Inquired(client, message))
         elif isinstance(message, AskReport):
-            conn.send(encode(self._report(notes=True)))
+            conn.send(encode(self._report(notes=message.notes)))
         elif isinstance(message, HaveRead):
             self._happen(AnswersRead(client, message.oldest))
         elif isinstance(message, Bye):

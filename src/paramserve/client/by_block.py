@@ -111,7 +111,7 @@ class BlockClient(TablesClient):
         """The last notes that ranks have sent with steps of a group, by rank and clock."""
         self._check()
         found: dict[int, dict[int, bytes]] = {}
-        for beat in self._exchange.reports(self._limit(timeout_s)):
+        for beat in self._exchange.reports(self._limit(timeout_s), notes=True):
             for report in beat.groups:
                 if report.name == group:
                     for rank, clock, note in report.notes:

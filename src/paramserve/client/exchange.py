@@ -443,13 +443,15 @@ class Exchange(Links):
         answers = self._ask(asked, Inquire(group), timeout_s)
         return [answer for answer in answers if isinstance(answer, Waiting)]
 
-    def reports(self, timeout_s: float) -> list[ServerBeat]:
+    def reports(self, timeout_s: float, *, notes: bool = False) -> list[ServerBeat]:
         """Ask all shards what they have done so far; what came within `timeout_s`.
 
+        Args:
+            notes: whether the ranks' notes are wanted as well.
         Raises:
             ServerGone: a shard is gone.
         """
-        answers = self._ask(self.shards, AskReport(), timeout_s)
+        answers = self._ask(self.shards, AskReport(notes), timeout_s)
         self._check_gone()
         return [answer for answer in answers if isinstance(answer, ServerBeat)]
 

@@ -103,8 +103,8 @@ class GroupReport(Struct, frozen=True, array_like=True):
     """(client, lease, samples): how much of its leased samples is in the values."""
     table: TableReport | None = None
     notes: tuple[tuple[int, int, bytes], ...] = ()
-    """(rank, clock, note) of each rank's last two steps that had one; only in answers to
-    `AskReport`."""
+    """(rank, clock, note) of each rank's last two steps that had one; only in answers to an
+    `AskReport` that asks for them."""
 
     @property
     def change(self) -> GroupPolicy | None:

@@ -223,7 +223,12 @@ class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):
 
 
 class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
-    """Ask what a shard has done so far; the answer is a `ServerBeat`. Not numbered."""
+    """Ask what a shard has done so far; the answer is a `ServerBeat`. Not numbered.
+
+    `notes`: whether the notes of the ranks are wanted as well; they are large.
+    """
+
+    notes: bool = False
 
 
 class HaveRead(Struct, frozen=True, array_like=True, tag="have-read"):

@@ -130,7 +130,8 @@ class SimulatedServer:
         elif isinstance(request, Inquire):
             self._happen(Inquired(client.id, request))
         elif isinstance(request, AskReport):
-            stream.send(FAR, Frame(encode(ServerBeat(self.number, self.shard.report(notes=True)))))
+            report = self.shard.report(notes=request.notes)
+            stream.send(FAR, Frame(encode(ServerBeat(self.number, report))))
         else:
             self.cluster.recorder.arrived(self.number, client, request)
             memory = {ARENA: client.arena} if client.connections[self.number].shared else {}
