@@ -293,6 +293,13 @@ class Group:
         before = [each for each in known if each[0] < clock]
         self.notes[rank] = (*before[-1:], (clock, note))
 
+    def forget_notes(self, left: Iterable[int], live: Iterable[int]) -> None:
+        """Drop the notes of ranks that have left by their own wish, if a live one has notes: a
+        worker that comes later goes by that one's."""
+        if any(rank in self.notes for rank in live):
+            for rank in left:
+                self.notes.pop(rank, None)
+
     def advance(self) -> None:
         """Count an update, and keep a snapshot for those who asked for one at this version."""
         self.version += 1

@@ -250,6 +250,7 @@ class ShardMembers(ABC):
         for rank, member in self.members.items():
             if member.incarnation == 0 and member.state in ENDED:
                 group.never_came(rank)
+        group.forget_notes([r for r, m in self.members.items() if m.state == "left"], live)
         if group.buffered and asking.on_membership(group.at(group.slowest), group):
             flush(group)
         self._clocks_changed(group)

@@ -52,3 +52,15 @@ def test_repeated_last_step_leaves_the_note_before() -> None:
         push(one, A, clock, note=b"%d" % clock)
     push(one, A, 2, note=b"again")
     assert notes(one) == [(1, b"1"), (2, b"again")]
+
+
+def test_notes_of_a_rank_that_has_left_are_dropped_if_a_live_one_has_some() -> None:
+    one = rig(Async(), workers=2)
+    for client in (A, B):
+        push(one, client, 0, note=b"0")
+    one.tell(one.members((A, 1, "dead"), (B, 1, "live")))
+    assert notes(one) == [(0, b"0")], "it may come again"
+    one.tell(one.members((A, 2, "left"), (B, 1, "live")))
+    assert (notes(one), notes(one, 1)) == ([], [(0, b"0")])
+    one.tell(one.members((A, 2, "left"), (B, 1, "left")))
+    assert notes(one, 1) == [(0, b"0")], "one that comes later goes by them"
