@@ -52,11 +52,32 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
     schedulers: tuple[Progress, ...]
     groups: tuple[Numbers, ...]
-    """The numbers in each parameter group."""
+    """The numbers in each parameter group; without those that all have, if `common` has them."""
     random: bytes = b""
     """Where the random generators are."""
     number: int = 0
     """Of this among all steps of the worker that said so, whichever optimizer made them."""
+    common: Numbers = {}
+    """The numbers that are the same in all groups."""
+
+    @property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """All numbers of each parameter group."""
+        return tuple({**self.common, **each} for each in self.groups)
+
+    def packed(self) -> bytes:
+        """What is sent: numbers that all groups have only once."""
+        first, *others = self.groups or ({},)
+        common = {
+            name: value
+            for name, value in first.items()
+            if all(name in each and each[name] == value for each in others)
+        }
+        groups = tuple(
+            {name: value for name, value in each.items() if name not in common}
+            for each in self.groups
+        )
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, groups=groups, common=common))
 
 
 class Schedules:
@@ -102,6 +123,8 @@ class Schedules:
         self._told: Note | None = None
         """What the last step that was sent has told."""
         self._telling: Note | None = None
+        self._warned = False
+        """Whether a note was too long."""
 
     def start(self, groups: Sequence[ParamGroup]) -> None:
         """Where the others were first, take the group's hyper-parameters, if no scheduler makes
@@ -109,7 +132,7 @@ class Schedules:
         if self._behind:
             found = self._best()
             if found is not None and not found[1].schedulers:
-                _install(groups, found[1].groups)
+                _install(groups, found[1].numbers)
             self._taken = _numbers(groups)
 
     def drawn(self) -> tuple[int, bytes]:
@@ -160,8 +183,28 @@ class Schedules:
         if note == self._told:
             return b""
         self._telling = note
-        packed = msgspec.msgpack.encode(note)
-        return packed if len(packed) <= NOTE_BYTES_MAX else b""
+        packed = note.packed()
+        return packed if len(packed) <= NOTE_BYTES_MAX else self._shortened(note, len(packed))
+
+    def _shortened(self, note: Note, size: int) -> bytes:
+        """What of a note that is too long can be sent; warns at the first one."""
+        packed = msgspec.structs.replace(note, random=b"").packed()
+        fits = len(packed) <= NOTE_BYTES_MAX
+        if not self._warned:
+            self._warned = True
+            lost = (
+                "draws other random numbers than it would have drawn"
+                if fits
+                else "goes on with the hyper-parameters and schedules of its own function, as does "
+                "an added one; set them from worker.clock"
+            )
+            warnings.warn(
+                f"group {self._group!r} has {len(note.groups)} parameter groups, too many to tell "
+                f"of with a step: {size} bytes, the most are {NOTE_BYTES_MAX}. A worker that is "
+                f"started again {lost}",
+                stacklevel=6,
+            )
+        return packed if fits else b""
 
     def sent(self) -> None:
         """The last `note` has gone out: of a step that is refused the next one tells again."""
@@ -237,7 +280,7 @@ class Schedules:
         schedulers = self._search(groups)
         if not note.schedulers:
             if self._taken == _numbers(groups):
-                _install(groups, note.groups)
+                _install(groups, note.numbers)
             return
         names = [type(each).__name__ for each in schedulers]
         if sorted(names) != sorted(each.name for each in note.schedulers):
@@ -262,16 +305,16 @@ class Schedules:
         at_note = all(_position(each) <= progress.position for each, progress in pairs)
         if ahead >= 0:
             _advance([(each, progress.position) for each, progress in pairs])
-            if at_note and not _close(_numbers(groups), note.groups):
+            if at_note and not _close(_numbers(groups), note.numbers):
                 self._take(groups, note, "the schedulers, stepped as often, give others")
             elif at_note:
-                _install(groups, note.groups)
+                _install(groups, note.numbers)
         _advance([(each, p.position + ahead * p.rate) for each, p in pairs])
         by_id = {id(each): progress.rate for each, progress in pairs}
         self._rates = [by_id[id(each)] for each in schedulers]
 
     def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
-        _install(groups, note.groups)
+        _install(groups, note.numbers)
         warnings.warn(
             f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
             f"its schedulers are not where they were: {why}. From here on they go on from these "
