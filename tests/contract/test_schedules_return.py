@@ -128,6 +128,31 @@ def test_schedule_per_epoch_goes_on_after_a_restart(make_cluster: MakeCluster, c
     assert broken == {0: rates, 1: rates[clock:]}
 
 
+def test_schedule_per_epoch_goes_on_after_two_restarts_around_the_epochs_end(
+    make_cluster: MakeCluster,
+) -> None:
+    """The second incarnation makes two steps, one in each epoch: its schedule is not per step."""
+
+    def train(worker: ps.Worker) -> list[float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+        loader = worker.loader(TensorDataset(torch.arange(8.0 * worker.workers)), batch_size=2)
+        rates = []
+        for _ in range(3):
+            for _ in loader:
+                if worker.rank == 1 and (worker.incarnation, worker.clock) in ((1, 3), (2, 5)):
+                    worker.client.drain()
+                    raise Killed
+                rates.append(step(worker, model, optimizer))
+            scheduler.step()
+        return rates
+
+    broken, _, restarts = run(make_cluster, train, ps.Async())
+    rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 4
+    assert restarts == 2
+    assert broken == {0: rates, 1: rates[5:]}
+
+
 @pytest.mark.parametrize("policy", [ps.Sync(), ps.Async()], ids=["sync", "async"])
 def test_rate_that_the_function_sets_goes_on_after_a_restart(
     make_cluster: MakeCluster, policy: Policy

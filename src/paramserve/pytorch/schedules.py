@@ -36,6 +36,10 @@ _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
 
 
+_SEVERAL = 2
+"""Steps from which on what a worker has seen itself tells how often a scheduler is stepped."""
+
+
 class Progress(NamedTuple):
     """How far one scheduler is."""
 
@@ -112,8 +116,8 @@ class Schedules:
         self._known: list[weakref.ref[LRScheduler]] = []
         self._first: list[tuple[float, int]] = []
         """Of each known scheduler: position and `_steps` when it was found."""
-        self._rates: list[int] = []
-        """Of each, as an older incarnation knew it; holds until there are two steps to go by."""
+        self._rates: list[int | None] = []
+        """Of each, as an older incarnation knew it; holds for `_SEVERAL` steps."""
         self._steps = 0
         self._at = 0
         """Steps before the one that `before_step` was called for last."""
@@ -237,15 +241,17 @@ class Schedules:
             if id(each) not in known:
                 self._known.append(weakref.ref(each))
                 self._first.append((_position(each), self._steps))
-                self._rates.append(0)
+                self._rates.append(None)
         return self._alive()
 
     def _progress(self) -> list[Progress]:
         progress = []
         for index, each in enumerate(self._alive()):
             position, (first, since) = self._positions[index], self._first[index]
-            steps = self._at - since
-            rate = round((position - first) / steps) if steps > 0 else self._rates[index]
+            steps, known = self._at - since, self._rates[index]
+            # The end of an epoch may lie between the first steps of this worker.
+            enough = steps > 0 if known is None else steps >= _SEVERAL
+            rate = round((position - first) / steps) if enough else known or 0
             progress.append(Progress(type(each).__name__, position, rate))
         return progress
 
