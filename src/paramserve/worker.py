@@ -84,6 +84,7 @@ class Worker:
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
+        ended: the groups that step no more, as another optimizer took parameters of theirs over.
         passes: what loaders and samplers of one dataset have in common.
         leased: the leased loader whose batches the steps take at present, if there is one.
     """
@@ -103,6 +104,7 @@ class Worker:
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
         self.own_steps: list[OwnSteps] = []
+        self.ended: set[str] = set()
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}
         self._leased_loaders = 0
@@ -219,14 +221,15 @@ class Worker:
         """Steps of older incarnations whose batches no loader has left out yet.
 
         A loader lowers it by those that it leaves out; the next one leaves out what is beyond. With
-        an optimizer that is adopted when all of these are left out, as for a second phase of the
-        training, its own steps begin to count.
+        an optimizer that is adopted when all of these are left out, or that has taken over from the
+        ones before, as for a second phase of the training, its own steps begin to count.
         """
         if self._steps_before is None:
             self._steps_before = self.clock if self.incarnation > 1 else 0
-        elif not self._steps_before and self.incarnation > 1:
+        elif self.incarnation > 1 and (not self._steps_before or self._counted <= self.ended):
             new = [group for group in self.groups if group not in self._counted]
-            self._steps_before = self.client.resumed.get(new[0], 0) if new else 0
+            if new or not self._steps_before:
+                self._steps_before = self.client.resumed.get(new[0], 0) if new else 0
         self._counted.update(self.groups)
         return self._steps_before
 

@@ -151,6 +151,7 @@ class Pair:
             finishers=[],
             refreshers=[],
             own_steps=[],
+            ended=set(),
         )
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:

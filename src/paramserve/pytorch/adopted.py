@@ -84,6 +84,11 @@ class Worker(Protocol):
         ...
 
     @property
+    def ended(self) -> set[str]:
+        """The groups of optimizers that another one has taken over from."""
+        ...
+
+    @property
     def finishers(self) -> list[Callable[[], None]]:
         """Called in order when the training function has returned."""
         ...
@@ -311,6 +316,7 @@ class Adopted(ABC, Generic[B]):
         """The other optimizers step no more: their values would overwrite this one's."""
         for other, name in taken.items():
             other._taken = name, self._settings.name
+            self._worker.ended.add(other._settings.name)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Follow what was edited in `param_groups`; called before they are used.

@@ -159,6 +159,7 @@ class FakeCluster:
             finishers=[],
             refreshers=[],
             own_steps=[],
+            ended=set(),
         )
 
     def block(self, group: str) -> FakeBlock:
