@@ -20,8 +20,8 @@ FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
-# `make test` runs what is not marked slow. Two processes share the files (see tests/conftest.py), the
-# longest first, so that both end at the same time. `make test-all` runs everything in three turns: the tests that start Ray
+# `make test` runs what is not marked slow. Two processes share the files, the longest first, so that
+# both end at the same time; Ray is in one file of them. `make test-all` runs everything in three turns: the tests that start Ray
 # again and again have one of their own, and what makes networks or compares times runs alone.
 ALONE := $(patsubst %,tests/examples/test_%.py,compare_sync_async ignore_stragglers)
 ON_RAY := tests/benchmarks tests/ray tests/examples/test_programs.py
@@ -31,7 +31,7 @@ BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests
 QUICK := -m "not slow" $(patsubst %,tests/%,ray learning examples faults contract sim benchmarks api deploy \
 	network unit)
 PYTEST := $(BIN)/python -m pytest
-IN_TWO := --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help venv demo lint test test-all soak bench clean
 .DELETE_ON_ERROR:

@@ -13,18 +13,6 @@ from tests.ray.nodes import ray_nodes as ray_nodes
 GRACE_S = 3.0
 """Children that end by themselves may take this long after the last test."""
 
-RAY = ("tests/ray/", "tests/contract/test_engine_contract.py")
-"""What uses `ray_cluster`."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, a file belongs to one of them, and all files that
-    use Ray to the same one: one cluster is enough."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("ray" if file.startswith(RAY) else file))
-
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell without job control; what tests start and interrupt inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -77,7 +77,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd here")
 
 
-@pytest.fixture(params=ENGINES)
+ON_RAY = pytest.param("OnRay", marks=pytest.mark.slow)
+"""What `make test` checks on Ray is in tests/ray."""
+
+
+@pytest.fixture(params=[ON_RAY if name == "OnRay" else name for name in ENGINES])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.syspath_prepend(HERE)
     return ENGINES[request.param](request)
@@ -522,7 +526,7 @@ def until_states(job: ps.Job, *states: str) -> None:
         ("Local", "Sync"),
         ("Local", "Async"),
         ("Local", "BoundedStaleness"),
-        ("OnRay", "Async"),
+        pytest.param("OnRay", "Async", marks=pytest.mark.slow),
         ("External", "Sync"),
     ],
     indirect=["engine"],
