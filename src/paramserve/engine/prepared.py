@@ -13,6 +13,7 @@ the driver's behalf (`Forked.poll`). It ends with the driver, or when the driver
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import importlib
@@ -24,12 +25,13 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from paramserve.engine.child import EXIT_UNKNOWN, main
+from paramserve.engine.child import EXIT_FAILED, EXIT_UNKNOWN, main
 
 logger = logging.getLogger("paramserve")
 
@@ -264,8 +266,8 @@ class Forked:
 
 
 def serve(control_fd: int, driver: int) -> None:
-    """Fork what is asked for, until the driver closes or dies. Returns in each forked process, when
-    its entry has returned."""
+    """Fork what is asked for, until the driver closes or dies; each forked process runs its entry
+    and ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a driver may ignore it, and that is inherited
     control = socket.socket(fileno=control_fd)
@@ -301,7 +303,41 @@ def serve(control_fd: int, driver: int) -> None:
     source = os.fdopen(source_fd, "rb")
     source.seek(0)
     source.read(int(source.readline()))  # the module path, which is this process's own
-    main(source, reports_fd, driver, driver_fd)
+    _end(_run(source, reports_fd, driver, driver_fd))
+
+
+def _run(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int) -> int:
+    """Run the entry; the exit status, as the interpreter would tell it."""
+    try:
+        main(source, reports_fd, driver, driver_fd)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return EXIT_FAILED
+    except BaseException:
+        traceback.print_exc()
+        return EXIT_FAILED
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but without taking every module apart: that writes to each page
+    of memory which the forks share, and takes as long as the imports did. Threads are waited for,
+    exit handlers run, streams are flushed."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls, too
+        atexit._run_exitfuncs()
+    finally:
+        _flush()
+        os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
 
 
 def _fork(request: ForkRequest, fds: list[int]) -> Answer | None:
@@ -341,10 +377,7 @@ def _prepare(request: ForkRequest) -> str:
     if threading.active_count() > 1:
         names = ", ".join(each.name for each in threading.enumerate()[1:])
         return f"importing {request.module} has started a thread ({names})"
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+    _flush()
     return ""
 
 
