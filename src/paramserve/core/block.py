@@ -141,7 +141,7 @@ class ShardBlock(Ruled):
     def scratch(self) -> Array:
         """Memory for one sum or corrected gradient, until the next one, [elements on this shard].
 
-        What a worker has brought is never written to: its step may be executed again from there.
+        What a worker has sent is never written to: its step may be executed again from there.
         """
         if self._scratch is None:
             self._scratch = np.empty(self.size, self.dtype)

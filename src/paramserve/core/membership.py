@@ -235,7 +235,7 @@ class Membership:
             entry.heard_at, entry.beat = now, beat
 
     def paused(self, seconds: float) -> None:
-        """Nobody could be heard for so long: all were heard of, or left, that much later."""
+        """No process could be heard for so long: each was heard of, or left, that much later."""
         for times in (self._heard, self._restarting):
             for rank in times:
                 times[rank] += seconds
