@@ -251,7 +251,9 @@ class ServerRole:
     # --- what the shard wants ------------------------------------------------------------------
 
     def _happen(self, event: Event) -> None:
-        self._act(self.shard.step(event, self._loop.time()))
+        # Connections that end with the listeners are told of later: then nobody is left to answer.
+        if not self._closed:
+            self._act(self.shard.step(event, self._loop.time()))
 
     def _act(self, effects: Effects) -> None:
         for client, answer in effects.replies:

@@ -356,15 +356,14 @@ class RoleCluster:
 def clusters() -> Iterator[Callable[..., RoleCluster]]:
     """Gives a function that makes clusters, and closes them at the end."""
     load_all_kernels()
-    made: list[RoleCluster] = []
+    with contextlib.ExitStack() as closing:
 
-    def make(*args: Any, **kwargs: Any) -> RoleCluster:
-        made.append(RoleCluster(*args, **kwargs))
-        return made[-1]
+        def make(*args: Any, **kwargs: Any) -> RoleCluster:
+            cluster = RoleCluster(*args, **kwargs)
+            closing.callback(cluster.close)
+            return cluster
 
-    yield make
-    for cluster in made:
-        cluster.close()
+        yield make
 
 
 def load_all_kernels() -> None:

@@ -454,7 +454,6 @@ class OptimizerMachine(RuleBasedStateMachine):
 IGNORED = ("ignore:.*lr_scheduler.step", "ignore:.*initial_lr", "ignore:To get the last learning")
 
 
-@pytest.mark.slow  # until an error out of a server's loop, seen once at its end, is understood
 @pytest.mark.timeout(600)  # for making a failure small, which hypothesis ends after 300 s
 @pytest.mark.filterwarnings(*IGNORED)
 def test_optimizer_does_what_torch_does(make_cluster: MakeCluster) -> None:

@@ -123,6 +123,22 @@ def test_messages_go_on_to_a_server_beside_one_that_stands_still(tmp_path: Path)
     sender.close()
 
 
+def test_closed_links_send_nothing_and_raise_nothing(tmp_path: Path) -> None:
+    loop, receiver = LoopThread(), Receiver()
+    listener = loop.run(lambda: listen_unix(str(tmp_path / "1"), receiver, Limits()))
+    sender = Sender([listener, listener])
+    sender.call(lambda: sender.peers.send(1, b"before"))
+    receiver.wait(lambda: receiver.headers == [b"before"])
+    sender.call(sender.peers.close)
+    for shard in (1, 2):  # a link that stood, and one that nobody has asked for
+        sender.call(lambda s=shard: sender.peers.send(s, b"after"))
+    sender.close()
+    loop.call(listener.close)
+    loop.close()
+    assert receiver.headers == [b"before"]
+    assert not sender.errors
+
+
 def numbers(receiver: Receiver) -> list[int]:
     return [int(each.rstrip(b".")) for each in receiver.headers[1:]]
 

@@ -64,7 +64,9 @@ class PeerLinks:
 
     def send(self, shard: int, header: bytes) -> None:
         """Send a message without a payload, now or as soon as there is a connection that takes it.
-        Never waits."""
+        Never waits. Once closed, it does nothing."""
+        if self._closed:
+            return
         peer = self._peers.setdefault(shard, _Peer())
         peer.queue.append(header)
         if not peer.waiting and not self._sent(peer):
