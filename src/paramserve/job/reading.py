@@ -106,21 +106,21 @@ class Watching:
 
     Args:
         keep: snapshots that the servers hold for it.
+        seconds: gives the run's time.
     """
 
-    def __init__(self, group: str, every: int, keep: int) -> None:
+    def __init__(self, group: str, every: int, keep: int, seconds: Callable[[], float]) -> None:
         self.group = group
         self._every = every
         self._keep = keep
+        self._seconds = seconds
         self._reader: Reader | None = None
         self._since_s: float | None = None
         self._after = 0
         self._kept: deque[Snapshot] = deque()
         self._lock = threading.Lock()
 
-    def take(
-        self, connect: Callable[[], Client], aliases: Aliases, now_s: float
-    ) -> Snapshot | None:
+    def take(self, connect: Callable[[], Client], aliases: Aliases) -> Snapshot | None:
         """The next one, or None if there is none yet.
 
         Args:
@@ -131,15 +131,15 @@ class Watching:
                 return self._kept.popleft()
             if self._reader is None:
                 self._reader = Reader(connect())
-            return self._ask(self._reader, aliases, now_s)
+            return self._ask(self._reader, aliases)
 
-    def drain(self, aliases: Aliases, now_s: float) -> None:
+    def drain(self, aliases: Aliases) -> None:
         """Take over what the servers hold, because they are about to end."""
         with self._lock:
             if self._reader is None:
                 return
             try:
-                while (found := self._ask(self._reader, aliases, now_s)) is not None:
+                while (found := self._ask(self._reader, aliases)) is not None:
                     self._kept.append(found)
             except ValueError:  # a table of that name, which has none
                 return
@@ -153,7 +153,8 @@ class Watching:
         with self._lock:
             return self._kept.popleft() if self._kept else None
 
-    def _ask(self, reader: Reader, aliases: Aliases, now_s: float) -> Snapshot | None:
+    def _ask(self, reader: Reader, aliases: Aliases) -> Snapshot | None:
+        now_s = self._seconds()
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
         if self._since_s is None:
             if self.group not in groups:

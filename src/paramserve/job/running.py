@@ -206,7 +206,7 @@ class Job:
         """
         for option, value in (("every", every), ("keep", keep)):
             check_count(option, value)
-        watching = Watching(name, every, keep)
+        watching = Watching(name, every, keep, lambda: self._supervisor.seconds)
         self._watching.append(watching)
         return self._follow(watching)
 
@@ -238,7 +238,7 @@ class Job:
         supervisor = self._supervisor
         try:
             with self._telling_interrupt():
-                return watching.take(supervisor.connect, self._aliases(), supervisor.seconds)
+                return watching.take(supervisor.connect, self._aliases())
         except ParamServeError:
             # The servers are gone; the run's own end, which is near, says why.
             deadlines = supervisor.plan.deadlines
@@ -257,7 +257,7 @@ class Job:
         """Read everything before the servers end: called when all workers are done."""
         aliases = self._aliases()
         for watching in self._watching:
-            watching.drain(aliases, self._supervisor.seconds)
+            watching.drain(aliases)
         reader = self._connected()
         try:
             self._values = reader.read_all(aliases)

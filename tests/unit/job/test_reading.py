@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,6 +69,11 @@ class HoldsValues:
         return GroupSnapshot(found[0], {"w": np.full(2, float(found[0]))}, dropped=0)
 
 
+def watching_at(*seconds: float, group: str = "model") -> Watching:
+    """One that finds these times, one for each question to the servers."""
+    return Watching(group, every=10, keep=4, seconds=iter(seconds).__next__)
+
+
 def reader(client: HoldsValues) -> Reader:
     return Reader(client)
 
@@ -111,11 +117,11 @@ def test_read_of_an_unknown_group_is_empty() -> None:
 
 def test_watching_waits_until_the_group_is_defined() -> None:
     client = HoldsValues(versions=(10,))
-    watching = Watching("model", every=10, keep=4)
-    assert watching.take(lambda: client, {}, 1.0) is None
+    watching = watching_at(1.0, 2.5)
+    assert watching.take(lambda: client, {}) is None
     assert client.watched == []
     client.held.append(block(1, "model", w=(2,)))
-    first = watching.take(lambda: client, {}, 2.5)
+    first = watching.take(lambda: client, {})
     assert client.watched == [("model", 10, 4)]
     assert first is not None
     assert (first.version, first.seconds) == (10, 0.0)
@@ -123,8 +129,8 @@ def test_watching_waits_until_the_group_is_defined() -> None:
 
 def test_watching_gives_each_version_once_and_counts_seconds_from_the_definition() -> None:
     client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20))
-    watching = Watching("model", every=10, keep=4)
-    taken = [watching.take(lambda: client, {}, now) for now in (1.0, 1.5, 2.0)]
+    watching = watching_at(1.0, 1.5, 2.0)
+    taken = [watching.take(lambda: client, {}) for _ in range(3)]
     assert [each and (each.version, each.seconds) for each in taken] == [
         (10, 0.0),
         (20, 0.5),
@@ -136,7 +142,7 @@ def test_watching_state_has_buffers_and_tied_tensors() -> None:
     client = HoldsValues(
         block(1, "model", w=(2,)), block(2, "model.buffers", mean=(1,)), versions=(10,)
     )
-    taken = Watching("model", 10, 4).take(lambda: client, {"model": {"v": "w"}}, 0.0)
+    taken = watching_at(0.0).take(lambda: client, {"model": {"v": "w"}})
     assert taken is not None
     assert {name: array.tolist() for name, array in taken.state.items()} == {
         "w": [10.0, 10.0],
@@ -147,27 +153,51 @@ def test_watching_state_has_buffers_and_tied_tensors() -> None:
 
 def test_watching_drained_before_the_end_gives_the_rest_afterwards() -> None:
     client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20, 30))
-    watching = Watching("model", every=10, keep=4)
-    watching.take(lambda: client, {}, 0.0)
-    watching.drain({}, 1.0)
+    watching = watching_at(0.0, 1.0, 1.5, 2.0)
+    watching.take(lambda: client, {})
+    watching.drain({})
     watching.forget()
     rest = [watching.take_kept() for _ in range(3)]
-    assert [each and each.version for each in rest] == [20, 30, None]
+    assert [each and (each.version, each.seconds) for each in rest] == [(20, 1.0), (30, 1.5), None]
+
+
+def test_watching_seconds_never_go_back_where_the_end_waited_for_a_reader() -> None:
+    client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20, 30))
+    ended = threading.Event()
+    now = [0.0]
+
+    def take_snapshot(group: str, after: int) -> GroupSnapshot | None:
+        if after == 10 and not ended.is_set():  # the run ends while this question is under way
+            ended.set()
+            threads.append(threading.Thread(target=watching.drain, args=({},)))
+            threads[-1].start()
+        now[0] += 1.0
+        return ask(group, after)
+
+    threads: list[threading.Thread] = []
+    watching = Watching("model", every=10, keep=4, seconds=lambda: now[0])
+    first = watching.take(lambda: client, {})
+    ask, client.take_snapshot = client.take_snapshot, take_snapshot  # type: ignore[method-assign]
+    second = watching.take(lambda: client, {})
+    threads[0].join(10.0)
+    third = watching.take_kept()
+    found = [each and each.seconds for each in (first, second, third)]
+    assert found == [0.0, 0.0, 1.0]
 
 
 def test_watching_that_was_never_read_keeps_nothing() -> None:
-    watching = Watching("model", every=10, keep=4)
-    watching.drain({}, 1.0)
+    watching = watching_at()
+    watching.drain({})
     assert watching.take_kept() is None
 
 
 def test_watching_a_table_is_refused_and_does_not_spoil_the_end() -> None:
     client = HoldsValues(block(1, "model", w=(2,)))
     client.held_tables = [WritesItsName("users")]
-    watching = Watching("users", every=10, keep=4)
+    watching = watching_at(0.0, group="users")
     with pytest.raises(ValueError, match=r"'users' is a table.* read it with job.table\('users'\)"):
-        watching.take(lambda: client, {}, 0.0)
-    watching.drain({}, 1.0)
+        watching.take(lambda: client, {})
+    watching.drain({})
     assert client.watched == []
 
 
