@@ -8,6 +8,7 @@ import os
 import select
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +33,16 @@ def descriptors() -> Counter[str]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Around whole runs: afterwards this process is as it was."""
+    """Around whole runs: soon afterwards this process is as it was."""
     fds, threads = descriptors(), set(threading.enumerate())
     yield
-    gc.collect()  # Python's mmap keeps a copy of an arena's descriptor as long as it lives
-    left = folders(), set(threading.enumerate()) - threads, descriptors() - fds
+    until = time.monotonic() + ENDS_WITHIN_S
+    while True:
+        gc.collect()  # Python's mmap keeps a copy of an arena's descriptor as long as it lives
+        left = folders(), set(threading.enumerate()) - threads, descriptors() - fds
+        if not any(left) or time.monotonic() >= until:
+            break
+        time.sleep(0.01)  # a thread that has just ended its work may still hold objects
     assert not any(left), f"left behind: {left}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def count(
     overlap: bool = False,
     weighted: bool = False,
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0),
+    others_wait_for: str = "",
     **options: Any,
 ) -> list[int]:
     """Step with each batch of a leased loader.
@@ -55,6 +57,8 @@ def count(
             process ends while that step is on its way, else before it.
         weighted: step with the mean loss, and leave it to the optimizer to weigh it.
         seconds: that a sample takes, by rank.
+        others_wait_for: a path. The other ranks begin when rank 1 makes this file, in its last
+            step: else they might take all samples before it has so many.
     Returns:
         The size of each batch.
     """
@@ -69,12 +73,16 @@ def count(
     else:
         loader = worker.loader(Numbers(), shards="dynamic", num_workers=num_workers, **options)
     sizes: list[int] = []
+    while others_wait_for and worker.rank != 1 and not Path(others_wait_for).exists():
+        time.sleep(0.005)
     for batch in loader:
         time.sleep(len(batch) * seconds[worker.rank])
         sizes.append(len(batch))
         dies = worker.rank == 1 and worker.incarnation == 1 and len(sizes) == dies_at
         if dies and not overlap:
             os.kill(os.getpid(), signal.SIGKILL)
+        if dies and others_wait_for:
+            Path(others_wait_for).touch()
         optimizer.zero_grad()
         losses = model.losses(batch)
         (losses.mean() if weighted else losses.sum()).backward()

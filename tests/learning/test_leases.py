@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,10 +45,9 @@ def test_sync_every_sample_counts_once_an_epoch_though_a_worker_dies(
     assert seen == pytest.approx([float(epochs)] * SIZE)
 
 
-def test_async_every_sample_counts_though_a_worker_dies() -> None:
-    result, seen = counted(
-        ps.Async(), workers=3, dies_at=4, overlap=True, on_worker_death="continue"
-    )
+def test_async_every_sample_counts_though_a_worker_dies(tmp_path: Path) -> None:
+    options = {"dies_at": 4, "overlap": True, "others_wait_for": str(tmp_path / "dies")}
+    result, seen = counted(ps.Async(), workers=3, on_worker_death="continue", **options)
     assert set(result.failures) == {1}
     assert min(seen) >= 2.0
     assert sum(seen) <= 2 * SIZE + 4 * 4, "more than the steps that may have been on their way"
