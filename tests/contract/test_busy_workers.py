@@ -13,6 +13,7 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 
 import paramserve as ps
 from paramserve.client import Client
+from paramserve.config import Limits
 from paramserve.errors import PushTimeout
 
 MakeCluster = Callable[..., RoleCluster]
@@ -131,15 +132,7 @@ def test_call_behind_a_step_that_waits_for_a_busy_worker_waits_as_long(
         client.define("buffer", np.zeros(2), group="buffers", timeout_s=10.0)
     waits.push({"w": np.ones(3)})
     waits.tick()
-    asked = threading.Event()
-    ask = waits._steps.all_live
-
-    def told(ranks: Collection[int]) -> bool:
-        live = ask(ranks)
-        asked.set()
-        return live
-
-    waits._steps.all_live = told
+    asked = asked_of(waits)
 
     def step_late() -> None:
         assert asked.wait(10.0)  # the other one has waited as long as for a request
@@ -148,3 +141,75 @@ def test_call_behind_a_step_that_waits_for_a_busy_worker_waits_as_long(
 
     in_threads(step_late, lambda: call(waits))
     assert evaluates.pull("w").tolist() == [1.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 has waited")
+def test_step_for_which_a_busy_worker_has_left_no_room_waits_as_long(
+    make_cluster: MakeCluster,
+) -> None:
+    deadlines = structs.replace(DEADLINES, request_s=0.2, busy_s=10.0)
+    limits = Limits(outstanding_max=2)
+    cluster = make_cluster("unix", workers=2, policy=ps.Sync(), deadlines=deadlines)
+    evaluates, waits = cluster.client(0), cluster.client(1, limits=limits)
+    for client in (evaluates, waits):
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+    asked = asked_of(waits)
+
+    def step(client: Client) -> None:
+        client.push({"w": np.ones(3)})
+        client.tick()
+
+    def step_late() -> None:
+        assert asked.wait(10.0)
+        for _ in range(3):
+            step(evaluates)
+
+    def step_ahead() -> None:
+        for _ in range(3):
+            step(waits)
+        waits.drain()
+
+    in_threads(step_late, step_ahead)
+    evaluates.drain()
+    assert evaluates.pull("w").tolist() == [3.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 has waited")
+@pytest.mark.parametrize("ahead", [False, True], ids=["step", "enter"])
+def test_worker_that_enters_waits_as_long_for_a_busy_worker(
+    make_cluster: MakeCluster, ahead: bool
+) -> None:
+    cluster = cluster_of_two(make_cluster, 10.0)
+    evaluates, enters = (cluster.client(rank) for rank in range(2))
+    for client in (evaluates, enters):
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+    enters.rest()
+    asked = asked_of(enters)
+
+    def step_late() -> None:
+        assert asked.wait(10.0)
+        for _ in range(2):  # the one that it enters with, and its first one
+            evaluates.push({"w": np.ones(3)})
+            evaluates.tick().result(10.0)
+
+    def enter() -> None:
+        assert not ahead or enters.enter()
+        enters.push({"w": np.ones(3)})
+        enters.tick().result()
+
+    in_threads(step_late, enter)
+    assert evaluates.pull("w").tolist() == [2.0] * 3
+
+
+def asked_of(client: Client) -> threading.Event:
+    """Set when a client that waits has asked whether those that it waits for live."""
+    asked = threading.Event()
+    ask = client._steps.all_live
+
+    def told(ranks: Collection[int]) -> bool:
+        live = ask(ranks)
+        asked.set()
+        return live
+
+    client._steps.all_live = told
+    return asked

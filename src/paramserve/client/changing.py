@@ -122,11 +122,10 @@ class ChangingClient(DefiningClient):
             Whether it took no part before: then the values may have changed since the last pull.
         Raises:
             UnknownName: nothing is defined in the group.
-            PushTimeout: the others' clock was not decided in `timeout_s`, or, under a policy that
-                does not collect, not all shards have answered.
+            PushTimeout: the others' clock was not decided in `timeout_s`, by default as long as a
+                step waits, or, under a policy that does not collect, not all shards have answered.
         """
         self._check()
-        limit = self._limit(timeout_s)
         with self._lock:
             block = self._defined_in(group)
             if self._steps.is_guest(group) and not self._steps.terms_of(block).collects:
@@ -135,7 +134,7 @@ class ChangingClient(DefiningClient):
                 requests = [enters] * len(self._exchange.shards)
                 replies = done(self._steps.finish("enter", requests, timeout_s, ()))
                 self._steps.go_on(group, max(reply.at for reply in replies))
-            return self._steps.enter_ahead(block, limit)
+            return self._steps.enter_ahead(block, timeout_s)
 
 
 def _undecided(

@@ -54,14 +54,14 @@ class Entering(ClientClocks):
         self._coming = None
 
     @abstractmethod
-    def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
+    def _knock(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
         """Send a step that ends a clock of a group with nothing, and names others."""
 
     @abstractmethod
     def _defined(self) -> Iterator[Block]:
         """A block of each group, at least."""
 
-    def enter(self, blocks: Sequence[Block], limit_s: float) -> tuple[Block, ...]:
+    def enter(self, blocks: Sequence[Block], limit_s: float | None) -> tuple[Block, ...]:
         """Before a call that ends clocks of these groups, in this order: be waited for in them, and
         in those where this worker is a guest as well and has not rested longer.
 
@@ -69,9 +69,10 @@ class Entering(ClientClocks):
             A block of each group that the first step of the call is to name; `named` follows, when
             it is on its way.
         Raises:
-            PushTimeout: the others' clock was not decided in `limit_s`. Nothing of the call was
-                sent; the others may wait for this worker from now on, and a call that steps the
-                same group goes on from there.
+            PushTimeout: the others' clock was not decided in `limit_s`, or with None as long as
+                `Steps.wait` waits for a ticket. Nothing of the call was sent; the others may wait
+                for this worker from now on, and a call that steps the same group goes on from
+                there.
         """
         if self._came_back:
             self._ask_first_clocks(blocks)
@@ -81,7 +82,7 @@ class Entering(ClientClocks):
         collecting = [each for each in blocks if self.terms_of(each).collects]
         if not collecting:
             return ()
-        first, until = collecting[0], time.monotonic() + limit_s
+        first, until = collecting[0], until_of(limit_s)
         guests = self._guests(collecting)
         if self.is_guest(first.group_name):
             guests = tuple(each for each in guests if each.group != first.group)
@@ -90,7 +91,7 @@ class Entering(ClientClocks):
             self._ask_clock(each.group_name)
         return guests
 
-    def _come_in(self, first: Block, others: Sequence[Block], until: float) -> None:
+    def _come_in(self, first: Block, others: Sequence[Block], until: float | None) -> None:
         """Enter the first group of a call. Where the others wait for this worker in their round of
         groups, it ends that round with nothing: the last one names the group."""
         if self._coming is None or self._coming.group != first.group:
@@ -111,13 +112,13 @@ class Entering(ClientClocks):
             self._ask_clock(first.group_name)
         self._entered(first.group_name)
 
-    def _has_come(self, coming: Coming, until: float) -> bool:
+    def _has_come(self, coming: Coming, until: float | None) -> bool:
         """Wait for the step that was sent last; whether it was all that it takes."""
         ticket = coming.ticket
         if ticket is None:
             return False
         try:
-            outcome = ticket.result(max(until - time.monotonic(), 0.0))
+            outcome = ticket.result(left_until(until))
         except ParamServeError as error:
             if not isinstance(error, Timeout):
                 coming.ticket = None
@@ -130,7 +131,7 @@ class Entering(ClientClocks):
         for each in guests:
             self._entered(each.group_name)
 
-    def enter_ahead(self, block: Block, limit_s: float) -> bool:
+    def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
         """Be waited for in one group, before the step that does the same, if no other one that
         collects could come first.
 
@@ -139,7 +140,7 @@ class Entering(ClientClocks):
         Raises:
             PushTimeout: as `enter`.
         """
-        name, until = block.group_name, time.monotonic() + limit_s
+        name, until = block.group_name, until_of(limit_s)
         if not self.is_guest(name):
             return False
         self._enter_at_once([block])
@@ -200,3 +201,13 @@ class Entering(ClientClocks):
             for each in (*stepped, *later)
             if not self.is_guest(each.group_name) and self.terms_of(each).collects
         ]
+
+
+def until_of(limit_s: float | None) -> float | None:
+    """When a wait that begins now ends; None: as long as `Steps.wait` waits."""
+    return None if limit_s is None else time.monotonic() + limit_s
+
+
+def left_until(until: float | None) -> float | None:
+    """What is left of such a wait, in seconds."""
+    return None if until is None else max(until - time.monotonic(), 0.0)

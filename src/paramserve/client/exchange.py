@@ -34,7 +34,6 @@ from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,
     ParamServeError,
-    PushTimeout,
     rebuild,
 )
 from paramserve.messages import (
@@ -177,34 +176,34 @@ class Exchange(Links):
 
     # --- sending -----------------------------------------------------------------------------
 
-    def make_room(self, timeout_s: float, requests: int = 1) -> None:
-        """Wait until every session's window has room: then a call goes to all shards or to none.
+    def has_room(self, requests: int = 1) -> bool:
+        """Whether every session's window has room: then a call goes to all shards or to none.
 
         Args:
             requests: of the call, to each shard.
         Raises:
-            ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed.
-            PushTimeout: a shard left too much unanswered for `timeout_s`. In all cases nothing
-                was sent, and what the caller has captured is still to be sent.
+            ServerGone, WorkerFenced: a shard is gone. Nothing was sent.
         """
-        for shard in self.shards:
-            if shard.gone is not None or not shard.session.has_room(requests):
-                self._wait_for_room(timeout_s, requests)
-                return
-
-    def _wait_for_room(self, timeout_s: float, requests: int) -> None:
-        def has_room() -> bool:
+        room = all(s.gone is None and s.session.has_room(requests) for s in self.shards)
+        if not room:
             self._check_gone()
-            return all(shard.session.has_room(requests) for shard in self.shards)
+        return room
 
-        if not self._until(has_room, time.monotonic() + timeout_s):
-            full = next((s for s in self.shards if not s.session.has_room(requests)), None)
-            if full is not None:
-                raise PushTimeout(
-                    f"shard {full.number} left {full.session.window} calls unanswered for "
-                    f"{timeout_s:.1f} s",
-                    fix="look at that server, or raise timeout_s",
-                )
+    def wait_for_room(self, timeout_s: float, requests: int) -> bool:
+        """Wait until `has_room`; whether that was in time.
+
+        Raises:
+            ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed. Nothing
+                was sent.
+        """
+        return self._until(lambda: self.has_room(requests), time.monotonic() + timeout_s)
+
+    def full(self, requests: int) -> str:
+        """Which shard has no room; empty: all have."""
+        for shard in self.shards:
+            if not shard.session.has_room(requests):
+                return f"shard {shard.number} left {shard.session.window} calls unanswered"
+        return ""
 
     def _check_gone(self) -> None:
         """Raise what a shard was lost by, for a call that has sent nothing."""
@@ -219,8 +218,8 @@ class Exchange(Links):
     ) -> None:
         """Send one request to each shard, in shard order; returns before they are answered.
 
-        `make_room` comes first, by the same thread. All requests are numbered before the first is
-        sent: a call that is interrupted later is sent whole, on new connections if need be.
+        `has_room` was true before, for the same thread. All requests are numbered before the first
+        is sent: a call that is interrupted later is sent whole, on new connections if need be.
 
         Args:
             operation: what is to happen when it is complete must be agreed already, since another

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from paramserve.client.entering import Entering
+from paramserve.client.entering import Entering, left_until
 from paramserve.client.exchange import Exchange, Slot, again
 from paramserve.client.late import INQUIRE_S, late, not_sent
 from paramserve.client.pushes import BlockPush, check_push
@@ -18,7 +18,7 @@ from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.core.terms import GroupTerms
-from paramserve.errors import ParamServeError, PullTimeout, PushTimeout
+from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import UNDER_WAY, Gradient, Place, ShardRequest, Step
 
 ENTERING_WEIGHT = 1e-30
@@ -60,13 +60,15 @@ class Steps(Entering):
         self._places: dict[Any, tuple[Place, ...]] = {}
 
     def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:
-        """Before anything is captured or sent: raise what was not read, and wait for room.
+        """Before anything is captured or sent: raise what was not read, and wait for room, with
+        None as long as `wait` does.
 
         Args:
             requests: of the call, to each shard.
         Raises:
-            ParamServeError: as `Exchange.make_room` (`PullTimeout` if `what` is "pull"), or an
-                error of an earlier step. Nothing was sent.
+            PushTimeout: a shard left too much unanswered (`PullTimeout` if `what` is "pull").
+            ParamServeError: as `Exchange.wait_for_room`, or an error of an earlier step.
+                In all cases nothing was sent.
         """
         self._exchange.check_whole()
         self._make_room(timeout_s, what, requests)
@@ -76,13 +78,20 @@ class Steps(Entering):
             self.raise_unread()
         if self._forgotten:
             self._let_go()
+        if self._exchange.has_room(requests):
+            return
         try:
-            limit = timeout_s if timeout_s is not None else self.timeout_s
-            self._exchange.make_room(limit, requests)
-        except PushTimeout as error:
-            if what != "pull":
+            self.wait_for(
+                lambda limit_s: self._exchange.wait_for_room(limit_s, requests),
+                what,
+                None,
+                timeout_s,
+            )
+        except Timeout as error:
+            full = self._exchange.full(requests)
+            if full:  # else room has come since then
+                error.failed, error.applied = f"{full}: {error.failed}", "no"
                 raise
-            raise PullTimeout(error.failed, applied=error.applied, fix=error.fix) from None
 
     def send(
         self,
@@ -103,7 +112,7 @@ class Steps(Entering):
         slots: list[Slot] = []
         sent: list[Prepared] = []
         try:
-            enters = self.enter((block,), self.timeout_s) if options.tick else ()
+            enters = self.enter((block,), None) if options.tick else ()
             for each in pull:
                 slots.append(self._exchange.take(each.nbytes))
             push_parts = () if options.skip else [self._gradient_parts(*each) for each in pushes]
@@ -154,7 +163,7 @@ class Steps(Entering):
         try:
             ticks = [each.block for each in parts if each.options.tick]
             self._exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
-            enters = self.enter(ticks, self.timeout_s)
+            enters = self.enter(ticks, None)
             if ticks:
                 self._exchange.unfinished = "a step"
             for each in parts:
@@ -272,10 +281,10 @@ class Steps(Entering):
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
 
-    def _knock(self, block: Block, until: float, enters: Sequence[Block]) -> Ticket:
+    def _knock(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
         """As `Entering` says; the step takes no leased samples either."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
-        self._make_room(max(until - time.monotonic(), 0.0), "step", 1)
+        self._make_room(left_until(until), "step", 1)
         unfinished, self._exchange.unfinished = self._exchange.unfinished, "entering a group"
         sent = self._prepare("step", block, (), (), options, [], (), marked=False, enters=enters)
         self._exchange.submit(sent.requests, sent.operation)

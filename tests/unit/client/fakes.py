@@ -56,7 +56,8 @@ class Memory:
         self.taken: list[Slot] = []
         self.sent: list[tuple[list[ShardRequest], Operation]] = []
         self.waiting: list[Waiting] = []
-        self.full: Exception | None = None
+        self.no_room = False
+        self.gone: Exception | None = None
         self.unfinished = ""
         self._count = 0
 
@@ -70,9 +71,19 @@ class Memory:
         for slot in slots:
             self.taken.remove(slot)
 
-    def make_room(self, timeout_s: float, requests: int = 1) -> None:
-        if self.full is not None:
-            raise self.full
+    def has_room(self, requests: int = 1) -> bool:
+        if self.gone is not None:
+            raise self.gone
+        return not self.no_room
+
+    def wait_for_room(self, timeout_s: float, requests: int) -> bool:
+        return self.has_room(requests)
+
+    def full(self, requests: int) -> str:
+        return "shard 0 is full" if self.no_room else ""
+
+    def oldest_group(self) -> int | None:
+        return None
 
     def check_whole(self) -> None:
         assert not self.unfinished

@@ -139,10 +139,12 @@ def test_error_read_from_one_of_a_steps_tickets_is_not_raised_again(bench: Bench
 
 def test_full_window_leaves_staged_tickets_and_slots_alone(bench: Bench) -> None:
     staged = bench.steps.stage(BLOCK)
-    bench.memory.full = PushTimeout("full", fix="wait")
-    with pytest.raises(PushTimeout):
+    bench.memory.no_room = True
+    with pytest.raises(PushTimeout, match=r"shard 0 is full: .*Applied: no"):
         bench.steps.begin()
-    bench.memory.full = None
+    with pytest.raises(PullTimeout, match=r"shard 0 is full: .*Applied: no"):
+        bench.steps.begin(0.0, "pull")
+    bench.memory.no_room = False
     bench.steps.begin()
     bench.send("tick", tick=True)
     bench.memory.answer(version=1)
@@ -208,7 +210,7 @@ def test_finish_gives_slots_back_only_when_answered(bench: Bench) -> None:
     assert bench.memory.taken == [slot]
     bench.memory.answer()
     assert bench.memory.taken == []
-    bench.memory.full = ServerGone("gone", fix="start again")
+    bench.memory.gone = ServerGone("gone", fix="start again")
     slot = bench.memory.take(64)
     with pytest.raises(ServerGone):
         bench.steps.finish("fetch", requests, 0.0, [slot])
