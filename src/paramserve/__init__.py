@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from paramserve.core.keyed.options import Normal as Normal
     from paramserve.core.keyed.options import Uniform as Uniform
     from paramserve.core.keyed.options import Zeros as Zeros
-    from paramserve.engine.external import External as External
     from paramserve.engine.local import Local as Local
     from paramserve.engine.on_ray import Needs as Needs
     from paramserve.engine.on_ray import OnRay as OnRay
@@ -127,7 +126,6 @@ _WHERE = {
     "Local": "engine.local",
     "OnRay": "engine.on_ray",
     "Needs": "engine.on_ray",
-    "External": "engine.external",
     "Restart": "job.roster",
     "Restarted": "job.result",
     "Handle": "joining",

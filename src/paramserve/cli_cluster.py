@@ -1,4 +1,4 @@
-"""Commands around a cluster that runs by itself: serve, status, scale, token, certs, agent."""
+"""Commands around a cluster that runs by itself: serve, status, scale, token, certs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paramserve.agent import agent_command
 from paramserve.cli_options import split_reference, tls_of, with_tls
 from paramserve.cli_policies import POLICY_HELP, policy_of
 from paramserve.config import Deadlines, Limits
@@ -217,4 +216,4 @@ def load_object(target: str, form: str = "MODULE:NAME, as in training:MyRule") -
         raise click.BadParameter(f"{target}: {error}") from error
 
 
-COMMANDS: Sequence[click.Command] = (serve, status, scale, token, certs, agent_command)
+COMMANDS: Sequence[click.Command] = (serve, status, scale, token, certs)

@@ -78,7 +78,6 @@ class Cluster:
             ranks=workers,
             consistency=told.consistency,
             server_code=told.code,
-            server_reference=told.reference,
             limits=check_settings("limits", limits, Limits),
             deadlines=check_settings("deadlines", deadlines, Deadlines),
         )

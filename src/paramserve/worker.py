@@ -94,8 +94,6 @@ class Worker:
         client: Client,
         seed: int,
         report: Callable[[str, bytes], None] | None = None,
-        *,
-        plain: bool = False,
     ) -> None:
         self.client = client
         self.seed = seed
@@ -109,8 +107,6 @@ class Worker:
         self.passes: Kept = {}
         self._leased_loaders = 0
         self._report = report
-        self._plain = plain
-        """Whether nothing that is reported may be unpickled."""
         self._process_group: StartedGroup | None = None
         self._random = b""
         """Where an older incarnation's generators were; empty when no loader needs it any more."""
@@ -297,18 +293,11 @@ class Worker:
         return adopted
 
     def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:
-        """Give the run's result what modules keep beside parameters and buffers; where the driver
-        cannot take it, warn."""
+        """Give the run's result what modules keep beside parameters and buffers; warn where it
+        cannot be pickled."""
         if self._report is None:
             return
         names = ", ".join(states)
-        if self._plain:
-            warnings.warn(
-                f"the result lacks {names}: to a driver with ps.External goes nothing that would "
-                "have to be unpickled. Load it with strict=False",
-                stacklevel=2,
-            )
-            return
         try:
             body = ExtraState(group, cloudpickle.dumps(states))
         except Exception as error:  # a user's class may raise anything
@@ -450,17 +439,6 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"worker.log: {name} is too large for a float") from None
 
 
-def _encode(returned: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(returned)
-    except (TypeError, OverflowError) as error:
-        raise TypeError(
-            f"what the training function returned ({type(returned).__name__}) cannot be sent to "
-            f"the driver: {error}. To a driver with ps.External go None, numbers, texts, bytes, "
-            "lists and dicts of these: nothing is unpickled there"
-        ) from error
-
-
 def _pickle(returned: Any) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps(returned)
@@ -499,13 +477,12 @@ def main(boot: Bootstrap) -> None:
     )
     client.factor = config.factor
     boot.report("ready", msgspec.msgpack.encode(client.incarnation))
-    worker = Worker(client, config.seed, boot.report, plain=boot.plain)
+    worker = Worker(client, config.seed, boot.report)
     if client.incarnation > 1:
         resumed = Resumed(client.incarnation, worker.clock, client.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
-    pack = _encode if boot.plain else _pickle
     try:
-        returned = pack(function(worker, *args, **kwargs))
+        returned = _pickle(function(worker, *args, **kwargs))
     except BaseException:
         client.send_log()  # what it logged last says most about why
         raise

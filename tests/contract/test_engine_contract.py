@@ -21,16 +21,14 @@ import cloudpickle
 import msgspec
 import numpy as np
 import pytest
-from tests.contract.agents import FleetWithAgents, WithAgents, agents, token_in
 from tests.contract.fleets import WAIT_S, until_ended
 
 import paramserve as ps
 from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
-from paramserve.engine.external import External
 from paramserve.engine.local import Local
 from paramserve.engine.on_ray import OnRay
-from paramserve.errors import CannotPlace, ParamServeError
+from paramserve.errors import ParamServeError
 
 HERE = Path(__file__).parent
 SECRET = b"the-cluster-token-0123456789abcd"
@@ -61,16 +59,10 @@ def on_ray(request: pytest.FixtureRequest) -> Engine:
     return OnRay()
 
 
-def external(request: pytest.FixtureRequest) -> Engine:
-    folder: Path = request.getfixturevalue("tmp_path")
-    return WithAgents(everything=True).within(folder)
-
-
 ENGINES: dict[str, Callable[[pytest.FixtureRequest], Engine]] = {
     "Local": local,
     "Local, forks": forks,
     "OnRay": on_ray,
-    "External": external,
 }
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
@@ -178,12 +170,7 @@ def test_local_environment_is_added_to_the_drivers(
 
 def test_code_of_the_owner_is_loaded(fleet: Fleet) -> None:
     kept = 40
-    wanted = role("code", code=cloudpickle.dumps(lambda: kept + 2))
-    if isinstance(fleet, FleetWithAgents):  # code would have to cross a socket
-        with pytest.raises(ParamServeError, match="code is not sent"):
-            fleet.launch(wanted)
-        return
-    fleet.launch(wanted)
+    fleet.launch(role("code", code=cloudpickle.dumps(lambda: kept + 2)))
     assert bodies(until_ended(fleet)) == {"answer": b"42"}
 
 
@@ -492,8 +479,6 @@ POLICIES = {
 def started(engine: Engine, **options: Any) -> Iterator[tuple[ps.Job, ps.Client]]:
     """A run of one worker that adds ones until it is enough, and a client once it is at work."""
     entries = importlib.import_module("engine_entries")
-    if isinstance(engine, WithAgents):
-        engine = replace(engine, train="engine_entries:adds")
     job = ps.start(entries.adds, engine=engine, **options)
     try:
         with job.handle().connect() as client:
@@ -527,7 +512,6 @@ def until_states(job: ps.Job, *states: str) -> None:
         ("Local", "Async"),
         ("Local", "BoundedStaleness"),
         pytest.param("OnRay", "Async", marks=pytest.mark.slow),
-        ("External", "Sync"),
     ],
     indirect=["engine"],
 )
@@ -566,21 +550,3 @@ def test_run_scaled_to_what_means_nothing_goes_on(monkeypatch: pytest.MonkeyPatc
                 job.scale(workers)  # what is tested
         assert job.status().workers.keys() == {0}
         take_part(client, (0, 1))
-
-
-def test_run_on_external_without_a_free_agent_goes_on_with_as_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(HERE)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    token = token_in(tmp_path)
-    with agents(3, address, token, "engine_entries:adds"):
-        engine = External(address, token_file=token, wait_s=5.0)
-        with started(engine) as (job, client):
-            with pytest.raises(CannotPlace, match="not enough free agents for worker 1 in 5 s"):
-                job.scale(2)
-            assert job.status().workers == {0: "running"}
-            take_part(client, (0, 1))
-            client.assign("enough", np.ones(1))
-            assert job.wait().returns.keys() == {0}

@@ -14,6 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENDS_WITHIN_S = 2.0
+SETTLE_S = 5.0
+
+
+def settle() -> None:
+    """Wait until the transport's thread, which looks after TCP connections, has seen their end."""
+    for thread in threading.enumerate():
+        if thread.name == "paramserve-lost-hosts":
+            thread.join(SETTLE_S)
 
 
 def folders() -> set[str]:

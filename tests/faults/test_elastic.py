@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.contract.agents import settle
 from tests.faults import elastic_victims as victims
-from tests.faults.leftovers import all_end, nothing_left
+from tests.faults.leftovers import all_end, nothing_left, settle
 
 import paramserve as ps
 from paramserve.cli import cli

@@ -190,7 +190,6 @@ def run_main(
     client: RecordsCalls,
     function: Any,
     *args: Any,
-    plain_reports: bool = False,
     **kwargs: Any,
 ) -> list[tuple[str, bytes]]:
     """Run the entry in this process; returns what it reports."""
@@ -219,7 +218,6 @@ def run_main(
                 on_orphaned=lambda callback: None,
                 on_stop=lambda callback: None,
                 load=lambda: (function, args, kwargs),
-                plain=plain_reports,
             )
         )
     finally:
@@ -281,13 +279,3 @@ def test_main_return_value_that_cannot_be_pickled_is_an_error(
     with pytest.raises(TypeError, match="what the training function returned"):
         run_main(monkeypatch, client, train)
     assert "close" not in client.calls
-
-
-def test_main_plain_report_takes_plain_data_only(
-    monkeypatch: pytest.MonkeyPatch, client: RecordsCalls
-) -> None:
-    plain = {"accuracy": [0.5, 1.0], "rank": 1}
-    reports = run_main(monkeypatch, client, lambda worker: plain, plain_reports=True)
-    assert msgspec.msgpack.decode(dict(reports)["returned"]) == plain
-    with pytest.raises(TypeError, match="nothing is unpickled there"):
-        run_main(monkeypatch, client, lambda worker: object(), plain_reports=True)

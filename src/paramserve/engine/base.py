@@ -27,9 +27,6 @@ class Role:
         secret: the cluster's credentials, encoded. Only the process sees it.
         code: what the owner registered to run there (a training function, rules), pickled. It
             reaches the process on a way that no stranger can write to.
-        reference: names of what `code` holds: "module:function" of a training function without
-            arguments, or "module:Class" of each rule, with commas; empty: it has no such names.
-            For engines that send no code.
         environment: set on top of the driver's environment before the interpreter starts.
         directory: a folder that the process removes if the driver dies; empty: none.
         imports: modules that it will need and that take long to import. An engine that forks
@@ -41,7 +38,6 @@ class Role:
     payload: bytes = field(repr=False)
     secret: bytes = field(repr=False)
     code: bytes = field(default=b"", repr=False)
-    reference: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = ""
     imports: tuple[str, ...] = ()
@@ -119,16 +115,10 @@ class Fleet(Protocol):
 
     Attributes:
         shares_host: whether the processes run on this machine, and see the files of this one.
-        plain: whether reports come over a socket of ours, so that nothing in them may be
-            unpickled: what a function returns then has to be plain data.
-        room_s: how long a launched role may wait for a process to run it; past it the fleet tells
-            of its end.
         tls: certificates for the connections between its processes; None: no TLS.
     """
 
     shares_host: bool
-    room_s: float
-    plain: bool
     tls: TLS | None
 
     def launch(self, role: Role) -> Process:

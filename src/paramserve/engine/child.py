@@ -66,8 +66,6 @@ class Bootstrap:
     """The code that the owner registered (`Role.code`), unpickled; None if there is none."""
     host: str = ""
     """This node's address for the others; empty: all processes share this one."""
-    plain: bool = False
-    """Whether the driver unpickles nothing of what is reported, because a socket is in between."""
 
     @property
     def credentials(self) -> Credentials:

@@ -199,8 +199,6 @@ class LocalFleet:
     """
 
     shares_host = True
-    plain = False
-    room_s = 0.0
     tls: TLS | None = None
 
     def __init__(self, python: str, *, forks: bool = False) -> None:

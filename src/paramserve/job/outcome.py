@@ -40,9 +40,7 @@ def result_of(
     leases = status.leases if status is not None else ()
     return Result(
         returns={
-            entry.key.number: msgspec.msgpack.decode(entry.returned)
-            if supervisor.plain
-            else _unpickle(entry.key, entry.returned)
+            entry.key.number: _unpickle(entry.key, entry.returned)
             for entry in supervisor.roster.workers()
             if entry.returned is not None
         },
@@ -68,7 +66,7 @@ def _extra_state(supervisor: Supervisor) -> dict[str, bytes]:
     """Of each group, as the last worker told it."""
     told = [body for _, kind, body in supervisor.reports if kind == "extra state"]
     found = [msgspec.msgpack.decode(body, type=ExtraState) for body in told]
-    return {} if supervisor.plain else {each.group: each.pickled for each in found}
+    return {each.group: each.pickled for each in found}
 
 
 def _restarts(supervisor: Supervisor) -> list[Restarted]:

@@ -77,8 +77,6 @@ class ForServers(NamedTuple):
     consistency: ConsistencySpec
     code: bytes
     """Classes and functions in cloudpickle; empty for none."""
-    reference: str
-    """The same by name, where all can be imported by it."""
 
 
 def for_servers(
@@ -106,7 +104,7 @@ def for_servers(
     if workers:
         consistency.check(workers)
     things = tuple(registered.all.values())
-    return ForServers(described, _pack(things), reference(*things))
+    return ForServers(described, _pack(things))
 
 
 def _pack(things: Sequence[Any]) -> bytes:
@@ -118,19 +116,6 @@ def _pack(things: Sequence[Any]) -> bytes:
         names = ", ".join(each.__qualname__ for each in things)
         raise TypeError(f"{names} cannot be sent to the servers: {error}") from error
     return packed
-
-
-def reference(*things: Any) -> str:
-    """ "package.module:name" of functions or classes, with commas; empty if one cannot be imported
-    by it, as from a script, a notebook or another function."""
-    names = []
-    for thing in things:
-        module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
-        owner = sys.modules.get(module) if module is not None else None
-        if module == "__main__" or getattr(owner, name, None) is not thing:
-            return ""
-        names.append(f"{module}:{name}")
-    return ",".join(names)
 
 
 def imports(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -41,7 +41,6 @@ class Plan:
         worker_code: the training function with its arguments, pickled.
         server_code: the classes of the registered rules, pickled; empty: none.
         worker_imports: as `Role.imports`, of workers.
-        worker_reference, server_reference: the same by name, where it can be imported by it.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
         cluster: what tells it from every other one.
@@ -55,8 +54,6 @@ class Plan:
     worker_code: bytes = b""
     worker_imports: tuple[str, ...] = ()
     server_code: bytes = b""
-    worker_reference: str = ""
-    server_reference: str = ""
     on_worker_death: OnWorkerDeath = "stop"
     threads_per_worker: int = 1
     timeout_s: float | None = None
@@ -80,10 +77,10 @@ class Plan:
                 where the processes do not share this machine.
             addresses: the coordinator's; nobody asks for them for the coordinator itself.
         """
-        payload, code, reference = {
-            "coordinator": (self._coordinator, b"", ""),
-            "server": (self._server, self.server_code, self.server_reference),
-            "worker": (self._worker, self.worker_code, self.worker_reference),
+        payload, code = {
+            "coordinator": (self._coordinator, b""),
+            "server": (self._server, self.server_code),
+            "worker": (self._worker, self.worker_code),
         }[key.kind]
         threads = self.threads_per_worker if key.kind == "worker" else 1
         return Role(
@@ -92,7 +89,6 @@ class Plan:
             payload=payload(key.number, directory, addresses),
             secret=credentials.encode(),
             code=code,
-            reference=reference,
             environment=dict.fromkeys(THREADS, str(threads)),
             directory=directory,
             imports=self.worker_imports if key.kind == "worker" else (),

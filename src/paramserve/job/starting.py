@@ -26,7 +26,7 @@ from paramserve.job.arguments import (
     check_options,
     check_weights,
 )
-from paramserve.job.packing import for_servers, imports, pack, reference
+from paramserve.job.packing import for_servers, imports, pack
 from paramserve.job.plan import Plan, cores
 from paramserve.job.result import Result
 from paramserve.job.roster import OnWorkerDeath, Restart
@@ -221,8 +221,6 @@ def _start(
         worker_code=pack(training.function, training.args, kwargs),
         worker_imports=imports(training.function),
         server_code=told.code,
-        worker_reference="" if training.args or kwargs else reference(training.function),
-        server_reference=told.reference,
         on_worker_death=crew.on_worker_death,
         threads_per_worker=threads,
         timeout_s=bounds.timeout_s,

@@ -61,7 +61,6 @@ class Supervisor:
         overview: what the coordinator has told.
         roster: what is known of each process.
         failures: of workers that the run went on without, by rank.
-        plain: whether nothing that processes report may be unpickled.
         restarts: of each restart, how the worker had ended.
         reports: what processes told besides, as (who, kind, body), in order.
         addresses: the coordinator's; empty: not known yet.
@@ -114,9 +113,8 @@ class Supervisor:
         self._clients_lock = threading.Lock()
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys])
-        self.plain = self._fleet.plain
         self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
-        self._up_by = time.monotonic() + self._fleet.room_s + plan.deadlines.start_s
+        self._up_by = time.monotonic() + plan.deadlines.start_s
         self.roster = Roster(
             plan.servers, plan.workers, plan.on_worker_death, self._up_by, plan.deadlines
         )
@@ -234,7 +232,7 @@ class Supervisor:
     def _launch_rest(self, addresses: tuple[str, ...]) -> None:
         """Start all that have to know where the coordinator listens."""
         self._processes.addresses = self.overview.addresses = addresses
-        self._up_by = time.monotonic() + self._fleet.room_s + self.plan.deadlines.start_s
+        self._up_by = time.monotonic() + self.plan.deadlines.start_s
         self.roster.start_by = self._up_by  # each of these may have to wait for room, too
         self._processes.launch(self.plan.keys[1:])
 

@@ -55,8 +55,6 @@ class Puppet:
 class Puppets:
     """An engine and its fleet: runs nothing; fails where it is told to."""
 
-    plain = False
-    room_s = 0.0
     tls = None
 
     def __init__(

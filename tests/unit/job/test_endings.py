@@ -20,11 +20,11 @@ SERVER, WORKER = Key("server", 0), Key("worker", 0)
 def test_process_that_found_no_place_is_told_as_that(
     key: Key, error_of: Callable[[Entry], ParamServeError]
 ) -> None:
-    error = CannotPlace("no agent came", fix="start one")
+    error = CannotPlace("no node is free", fix="add one")
     failure = Failure("CannotPlace", str(error), "Traceback", error.failed, error.fix)
     found = error_of(Entry(key, failure=failure))
     assert isinstance(found, CannotPlace)
-    assert (found.failed, found.applied, found.fix) == ("no agent came", "no", "start one")
+    assert (found.failed, found.applied, found.fix) == ("no node is free", "no", "add one")
 
 
 def test_end_is_told_with_what_the_engine_knows() -> None:

@@ -160,8 +160,6 @@ class KeepsRoles:
         self.roles: list[Role] = []
 
     shares_host = True
-    plain = False
-    room_s = 0.0
     tls = None
 
     def open(self, roles: Sequence[str] = ()) -> Fleet:

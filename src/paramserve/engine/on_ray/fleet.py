@@ -24,8 +24,6 @@ class RayFleet:
     """Actors of one run. See `base.Fleet`."""
 
     shares_host = False
-    plain = False
-    room_s = 0.0  # `open` has waited for it
 
     def __init__(
         self,
