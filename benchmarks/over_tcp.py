@@ -23,10 +23,10 @@ import numpy as np
 import paramserve as ps
 from benchmarks.ours import InPlace
 from benchmarks.workloads import Call, Tcp, fresh, medians, timed
-from paramserve.certificates import make_certificates
+from paramserve.cli.certificates import make_certificates
 from paramserve.config import Deadlines, Limits
-from paramserve.control import ControlLink
 from paramserve.messages import Hello, Join, Joined
+from paramserve.transport.control import ControlLink
 from paramserve.transport.link import Link
 from paramserve.transport.token_file import credentials_of
 

@@ -17,11 +17,11 @@ import torch
 import paramserve as ps
 from benchmarks.tables_load import Array, Ballast, Batches, Keys, TableLoad, keys_of
 from benchmarks.workloads import medians
-from paramserve.core.keyed import compiled
-from paramserve.core.keyed.index import Index
-from paramserve.core.keyed.memory import zeros
-from paramserve.core.keyed.options import TableOptions, Uniform
-from paramserve.core.keyed.store import Purpose, RowStore
+from paramserve.core.table import compiled
+from paramserve.core.table.index import Index
+from paramserve.core.table.memory import zeros
+from paramserve.core.table.options import TableOptions, Uniform
+from paramserve.core.table.store import Purpose, RowStore
 from paramserve.rules.base import PushInfo, Rule
 from paramserve.rules.rows import apply_rows, initial_state, prepare_rows, row_layout
 

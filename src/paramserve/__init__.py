@@ -19,52 +19,53 @@ if TYPE_CHECKING:
     from paramserve.client import Table as Table
     from paramserve.client import TablePush as TablePush
     from paramserve.client import Ticket as Ticket
-    from paramserve.cluster import Cluster as Cluster
     from paramserve.config import TLS as TLS
     from paramserve.config import Deadlines as Deadlines
     from paramserve.config import Limits as Limits
-    from paramserve.core.consistency import Adaptive as Adaptive
-    from paramserve.core.consistency import Async as Async
-    from paramserve.core.consistency import BoundedStaleness as BoundedStaleness
-    from paramserve.core.consistency import Buffered as Buffered
-    from paramserve.core.consistency import DelayCompensated as DelayCompensated
-    from paramserve.core.consistency import ElasticAverage as ElasticAverage
-    from paramserve.core.consistency import LocalSteps as LocalSteps
-    from paramserve.core.consistency import Sync as Sync
-    from paramserve.core.damping import Exponential as Exponential
-    from paramserve.core.damping import Inverse as Inverse
-    from paramserve.core.damping import Polynomial as Polynomial
-    from paramserve.core.decisions import Admit as Admit
-    from paramserve.core.decisions import Apply as Apply
-    from paramserve.core.decisions import Buffer as Buffer
-    from paramserve.core.decisions import Drop as Drop
-    from paramserve.core.decisions import Policy as Policy
-    from paramserve.core.decisions import Pull as Pull
-    from paramserve.core.decisions import Push as Push
-    from paramserve.core.decisions import Standing as Standing
-    from paramserve.core.decisions import Wait as Wait
-    from paramserve.core.keyed.options import LRU as LRU
-    from paramserve.core.keyed.options import TTL as TTL
-    from paramserve.core.keyed.options import Constant as Constant
-    from paramserve.core.keyed.options import MinCount as MinCount
-    from paramserve.core.keyed.options import Normal as Normal
-    from paramserve.core.keyed.options import Uniform as Uniform
-    from paramserve.core.keyed.options import Zeros as Zeros
+    from paramserve.consistency.base import Admit as Admit
+    from paramserve.consistency.base import Apply as Apply
+    from paramserve.consistency.base import Buffer as Buffer
+    from paramserve.consistency.base import Drop as Drop
+    from paramserve.consistency.base import Policy as Policy
+    from paramserve.consistency.base import Pull as Pull
+    from paramserve.consistency.base import Push as Push
+    from paramserve.consistency.base import Standing as Standing
+    from paramserve.consistency.base import Wait as Wait
+    from paramserve.consistency.built_in import Adaptive as Adaptive
+    from paramserve.consistency.built_in import Async as Async
+    from paramserve.consistency.built_in import BoundedStaleness as BoundedStaleness
+    from paramserve.consistency.built_in import Buffered as Buffered
+    from paramserve.consistency.built_in import DelayCompensated as DelayCompensated
+    from paramserve.consistency.built_in import ElasticAverage as ElasticAverage
+    from paramserve.consistency.built_in import LocalSteps as LocalSteps
+    from paramserve.consistency.built_in import Sync as Sync
+    from paramserve.consistency.damping import Exponential as Exponential
+    from paramserve.consistency.damping import Inverse as Inverse
+    from paramserve.consistency.damping import Polynomial as Polynomial
+    from paramserve.core.table.options import LRU as LRU
+    from paramserve.core.table.options import TTL as TTL
+    from paramserve.core.table.options import Constant as Constant
+    from paramserve.core.table.options import MinCount as MinCount
+    from paramserve.core.table.options import Normal as Normal
+    from paramserve.core.table.options import Uniform as Uniform
+    from paramserve.core.table.options import Zeros as Zeros
     from paramserve.engine.local import Local as Local
     from paramserve.engine.on_ray import Needs as Needs
     from paramserve.engine.on_ray import OnRay as OnRay
     from paramserve.errors import ParamServeError as ParamServeError
-    from paramserve.job import Job as Job
-    from paramserve.job import run as run
-    from paramserve.job import start as start
-    from paramserve.job.reading import Snapshot as Snapshot
-    from paramserve.job.result import Restarted as Restarted
-    from paramserve.job.result import Result as Result
-    from paramserve.job.roster import Restart as Restart
-    from paramserve.joining import Handle as Handle
-    from paramserve.joining import attach as attach
-    from paramserve.joining import connect as connect
-    from paramserve.joining import from_environment as from_environment
+    from paramserve.launch import Job as Job
+    from paramserve.launch import run as run
+    from paramserve.launch import start as start
+    from paramserve.launch.cluster import Cluster as Cluster
+    from paramserve.launch.connect import Handle as Handle
+    from paramserve.launch.connect import attach as attach
+    from paramserve.launch.connect import connect as connect
+    from paramserve.launch.connect import from_environment as from_environment
+    from paramserve.launch.reading import Snapshot as Snapshot
+    from paramserve.launch.result import Restarted as Restarted
+    from paramserve.launch.result import Result as Result
+    from paramserve.launch.roster import Restart as Restart
+    from paramserve.launch.serve import serve as serve
     from paramserve.rules.adagrad import Adagrad as Adagrad
     from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
     from paramserve.rules.adam import Adam as Adam
@@ -73,48 +74,47 @@ if TYPE_CHECKING:
     from paramserve.rules.custom import CustomRule as CustomRule
     from paramserve.rules.ftrl import FTRL as FTRL
     from paramserve.rules.sgd import SGD as SGD
-    from paramserve.serving import serve as serve
     from paramserve.worker import Worker as Worker
 
 _WHERE = {
-    "run": "job",
-    "start": "job",
-    "Job": "job",
-    "Result": "job.result",
-    "Snapshot": "job.reading",
+    "run": "launch",
+    "start": "launch",
+    "Job": "launch",
+    "Result": "launch.result",
+    "Snapshot": "launch.reading",
     "Worker": "worker",
-    "Cluster": "cluster",
+    "Cluster": "launch.cluster",
     "Client": "client",
     "Ticket": "client",
     "Table": "client",
     "TablePush": "client",
-    "Uniform": "core.keyed.options",
-    "Normal": "core.keyed.options",
-    "Constant": "core.keyed.options",
-    "Zeros": "core.keyed.options",
-    "MinCount": "core.keyed.options",
-    "TTL": "core.keyed.options",
-    "LRU": "core.keyed.options",
-    "Sync": "core.consistency",
-    "Async": "core.consistency",
-    "BoundedStaleness": "core.consistency",
-    "DelayCompensated": "core.consistency",
-    "Buffered": "core.consistency",
-    "LocalSteps": "core.consistency",
-    "ElasticAverage": "core.consistency",
-    "Adaptive": "core.consistency",
-    "Inverse": "core.damping",
-    "Exponential": "core.damping",
-    "Polynomial": "core.damping",
-    "Policy": "core.decisions",
-    "Standing": "core.decisions",
-    "Push": "core.decisions",
-    "Pull": "core.decisions",
-    "Apply": "core.decisions",
-    "Buffer": "core.decisions",
-    "Drop": "core.decisions",
-    "Admit": "core.decisions",
-    "Wait": "core.decisions",
+    "Uniform": "core.table.options",
+    "Normal": "core.table.options",
+    "Constant": "core.table.options",
+    "Zeros": "core.table.options",
+    "MinCount": "core.table.options",
+    "TTL": "core.table.options",
+    "LRU": "core.table.options",
+    "Sync": "consistency.built_in",
+    "Async": "consistency.built_in",
+    "BoundedStaleness": "consistency.built_in",
+    "DelayCompensated": "consistency.built_in",
+    "Buffered": "consistency.built_in",
+    "LocalSteps": "consistency.built_in",
+    "ElasticAverage": "consistency.built_in",
+    "Adaptive": "consistency.built_in",
+    "Inverse": "consistency.damping",
+    "Exponential": "consistency.damping",
+    "Polynomial": "consistency.damping",
+    "Policy": "consistency.base",
+    "Standing": "consistency.base",
+    "Push": "consistency.base",
+    "Pull": "consistency.base",
+    "Apply": "consistency.base",
+    "Buffer": "consistency.base",
+    "Drop": "consistency.base",
+    "Admit": "consistency.base",
+    "Wait": "consistency.base",
     "Add": "rules.add",
     "SGD": "rules.sgd",
     "Adam": "rules.adam",
@@ -126,13 +126,13 @@ _WHERE = {
     "Local": "engine.local",
     "OnRay": "engine.on_ray",
     "Needs": "engine.on_ray",
-    "Restart": "job.roster",
-    "Restarted": "job.result",
-    "Handle": "joining",
-    "attach": "joining",
-    "connect": "joining",
-    "from_environment": "joining",
-    "serve": "serving",
+    "Restart": "launch.roster",
+    "Restarted": "launch.result",
+    "Handle": "launch.connect",
+    "attach": "launch.connect",
+    "connect": "launch.connect",
+    "from_environment": "launch.connect",
+    "serve": "launch.serve",
     "TLS": "config",
     "Deadlines": "config",
     "Limits": "config",

@@ -60,7 +60,7 @@ def load_routing() -> None:
     """Have ready what spreads a table's keys and gradients over the shards, as `load_kernels`."""
     if _ROUTING in _loaded:
         return
-    from paramserve.core.keyed import kernels, routing_kernels
+    from paramserve.core.table import kernels, routing_kernels
 
     _load(_ROUTING, [kernels, routing_kernels], routing_kernels.prepare)
 
@@ -75,7 +75,7 @@ def load_table(rule: Rule, layout: RowLayout) -> None:
         return
     load_kernels(np.dtype(np.float32), rule)
     load_routing()
-    from paramserve.core.keyed.compiled import kernel_modules, prepare
+    from paramserve.core.table.compiled import kernel_modules, prepare
     from paramserve.rules import halves, kernels, row_kernels
     from paramserve.rules.rows import prepare_rows
 

@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 
 from paramserve.config import Credentials, ServerConfig
-from paramserve.control import ControlLink
+from paramserve.consistency.registered import Registered, registered
+from paramserve.consistency.registry import build as build_policy
+from paramserve.core.batch import apart
 from paramserve.core.events import (
     AnswersRead,
     ClientBye,
@@ -29,10 +31,7 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
-from paramserve.core.policies import build as build_policy
-from paramserve.core.registered import Registered, registered
 from paramserve.core.shard import Shard
-from paramserve.core.together import apart
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.loading import load_if_compiled
@@ -57,6 +56,7 @@ from paramserve.preparing import needed
 from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal
+from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener, listen
 from paramserve.transport.peers import PeerLinks

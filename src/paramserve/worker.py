@@ -19,14 +19,14 @@ from msgspec import Struct
 from paramserve import seeding
 from paramserve.client import Client
 from paramserve.config import Deadlines, Limits
-from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.loading import load_if_compiled
 
 if TYPE_CHECKING:
     import torch
 
     from paramserve.client.leases import LeasedWork, OwnSteps
-    from paramserve.core.decisions import Policy
+    from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
     from paramserve.pytorch.passes import Kept
     from paramserve.pytorch.prefetching import KeysOf

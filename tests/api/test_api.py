@@ -11,7 +11,7 @@ import pytest
 
 import paramserve
 from paramserve import errors
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 from paramserve.rules.base import RowRule, Rule
 
 PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,15 +248,6 @@ def test_deadlines_and_limits_are_those_of_the_code(settings: Deadlines | Limits
             assert not re.search(rf"\.{name}\b", code), f"{name} is used and on no page"
     fields = {*Deadlines().__struct_fields__, *Limits().__struct_fields__}
     assert set(written) <= fields
-
-
-def test_layers_are_those_of_the_contract() -> None:
-    after = ARCHITECTURE.read_text().split("## Layers")[1]
-    block = re.findall(r"^```\n(.*?)^```$", after, flags=re.DOTALL | re.MULTILINE)[0]
-    written = [re.split(r" {2,}", line)[0].strip() for line in block.splitlines()]
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    contract = settings["tool"]["importlinter"]["contracts"][0]
-    assert written == [re.sub(r"[()]", "", layer) for layer in contract["layers"]]
 
 
 def test_readme_make_targets_and_variables_exist() -> None:

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paramserve.config import Credentials, ServerConfig
-from paramserve.control import ControlLink
-from paramserve.core.registered import Registered
+from paramserve.consistency.registered import Registered
 from paramserve.messages import Hello
 from paramserve.server import ServerRole
 from paramserve.transport.connection import Connection
+from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.inprocess import InProcessListener
 

@@ -29,18 +29,18 @@ from paramserve.config import (
     Limits,
     ServerConfig,
 )
-from paramserve.control import ControlLink
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async
+from paramserve.consistency.registered import Registered, registered
+from paramserve.consistency.registry import spec as policy_spec
 from paramserve.coordinator import CoordinatorRole
-from paramserve.core.consistency import Async
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import spec as policy_spec
-from paramserve.core.registered import Registered, registered
 from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register, Scale
 from paramserve.rules import SGD, Adam, Add
 from paramserve.server import ServerRole
 from paramserve.transport.arena import Arena
+from paramserve.transport.control import ControlLink
 from paramserve.transport.dial import dial
 from paramserve.transport.inprocess import InProcessLink
 from paramserve.transport.link import Link

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserve.core.keyed.options import Constant, Normal, Uniform, Zeros
+from paramserve.core.table.options import Constant, Normal, Uniform, Zeros
 from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, RowAdagrad, Rule
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

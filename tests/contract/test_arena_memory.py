@@ -12,7 +12,7 @@ from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import links
 from paramserve.client.exchange import FIRST_ARENA_BYTES
-from paramserve.core.keyed.options import Zeros
+from paramserve.core.table.options import Zeros
 from paramserve.rules import Add
 
 MakeCluster = Callable[..., RoleCluster]

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, wait_until
 
-from paramserve.control import ControlLink
 from paramserve.messages import CoordinatorNotice, WorkerBeat
+from paramserve.transport.control import ControlLink
 
 RARE = structs.replace(DEADLINES, heartbeat_s=10 * WAIT_S, stall_s=20 * WAIT_S)
 

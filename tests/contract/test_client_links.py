@@ -17,7 +17,7 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
 from paramserve.client import Client
 from paramserve.config import Deadlines
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
     ClientClosed,
     CoordinatorGone,

@@ -15,7 +15,7 @@ from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import BlockPush, Client
 from paramserve.config import ConsistencySpec, Limits, PolicySpec
-from paramserve.core.policies import build as build_policy
+from paramserve.consistency.registry import build as build_policy
 from paramserve.errors import (
     ConnectTimeout,
     DefineMismatch,

@@ -12,12 +12,12 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.exchange import Exchange
-from paramserve.control import ControlLink
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken, Timeout, WorkerFenced
 from paramserve.messages import CoordinatorNotice, ServerBeat, ShardRequest, WorkerBeat
 from paramserve.rules import Add
+from paramserve.transport.control import ControlLink
 
 LARGE = 20_000
 STEPS = 5

@@ -9,8 +9,8 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import Client
-from paramserve.core.consistency import Async, BoundedStaleness
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness
 from paramserve.rules import Add
 
 SIZE = 20_000

@@ -15,7 +15,7 @@ from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_policies import scale
 
 from paramserve.client import BlockPush, Client, Outcome, Ticket
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.rules import Add
 
 SIZE = 20_000

@@ -12,8 +12,8 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, in_threads, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import (
     HyperMismatch,
     NonFinite,

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client.exchange import WINDOW
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.errors import NonFinite, PullTimeout
 from paramserve.rules import Add
 

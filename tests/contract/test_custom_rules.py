@@ -12,8 +12,8 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 
 from paramserve.client import BlockPush, Client
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import RuleFailed, UnknownRule
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule

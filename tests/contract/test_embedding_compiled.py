@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paramserve.client.rows import Lent
 from paramserve.client.table import Table
-from paramserve.core.keyed.options import Constant
+from paramserve.core.table.options import Constant
 from paramserve.loading import load_table
 from paramserve.pytorch import Embedding, EmbeddingBag
 from paramserve.rules import Add

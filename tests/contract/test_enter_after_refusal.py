@@ -9,8 +9,8 @@ from tests.contract.test_refused_steps import BAD, Rising
 from tests.contract.test_tables import DIM, ones
 
 from paramserve.client import BlockPush
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.keyed.options import Zeros
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.core.table.options import Zeros
 from paramserve.errors import ParamServeError
 from paramserve.rules import Add
 

@@ -13,8 +13,8 @@ from tests.contract.role_cluster import LoopThread
 
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, Deadlines, Limits
-from paramserve.control import ControlLink
 from paramserve.messages import Hello, Reconnect, WorkerBeat
+from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen_unix
 

@@ -22,8 +22,8 @@ from tests.contract.role_cluster import RoleCluster, wait_until
 
 import paramserve
 from paramserve.client import Client
-from paramserve.core.consistency import Sync
-from paramserve.core.keyed.options import Zeros
+from paramserve.consistency.built_in import Sync
+from paramserve.core.table.options import Zeros
 from paramserve.errors import ClientClosed
 from paramserve.rules import Add
 

@@ -11,9 +11,9 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import users
 
 from paramserve.client import BlockPush, Client, Outcome
-from paramserve.core.consistency import Buffered, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed.options import Constant
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Buffered, Sync
+from paramserve.core.table.options import Constant
 from paramserve.errors import NonFinite, ParamServeError
 from paramserve.rules import SGD
 

@@ -15,8 +15,8 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 
 from paramserve.client import Client, changing
 from paramserve.config import NO_CREDENTIALS, ServerConfig
-from paramserve.control import ControlLink
-from paramserve.core.consistency import (
+from paramserve.consistency.base import APPLY, DROP, OnPush, Policy, Push, Standing
+from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,
     Buffered,
@@ -24,9 +24,8 @@ from paramserve.core.consistency import (
     LocalSteps,
     Sync,
 )
-from paramserve.core.decisions import APPLY, DROP, OnPush, Policy, Push, Standing
-from paramserve.core.policies import spec
-from paramserve.core.registered import registered
+from paramserve.consistency.registered import registered
+from paramserve.consistency.registry import spec
 from paramserve.errors import (
     DefineMismatch,
     NonFinite,
@@ -39,6 +38,7 @@ from paramserve.messages import Hello, Ok, Scale
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
 from paramserve.server import ServerRole
+from paramserve.transport.control import ControlLink
 
 SIZE = 20_000
 """Elements of float64: enough to lie on two shards."""

@@ -12,18 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paramserve.core.consistency import (
-    Adaptive,
-    Async,
-    BoundedStaleness,
-    Buffered,
-    DelayCompensated,
-    ElasticAverage,
-    LocalSteps,
-    Sync,
-)
-from paramserve.core.damping import Exponential, Inverse, Polynomial
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     ADMIT,
     DROP,
     Admission,
@@ -36,7 +25,18 @@ from paramserve.core.decisions import (
     Standing,
     Wait,
 )
-from paramserve.core.policies import BUILT_IN
+from paramserve.consistency.built_in import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    ElasticAverage,
+    LocalSteps,
+    Sync,
+)
+from paramserve.consistency.damping import Exponential, Inverse, Polynomial
+from paramserve.consistency.registry import BUILT_IN
 from paramserve.rules import SGD
 from paramserve.testing.policy_suite import PolicySuite
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
 
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.errors import UnknownRule
 from paramserve.rules import Add
 

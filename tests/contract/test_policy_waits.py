@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
 
-from paramserve.core.decisions import Admission, Policy, Pull, Standing, Wait
+from paramserve.consistency.base import Admission, Policy, Pull, Standing, Wait
 from paramserve.errors import PushTimeout
 from paramserve.rules import Add
 

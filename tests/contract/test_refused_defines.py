@@ -11,8 +11,8 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, RoleCluster
 
 from paramserve.client import Client
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import RuleFailed
 from paramserve.rules import Add
 from paramserve.rules.custom import CustomRule

@@ -13,7 +13,7 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import ones, users
 
 from paramserve.client import BlockPush, Client, Ticket
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.errors import ParamServeError
 from paramserve.rules.custom import CustomRule
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 from paramserve.errors import HyperMismatch, NonFinite
 
 MakeCluster = Callable[..., RoleCluster]

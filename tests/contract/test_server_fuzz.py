@@ -21,7 +21,7 @@ from tests.contract.town import HELLO, STRANGER, Town
 
 from paramserve.client import Client, Ticket
 from paramserve.config import Limits, PolicySpec
-from paramserve.core.consistency import Async, Sync
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
     AskReport,

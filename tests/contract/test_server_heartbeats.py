@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paramserve.config import NO_CREDENTIALS, Deadlines, Limits, ServerConfig
-from paramserve.control import ControlLink
-from paramserve.core.consistency import Async
-from paramserve.core.policies import spec
+from paramserve.consistency.built_in import Async
+from paramserve.consistency.registry import spec
 from paramserve.errors import CoordinatorGone, ProtocolError
 from paramserve.messages import Hello, ServerBeat, decoder
 from paramserve.server import ServerRole
+from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import FrameReader
 from paramserve.transport.link import Link
 

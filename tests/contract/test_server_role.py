@@ -14,8 +14,7 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads, wait_un
 from paramserve import preparing
 from paramserve.client import Client
 from paramserve.config import NO_CREDENTIALS, Limits
-from paramserve.control import ControlLink
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
     ClientClosed,
     CoordinatorGone,
@@ -25,6 +24,7 @@ from paramserve.errors import (
 )
 from paramserve.messages import AskStatus, Found, Hello, Lookup, Record, Status, WorkerBeat
 from paramserve.rules import SGD, Add
+from paramserve.transport.control import ControlLink
 from paramserve.transport.link import Link
 
 MakeCluster = Callable[..., RoleCluster]

@@ -18,7 +18,7 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 from tests.contract.town import HELLO, Town
 
 from paramserve.config import Credentials
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
     NotAuthenticated,
     Overloaded,

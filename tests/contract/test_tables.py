@@ -15,7 +15,7 @@ from tests.contract.role_cluster import KINDS, RoleCluster
 
 from paramserve.client import Client
 from paramserve.client.table import Table
-from paramserve.core.keyed.options import Constant, Normal, Uniform, Zeros
+from paramserve.core.table.options import Constant, Normal, Uniform, Zeros
 from paramserve.rules import SGD, Adagrad, Adam, Add
 
 pytestmark = pytest.mark.usefixtures("tables_ready")

@@ -16,8 +16,8 @@ from tests.contract.test_tables import MakeCluster
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.table import TablePush
-from paramserve.core.consistency import Sync
-from paramserve.core.keyed.options import Zeros
+from paramserve.consistency.built_in import Sync
+from paramserve.core.table.options import Zeros
 from paramserve.rules import Add
 
 pytestmark = pytest.mark.usefixtures("tables_ready")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 
-from paramserve.core.keyed import routing
-from paramserve.core.keyed.compiled import index_kernels
-from paramserve.core.keyed.index import Index
-from paramserve.core.keyed.options import MinCount
+from paramserve.core.table import routing
+from paramserve.core.table.compiled import index_kernels
+from paramserve.core.table.index import Index
+from paramserve.core.table.options import MinCount
 from paramserve.rules import Add
 
 pytestmark = pytest.mark.usefixtures("tables_ready")

@@ -10,9 +10,9 @@ from tests.contract.role_cluster import RoleCluster
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
 from paramserve.client.table import Table
-from paramserve.core.consistency import Buffered, Sync
-from paramserve.core.keyed.hashing import shard_of
-from paramserve.core.keyed.options import LRU, TTL, MinCount, Uniform
+from paramserve.consistency.built_in import Buffered, Sync
+from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.options import LRU, TTL, MinCount, Uniform
 from paramserve.errors import ParamServeError, TableFull
 from paramserve.rules import SGD, Adagrad, Add
 

@@ -13,8 +13,8 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
 from paramserve.client.table import TablePush
-from paramserve.core.consistency import Sync
-from paramserve.core.keyed.options import MinCount, Zeros
+from paramserve.consistency.built_in import Sync
+from paramserve.core.table.options import MinCount, Zeros
 from paramserve.errors import PushTimeout, ServerGone, WorkerFenced
 from paramserve.rules import Add
 

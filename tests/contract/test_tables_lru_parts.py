@@ -7,8 +7,8 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.test_tables import ones, users
 
-from paramserve.core.keyed.hashing import shard_of
-from paramserve.core.keyed.options import LRU
+from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.options import LRU
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
 

@@ -30,7 +30,7 @@ from tests.contract.test_tables_links import PATIENT
 
 from paramserve.client import Client
 from paramserve.client.table import Table
-from paramserve.core.keyed.options import LRU, TTL, Constant, MinCount, Normal, Uniform, Zeros
+from paramserve.core.table.options import LRU, TTL, Constant, MinCount, Normal, Uniform, Zeros
 from paramserve.errors import NonFinite, TableFull
 from paramserve.loading import load_table
 from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, RowAdagrad, Rule

@@ -16,7 +16,7 @@ from tests.contract.town import Town
 
 from paramserve.client import BlockPush, Client
 from paramserve.client.table import Table, TablePush
-from paramserve.core.consistency import (
+from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,
     DelayCompensated,
@@ -24,7 +24,7 @@ from paramserve.core.consistency import (
     LocalSteps,
     Sync,
 )
-from paramserve.core.keyed.options import LRU, TTL, Constant, MinCount, Normal, Zeros
+from paramserve.core.table.options import LRU, TTL, Constant, MinCount, Normal, Zeros
 from paramserve.errors import (
     DefineMismatch,
     DtypeMismatch,

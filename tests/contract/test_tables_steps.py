@@ -12,9 +12,9 @@ from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 from paramserve.client import BlockPush, Client, Ticket, keyed
 from paramserve.client.table import Table, TablePush
 from paramserve.config import Limits
-from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed.options import Normal, Zeros
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
+from paramserve.core.table.options import Normal, Zeros
 from paramserve.errors import (
     ClientClosed,
     HyperMismatch,

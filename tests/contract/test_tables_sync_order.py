@@ -11,8 +11,8 @@ from tests.contract.role_cluster import in_threads
 from tests.contract.test_tables import ones, users, whole
 
 from paramserve.client.table import Table
-from paramserve.core.consistency import Sync
-from paramserve.core.keyed.options import LRU
+from paramserve.consistency.built_in import Sync
+from paramserve.core.table.options import LRU
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
 

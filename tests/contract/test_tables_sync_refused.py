@@ -13,8 +13,8 @@ from tests.contract.test_tables_limits import SMALL, keys_of, room
 
 from paramserve.client import Client
 from paramserve.client.table import Table
-from paramserve.core.consistency import Sync
-from paramserve.core.keyed import memory
+from paramserve.consistency.built_in import Sync
+from paramserve.core.table import memory
 from paramserve.errors import ParamServeError, RuleFailed, TableFull
 from paramserve.rules.custom import CustomRule
 

@@ -11,8 +11,8 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 from tests.contract.test_tables_refusals import refused, unchanged
 
-from paramserve.core.keyed.options import Zeros
-from paramserve.core.keyed.parts import Records
+from paramserve.core.table.options import Zeros
+from paramserve.core.table.parts import Records
 from paramserve.errors import NonFinite
 from paramserve.rules import SGD, Adagrad
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserve.serving import _deadlines
+from paramserve.launch.serve import _deadlines
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import torch
 import compare_sync_async as compare
 import racing
 import report
-from paramserve.core.policies import BUILT_IN
+from paramserve.consistency.registry import BUILT_IN
 from paramserve.messages import Record
 
 

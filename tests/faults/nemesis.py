@@ -24,10 +24,10 @@ import psutil
 import pytest
 from tests.faults.nemesis_victims import ANSWERED, DEADLINES, LOGGED, STOP, TO_LOG, Config, board_of
 
-from paramserve.control import ControlLink
 from paramserve.errors import ParamServeError, RankTaken
-from paramserve.joining import Handle
+from paramserve.launch.connect import Handle
 from paramserve.messages import Hello
+from paramserve.transport.control import ControlLink
 
 GOES_ON_S = 60.0
 """How long a run may take to show, after a disturbance, that it goes on; machines may be slow."""

@@ -13,7 +13,7 @@ from tests.faults.leftovers import all_end, nothing_left
 
 import paramserve as ps
 from paramserve.errors import ClientClosed, ServerGone
-from paramserve.job.entries import Key
+from paramserve.launch.entries import Key
 
 
 @pytest.fixture(autouse=True)

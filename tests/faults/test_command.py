@@ -142,7 +142,7 @@ def test_bench_tiny_prints_its_table() -> None:
 
 
 def test_numpy_demo_learns_both_ways() -> None:
-    code = "from paramserve.demo import main; main()"
+    code = "from paramserve.cli.demo import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if "sync" in line]

@@ -21,8 +21,8 @@ from tests.faults.leftovers import all_end, nothing_left, settle
 import paramserve as ps
 from paramserve.cli import cli
 from paramserve.errors import ParamServeError, WorkerFailed
-from paramserve.job.entries import Key
-from paramserve.job.roster import OnWorkerDeath
+from paramserve.launch.entries import Key
+from paramserve.launch.roster import OnWorkerDeath
 
 WAIT_S = 60.0
 POLICIES = pytest.mark.parametrize(

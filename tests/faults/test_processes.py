@@ -23,7 +23,7 @@ from tests.faults.leftovers import all_end, folders, nothing_left
 
 import paramserve as ps
 from paramserve.errors import CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.job.entries import Key
+from paramserve.launch.entries import Key
 
 DETECTED_WITHIN_S = 2.0
 STEPS_MAX = 200

@@ -11,8 +11,8 @@ import pytest
 
 import paramserve as ps
 from paramserve.errors import RankTaken
+from paramserve.launch.serve import _Log
 from paramserve.messages import Member, Members
-from paramserve.serving import _Log
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 

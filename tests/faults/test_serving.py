@@ -21,7 +21,7 @@ from tests.faults.servers import SOON_S, Servers, new_token
 from tests.network.roles import Doubled
 
 import paramserve as ps
-from paramserve.certificates import make_certificates
+from paramserve.cli.certificates import make_certificates
 from paramserve.errors import (
     ConnectTimeout,
     CoordinatorGone,
@@ -31,7 +31,7 @@ from paramserve.errors import (
     ServerGone,
     UnknownRule,
 )
-from paramserve.joining import Handle
+from paramserve.launch.connect import Handle
 from paramserve.transport.token_file import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")

@@ -12,7 +12,7 @@ from tests.learning import training
 from torch import nn
 
 import paramserve as ps
-from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.loader import load
 
 WORKERS = 2

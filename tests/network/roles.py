@@ -24,7 +24,7 @@ import paramserve as ps
 from paramserve.client import BlockPush, Client
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken
-from paramserve.job.overview import Overview
+from paramserve.launch.overview import Overview
 from paramserve.rules.add import Add
 from paramserve.testing import Counting, Pushed
 from paramserve.transport.token_file import credentials_of
@@ -45,7 +45,7 @@ class Doubled(ps.CustomRule):
 
 def load() -> None:
     """Have the keeper load what all need, once."""
-    import_module("paramserve.serving")
+    import_module("paramserve.launch.serve")
     Counting(1).prepare()
 
 

@@ -13,7 +13,7 @@ from tests.faults import elastic_victims as victims
 
 import paramserve as ps
 from paramserve.errors import CannotPlace
-from paramserve.job.entries import Key
+from paramserve.launch.entries import Key
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 

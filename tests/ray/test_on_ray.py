@@ -16,7 +16,7 @@ from tests.ray import victims
 
 import paramserve as ps
 from paramserve.errors import ClientClosed, CoordinatorGone, NameTaken, ServerGone, WorkerFailed
-from paramserve.job.entries import Key
+from paramserve.launch.entries import Key
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -12,20 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paramserve.core import asking, collecting, stepping
-from paramserve.core import shard as shard_module
-from paramserve.core import shard_members as members_module
-from paramserve.core.changes import Changes
-from paramserve.core.consistency import (
-    Adaptive,
-    Async,
-    BoundedStaleness,
-    Buffered,
-    DelayCompensated,
-    Sync,
-)
-from paramserve.core.damping import Inverse
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     ADMIT,
     APPLY,
     Admission,
@@ -38,14 +25,27 @@ from paramserve.core.decisions import (
     Standing,
     Wait,
 )
+from paramserve.consistency.built_in import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    Sync,
+)
+from paramserve.consistency.damping import Inverse
+from paramserve.core import asking, collecting, stepping
+from paramserve.core import shard as shard_module
+from paramserve.core import shard_members as members_module
+from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
 from paramserve.core.group import Group
 from paramserve.core.leases import Leases, Span
+from paramserve.core.policy_changes import Changes
 from paramserve.core.reads import Reads
 from paramserve.core.session import ClientSession, Operation
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
-from paramserve.core.two_stroke import Collect, Contribution, Lead
 from paramserve.errors import ParamServeError
 from paramserve.messages import Commit, Done, PeerMessage, Propose, Ready, ShardRequest, Step
 from paramserve.rules import PushInfo

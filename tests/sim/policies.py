@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paramserve.core.consistency import (
-    Adaptive,
-    Async,
-    BoundedStaleness,
-    Buffered,
-    DelayCompensated,
-    ElasticAverage,
-    LocalSteps,
-    Sync,
-)
-from paramserve.core.damping import Inverse
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     ADMIT,
     APPLY,
     DROP,
@@ -27,6 +16,17 @@ from paramserve.core.decisions import (
     Standing,
     Wait,
 )
+from paramserve.consistency.built_in import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    ElasticAverage,
+    LocalSteps,
+    Sync,
+)
+from paramserve.consistency.damping import Inverse
 
 
 @dataclass(frozen=True)

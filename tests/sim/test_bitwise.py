@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.messages import BlockSpec, Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
 from paramserve.testing import Faults, Scenario, SimulatedCluster, simulated, slow
 
 TIMEOUT_S = 0.02

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.sim import planted
 
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 
 SEEDS = 60

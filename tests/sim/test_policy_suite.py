@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.testing import History, Violation, checkers
 from paramserve.testing.policy_suite import PolicySuite, counted
 

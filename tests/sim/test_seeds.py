@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.sim.policies import POLICIES
 
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.testing import (
     Faults,
     History,
@@ -255,7 +255,7 @@ def test_log_shows_every_arrival() -> None:
 
 
 TRACE = """
-from paramserve.core.consistency import Async, Sync
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.testing import replay
 for seed in range(6):
     for policy in (Sync(reduce="sum"), Async()):

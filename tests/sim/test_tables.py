@@ -11,13 +11,13 @@ import pytest
 from tests.sim import planted
 from tests.sim.policies import TABLE_POLICIES
 
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed import routing
-from paramserve.core.keyed.block import KeyedBlock
-from paramserve.core.keyed.hashing import shard_of
-from paramserve.core.keyed.parts import RowGradient
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.session import Operation
+from paramserve.core.table import routing
+from paramserve.core.table.block import KeyedBlock
+from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.parts import RowGradient
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 from paramserve.testing.row_counting import KEYS, RowsWorker, SimulatedTables, replay
 

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from paramserve import server
 from paramserve.config import NO_CREDENTIALS, Deadlines, ServerConfig
-from paramserve.core.consistency import Sync
-from paramserve.core.policies import spec
+from paramserve.consistency.built_in import Sync
+from paramserve.consistency.registry import spec
 from paramserve.messages import (
     BlockSpec,
     Commit,

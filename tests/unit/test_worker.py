@@ -15,9 +15,9 @@ import pytest
 from paramserve import seeding
 from paramserve import worker as worker_module
 from paramserve.config import Credentials
-from paramserve.core.consistency import Async, ElasticAverage, LocalSteps
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import Terms
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
+from paramserve.consistency.registry import Terms
 from paramserve.engine.child import Bootstrap
 from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
 

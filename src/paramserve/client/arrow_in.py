@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from paramserve.client.arrow import FORMAT, METADATA, Told, part_rows, pyarrow, state_width
 from paramserve.config import PolicySpec
-from paramserve.core.keyed.options import BEYOND
-from paramserve.core.keyed.parts import Records
+from paramserve.core.table.options import BEYOND
+from paramserve.core.table.parts import Records
 from paramserve.errors import (
     DtypeMismatch,
     NonFinite,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from paramserve.client.defining import DefiningClient
 from paramserve.client.exchange import done
 from paramserve.config import ConsistencySpec
-from paramserve.core.consistency import ElasticAverage, LocalSteps
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import Terms
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.registry import Terms
 from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import GroupPolicy, Rest, SetPolicy, Step
 

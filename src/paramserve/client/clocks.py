@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from paramserve.consistency.registry import Terms
 from paramserve.core.partition import Block
-from paramserve.core.policies import Terms
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.core.session import Operation
-from paramserve.core.terms import GroupTerms
 from paramserve.messages import UNDER_WAY, GroupPolicy
 
 

@@ -13,9 +13,9 @@ from paramserve.client.life import ClientLife
 from paramserve.client.names import Tensor, as_tensors
 from paramserve.client.steps import offset_of
 from paramserve.config import ConsistencySpec, PolicySpec
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.partition import Block
-from paramserve.core.policies import spec as policy_spec
 from paramserve.errors import (
     ClientClosed,
     NonFinite,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
-from paramserve.core.terms import GroupTerms
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.errors import ParamServeError, PushTimeout, Timeout
 
 

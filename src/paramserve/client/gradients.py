@@ -12,8 +12,8 @@ import numpy.typing as npt
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
 from paramserve.client.pushes import BlockPush, check_rule
+from paramserve.core.commit import CLIP_EPSILON
 from paramserve.core.partition import Block
-from paramserve.core.two_stroke import CLIP_EPSILON
 from paramserve.errors import NonFinite, ShapeMismatch
 from paramserve.ids import NO_RANK
 from paramserve.rules.compiled import compiled

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from paramserve.config import Limits
-from paramserve.control import ControlLink
 from paramserve.messages import Record, WorkerBeat, encode
+from paramserve.transport.control import ControlLink
 
 logger = logging.getLogger("paramserve")
 

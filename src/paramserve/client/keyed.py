@@ -18,9 +18,9 @@ from paramserve.client.rows import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import StepOptions, StepParts
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
-from paramserve.core.keyed import routing
-from paramserve.core.keyed.parts import Records, records_at, records_bytes
 from paramserve.core.partition import Block
+from paramserve.core.table import routing
+from paramserve.core.table.parts import Records, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError
 from paramserve.messages import Put, Scan, ShardRequest, TableReport
 from paramserve.rules.base import Hyper

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from paramserve.control import ControlLink
 from paramserve.errors import ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
+from paramserve.transport.control import ControlLink
 
 WAIT_S = 2.0
 """How long one question for samples waits at the coordinator."""

@@ -18,11 +18,10 @@ from paramserve.client.heartbeat import Heartbeat
 from paramserve.client.names import Names
 from paramserve.client.steps import Steps
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
-from paramserve.control import ControlLink
-from paramserve.core.decisions import number
+from paramserve.consistency.base import number
 from paramserve.core.group import outside, resume, undecided
 from paramserve.core.partition import Block
-from paramserve.core.terms import GroupTerms
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
@@ -37,6 +36,7 @@ from paramserve.messages import (
     ServerBeat,
     Status,
 )
+from paramserve.transport.control import ControlLink
 from paramserve.transport.link import Link
 
 NO_RECORDS = 1 << 62

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from paramserve.client.payloads import Payloads
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.core.keyed.parts import padded
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession, SlotPool
+from paramserve.core.table.parts import padded
 from paramserve.errors import (
     ConnectTimeout,
     Overloaded,

@@ -21,8 +21,8 @@ from paramserve.client.rows import RowPull, lay_pull, owned
 from paramserve.client.step_parts import StepParts
 from paramserve.client.table import TableRead
 from paramserve.client.ticket import Ticket
-from paramserve.core.keyed import routing
 from paramserve.core.partition import Block
+from paramserve.core.table import routing
 
 Array = npt.NDArray[Any]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.keyed.compiled import index_kernels
-from paramserve.core.keyed.index import Index
+from paramserve.core.table.compiled import index_kernels
+from paramserve.core.table.index import Index
 
 Array = npt.NDArray[Any]
 

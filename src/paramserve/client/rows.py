@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.links import Links, Slot
-from paramserve.core.keyed import routing
 from paramserve.core.partition import Block
+from paramserve.core.table import routing
 from paramserve.messages import Gradient, Keys, Place
 from paramserve.rules.base import Hyper
 

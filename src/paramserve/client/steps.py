@@ -16,8 +16,8 @@ from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.core.session import Operation
-from paramserve.core.terms import GroupTerms
 from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import UNDER_WAY, Gradient, Place, ShardRequest, Step
 

@@ -13,8 +13,8 @@ from paramserve.client import arrow, arrow_in
 from paramserve.client.given import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.ticket import Ticket
-from paramserve.core.keyed.parts import Records, check_records
 from paramserve.core.partition import Block
+from paramserve.core.table.parts import Records, check_records
 from paramserve.errors import ShapeMismatch
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper

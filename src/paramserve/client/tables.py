@@ -8,10 +8,10 @@ from paramserve.client.keyed import KeyedClient
 from paramserve.client.table import Table
 from paramserve.client.table import TablePush as TablePush
 from paramserve.config import ConsistencySpec, PolicySpec
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
+from paramserve.consistency.base import Policy
+from paramserve.consistency.registry import check_table_policy
 from paramserve.core.partition import Block
-from paramserve.core.policies import check_table_policy
+from paramserve.core.table.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
 from paramserve.errors import ParamServeError, ServerGone, Timeout, UnknownName
 from paramserve.loading import load_routing
 from paramserve.messages import (

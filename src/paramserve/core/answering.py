@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.keyed.block import KeyedBlock
-from paramserve.core.keyed.parts import padded
 from paramserve.core.shard_session import Answer, Memory
+from paramserve.core.table.block import KeyedBlock
+from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
 from paramserve.messages import (
     Assign,

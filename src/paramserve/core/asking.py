@@ -6,8 +6,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any, TypeVar
 
-from paramserve.core.changes import Since
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     Admission,
     Admit,
     Apply,
@@ -21,6 +20,7 @@ from paramserve.core.decisions import (
     Wait,
 )
 from paramserve.core.guard import where
+from paramserve.core.policy_changes import Since
 from paramserve.errors import PolicyFailed
 
 T = TypeVar("T")

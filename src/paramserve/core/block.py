@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from paramserve.core.guard import Draft, guarded
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
-from paramserve.core.ruled import Ruled
 from paramserve.core.shard_session import Memory
+from paramserve.core.shard_storage import Ruled
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run

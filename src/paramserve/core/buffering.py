@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.keyed.block import KeyedBlock
-from paramserve.core.keyed.parts import RowGradient
+from paramserve.core.table.block import KeyedBlock
+from paramserve.core.table.parts import RowGradient
 from paramserve.errors import RuleFailed, TableFull
 from paramserve.messages import Gradient
 from paramserve.rules.base import Hyper, PushInfo

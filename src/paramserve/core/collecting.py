@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from paramserve.core import asking
 from paramserve.core.answering import with_values
+from paramserve.core.commit import NONFINITE_FIX, Contribution, reduced, refusal_of
 from paramserve.core.group import Group, Staleness
 from paramserve.core.overflow import addable
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
-from paramserve.core.two_stroke import NONFINITE_FIX, Contribution, reduced, refusal_of
 from paramserve.errors import (
     NotAMember,
     Overloaded,

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from paramserve.config import ConsistencySpec, PolicySpec
-from paramserve.core.consistency import Async
+from paramserve.consistency.built_in import Async
+from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
-from paramserve.core.policies import spec as policy_spec
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
 

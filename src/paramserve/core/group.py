@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.buffering import GradientBuffer
-from paramserve.core.changes import Changes, Changing, Since, since
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.commit import Collect, Lead
+from paramserve.core.policy_changes import Changes, Changing, Since, since
 from paramserve.core.reads import Reads
-from paramserve.core.two_stroke import Collect, Lead
+from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import GroupReport
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.keyed.block import KeyedBlock
+from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Gradient
 
 LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float32, np.float64)}

@@ -9,9 +9,12 @@ from __future__ import annotations
 import numpy as np
 from msgspec import structs
 
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import check_table_policy
 from paramserve.core import answering, collecting, stepping
 from paramserve.core.answering import no_memory, refusal
 from paramserve.core.block import ShardBlock, check_spec
+from paramserve.core.commit import Lead, lead_of
 from paramserve.core.events import (
     AnswersRead,
     ClientBye,
@@ -26,13 +29,10 @@ from paramserve.core.events import (
     Requested,
 )
 from paramserve.core.group import Group, Watching
-from paramserve.core.keyed.block import KeyedBlock
-from paramserve.core.policies import build as build_policy
-from paramserve.core.policies import check_table_policy
 from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import ENDED, SESSION_KEEP_S
 from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
-from paramserve.core.two_stroke import Lead, lead_of
+from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     DefineMismatch,
     Overloaded,

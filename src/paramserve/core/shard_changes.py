@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import check_table_policy
 from paramserve.core import asking
-from paramserve.core.changes import Changing
+from paramserve.core.commit import lead_of
 from paramserve.core.group import Group
-from paramserve.core.policies import build as build_policy
-from paramserve.core.policies import check_table_policy
+from paramserve.core.policy_changes import Changing
 from paramserve.core.shard_clocks import ShardClocks
 from paramserve.core.shard_session import Answer
-from paramserve.core.two_stroke import lead_of
 from paramserve.errors import ParamServeError, UnknownRule
 from paramserve.messages import Done, Pause, Paused, SetPolicy, Switch
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
+from paramserve.consistency.base import ADMIT, Admit
 from paramserve.core import asking, collecting, stepping
-from paramserve.core.changes import Since
-from paramserve.core.decisions import ADMIT, Admit
+from paramserve.core.commit import Contribution, lead_of
 from paramserve.core.group import Group, Proposed
+from paramserve.core.policy_changes import Since
 from paramserve.core.shard_members import AWAITED
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
-from paramserve.core.two_stroke import Contribution, lead_of
 from paramserve.errors import PolicyFailed
 from paramserve.messages import (
     Commit,

@@ -10,15 +10,15 @@ from typing import Any
 from msgspec import structs
 
 from paramserve.config import Limits
+from paramserve.consistency.base import Policy
 from paramserve.core import answering, asking
 from paramserve.core.answering import refusal
 from paramserve.core.block import ShardBlock
-from paramserve.core.decisions import Policy
 from paramserve.core.events import ClientHere, Effects
 from paramserve.core.group import Group
-from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.stepping import flush
+from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     ClientClosed,
     Overloaded,

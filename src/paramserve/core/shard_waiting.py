@@ -7,15 +7,15 @@ from collections.abc import Collection
 
 from msgspec import structs
 
+from paramserve.consistency.base import Pull, Wait
 from paramserve.core import answering, asking
 from paramserve.core.answering import refusal
 from paramserve.core.block import ShardBlock
-from paramserve.core.decisions import Pull, Wait
+from paramserve.core.commit import lead_of
 from paramserve.core.events import Inquired
 from paramserve.core.group import Group
 from paramserve.core.shard_members import ShardMembers
 from paramserve.core.shard_session import Answer, Request, ShardSession
-from paramserve.core.two_stroke import lead_of
 from paramserve.errors import ParamServeError, PolicyFailed
 from paramserve.messages import Done, ShardReply, Step, Waiting
 

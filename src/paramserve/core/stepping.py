@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core import asking
 from paramserve.core.answering import check_payload, inline_keys
 from paramserve.core.block import ShardBlock
-from paramserve.core.changes import Since
-from paramserve.core.decisions import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core.group import Group, Staleness
-from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.overflow import addable
+from paramserve.core.policy_changes import Since
 from paramserve.core.shard_session import Memory, ShardSession
+from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     NonFinite,
     ParamServeError,

@@ -19,7 +19,7 @@ class Piece(Struct, frozen=True, array_like=True):
 
 class TableSpec(Struct, frozen=True, array_like=True):
     """What makes a block a table: rows of `dim` values by key, spread over all shards by a hash of
-    the key. The options are `core.keyed.options.TableOptions`, as they travel."""
+    the key. The options are `core.table.options.TableOptions`, as they travel."""
 
     dim: int
     dtype: str

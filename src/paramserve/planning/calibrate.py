@@ -17,8 +17,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from paramserve.core.decisions import Policy
-from paramserve.job.plan import cores
+from paramserve.consistency.base import Policy
+from paramserve.launch.plan import cores
 from paramserve.planning.measure import measure, slept_s
 from paramserve.planning.model import Model
 from paramserve.planning.setting import Compute, Costs, Network, Setting

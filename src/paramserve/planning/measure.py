@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paramserve.core.decisions import Policy
-from paramserve.job import run
+from paramserve.consistency.base import Policy
+from paramserve.launch import run
 from paramserve.rules.sgd import SGD
 from paramserve.worker import Worker
 

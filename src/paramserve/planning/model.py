@@ -21,9 +21,9 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
-from paramserve.core.consistency import Sync
-from paramserve.core.decisions import Admission, Buffer, Drop, Policy, Pull, Push, Wait
-from paramserve.core.policies import is_built_in
+from paramserve.consistency.base import Admission, Buffer, Drop, Policy, Pull, Push, Wait
+from paramserve.consistency.built_in import Sync
+from paramserve.consistency.registry import is_built_in
 from paramserve.planning.parties import Shard, Worker
 from paramserve.planning.prediction import Prediction, predict
 from paramserve.planning.processor import Cores, Processor

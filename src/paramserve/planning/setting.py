@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 
-from paramserve.core.decisions import number, whole
+from paramserve.consistency.base import number, whole
 
 GBPS = 1e9 / 8
 """Bytes a second in one Gb/s."""

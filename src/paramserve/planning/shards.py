@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 from paramserve.planning.model import EVENTS_EACH, Model, bundles_of
 from paramserve.planning.prediction import Prediction
 from paramserve.planning.setting import Setting

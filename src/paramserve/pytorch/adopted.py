@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.hyper import ParamGroup, check_options

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paramserve.core.keyed import routing
+from paramserve.core.table import routing
 from paramserve.pytorch.rows import Rows, rows_of
 
 if TYPE_CHECKING:

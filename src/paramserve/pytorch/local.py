@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client import BlockPush
-from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.hyper import ParamGroup

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paramserve.core.consistency import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Settings, Worker
 from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
@@ -28,7 +28,7 @@ from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.served import Served
 
 if TYPE_CHECKING:
-    from paramserve.core.decisions import Policy
+    from paramserve.consistency.base import Policy
 
 
 class AdoptedOptimizer(Optimizer):

@@ -13,7 +13,7 @@ from paramserve.client import Client, Table
 from paramserve.client.given import as_keys
 from paramserve.client.reading import RowRead
 from paramserve.client.table import TableRead
-from paramserve.core.keyed import routing
+from paramserve.core.table import routing
 from paramserve.pytorch.embedding import KeyedModule
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client.table import TablePush
-from paramserve.core.two_stroke import CLIP_EPSILON
+from paramserve.core.commit import CLIP_EPSILON
 from paramserve.errors import NonFinite
 from paramserve.pytorch.embedding import KeyedModule
 from paramserve.pytorch.hyper import ParamGroup

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 
-from paramserve.core.consistency import Buffered
+from paramserve.consistency.built_in import Buffered
 from paramserve.testing.decision_checkers import gradients_count_as_decided
 from paramserve.testing.history import Call, History, Part, Row, mask
 from paramserve.testing.policy_checkers import (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
-from paramserve.core import policies
-from paramserve.core.decisions import Policy
+from paramserve.consistency import registry as policies
+from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation, SlotPool
 from paramserve.messages import UNDER_WAY, Define, Gradient, Place, Rest, SetPolicy, Step

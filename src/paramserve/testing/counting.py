@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.block import ShardBlock
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.keyed.block import KeyedBlock
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
 from paramserve.rules.allowed import FRACTION, Allowed

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isclose
 
-from paramserve.core.consistency import (
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,
     Buffered,
     DelayCompensated,
     ElasticAverage,
 )
-from paramserve.core.decisions import Policy
 from paramserve.testing.history import Applied, Call, History, Part, Update
 from paramserve.testing.wording import call_name
 

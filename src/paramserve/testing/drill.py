@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
 
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     Admission,
     Admit,
     Apply,
@@ -34,7 +34,7 @@ LATER_MAX = 50
 
 @dataclass
 class PlainStanding:
-    """How a group stands, as plain data (`paramserve.core.decisions.Standing`)."""
+    """How a group stands, as plain data (`paramserve.consistency.base.Standing`)."""
 
     clocks: dict[int, int]
     version: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 
 
 class Part(NamedTuple):

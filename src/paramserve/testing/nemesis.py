@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
 
 if TYPE_CHECKING:
     from paramserve.testing.process import ClientProcess

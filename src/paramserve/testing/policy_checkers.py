@@ -6,9 +6,9 @@ and buffers. They are in `checkers.ALL` with the others.
 
 from __future__ import annotations
 
-from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import BUILT_IN
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
+from paramserve.consistency.registry import BUILT_IN
 from paramserve.testing.history import Call, History, Part, Row
 from paramserve.testing.wording import call_name, part_name
 

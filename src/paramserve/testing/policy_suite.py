@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from paramserve.config import ConsistencySpec
-from paramserve.core.consistency import Buffered
-from paramserve.core.decisions import (
+from paramserve.consistency.base import (
     Admit,
     Apply,
     Buffer,
@@ -31,7 +30,8 @@ from paramserve.core.decisions import (
     Standing,
     Wait,
 )
-from paramserve.core.policies import Registered, build, check_registered, spec
+from paramserve.consistency.built_in import Buffered
+from paramserve.consistency.registry import Registered, build, check_registered, spec
 from paramserve.testing.drill import (
     Drill,
     PlainStanding,

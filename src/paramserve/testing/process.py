@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paramserve.client.payloads import Payloads
+from paramserve.consistency.registry import Terms
 from paramserve.core.answering import gathered
 from paramserve.core.group import outside, resume, undecided
-from paramserve.core.keyed.parts import padded
-from paramserve.core.policies import Terms
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.core.session import Operation
-from paramserve.core.terms import GroupTerms
+from paramserve.core.table.parts import padded
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     AskReport,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from math import inf
 
-from paramserve.core.consistency import Adaptive, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Adaptive, Sync
 from paramserve.testing.history import Decided, History, mask
 from paramserve.testing.wording import call_name, part_name, push_numbers
 

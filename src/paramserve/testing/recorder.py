@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paramserve.core import policies
-from paramserve.core.consistency import Sync
+from paramserve.consistency import registry as policies
+from paramserve.consistency.built_in import Sync
 from paramserve.core.group import Group
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import ENDED

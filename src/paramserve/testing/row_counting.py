@@ -16,12 +16,12 @@ from msgspec import structs
 from paramserve.client.links import Links, Slot
 from paramserve.client.rows import RowPull, RowPush, lay_pull, lay_push
 from paramserve.core.block import ShardBlock
-from paramserve.core.keyed.block import KeyedBlock
-from paramserve.core.keyed.hashing import shard_of
-from paramserve.core.keyed.options import TableOptions, Zeros
-from paramserve.core.keyed.store import Purpose
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
+from paramserve.core.table.block import KeyedBlock
+from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.options import TableOptions, Zeros
+from paramserve.core.table.store import Purpose
 from paramserve.loading import load_table
 from paramserve.messages import Define, Piece, PlaceBlock, Step, TableSpec
 from paramserve.rules import Rule

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, Literal
 
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import Registered, check_registered
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.consistency.registry import Registered, check_registered
 from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve.testing.network import Faults
 

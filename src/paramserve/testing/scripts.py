@@ -7,8 +7,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramserve.core.consistency import Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Sync
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.errors import WorkerFenced, rebuild

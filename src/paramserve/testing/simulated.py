@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 from paramserve.config import CoordinatorConfig, Deadlines, Limits
-from paramserve.core import policies
+from paramserve.consistency import registry as policies
+from paramserve.consistency.base import Policy
 from paramserve.core.coordination import Coordination
-from paramserve.core.decisions import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession
 from paramserve.core.shard import Shard

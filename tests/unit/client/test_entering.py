@@ -10,11 +10,11 @@ from tests.unit.client.fakes import block_of
 
 from paramserve.client.entering import Entering
 from paramserve.client.ticket import Outcome
-from paramserve.core.consistency import Async, Sync
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.consistency.registry import spec
 from paramserve.core.partition import Block
-from paramserve.core.policies import spec
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.core.session import Operation
-from paramserve.core.terms import GroupTerms
 from paramserve.errors import ParamServeError, PushTimeout
 from paramserve.messages import UNDER_WAY, Done, GroupPolicy
 

@@ -12,10 +12,10 @@ from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.step_parts import StepOptions
 from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
-from paramserve.core.consistency import Sync
+from paramserve.consistency.built_in import Sync
+from paramserve.consistency.registry import spec
 from paramserve.core.partition import Block
-from paramserve.core.policies import spec
-from paramserve.core.terms import GroupTerms
+from paramserve.core.policy_traits import GroupTerms
 from paramserve.errors import (
     ClientClosed,
     DefineTimeout,

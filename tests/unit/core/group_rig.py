@@ -6,9 +6,9 @@ from typing import Any
 
 from tests.unit.core.rig import Rig, block_spec, done
 
-from paramserve.core.consistency import Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import spec
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Sync
+from paramserve.consistency.registry import spec
 from paramserve.messages import SetPolicy
 
 A, B, C = 1, 2, 3

@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import structs
 
 from paramserve.config import Limits
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async
 from paramserve.core.answering import gathered
-from paramserve.core.consistency import Async
-from paramserve.core.decisions import Policy
 from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import Rig, block_spec
 
-from paramserve.core.consistency import Buffered, DelayCompensated, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Buffered, DelayCompensated, Sync
 from paramserve.messages import Gradient, Place, Step
 from paramserve.rules import Add
 

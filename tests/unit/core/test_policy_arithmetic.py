@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.unit.core.rig import Rig, block_spec, done, refused
 
-from paramserve.core.consistency import (
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,
     Buffered,
@@ -21,8 +22,7 @@ from paramserve.core.consistency import (
     LocalSteps,
     Sync,
 )
-from paramserve.core.damping import Exponential, Inverse, Polynomial
-from paramserve.core.decisions import Policy
+from paramserve.consistency.damping import Exponential, Inverse, Polynomial
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Done
 from paramserve.rules import SGD, Adam, Rule

@@ -8,10 +8,10 @@ import pytest
 from tests.unit.core.group_rig import SUM, A, B, change, push, rig, switched
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, DeadlineReached, FromShard
-from paramserve.core.policies import spec
 from paramserve.messages import Done, SetPolicy, Switch
 
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
-from paramserve.core.consistency import Async, BoundedStaleness, Sync
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
 from paramserve.core.group import resume
 from paramserve.core.shard import SESSION_KEEP_S

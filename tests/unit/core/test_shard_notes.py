@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.unit.core.group_rig import SUM, A, B, push, rig
 from tests.unit.core.rig import Rig
 
-from paramserve.core.consistency import Async
-from paramserve.core.policies import spec
+from paramserve.consistency.built_in import Async
+from paramserve.consistency.registry import spec
 from paramserve.messages import UNDER_WAY, Rest, SetPolicy
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
-from paramserve.core.changes import CHANGES_MAX
-from paramserve.core.consistency import (
+from paramserve.consistency.base import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.built_in import (
     Adaptive,
     Async,
     BoundedStaleness,
@@ -19,10 +19,10 @@ from paramserve.core.consistency import (
     DelayCompensated,
     Sync,
 )
-from paramserve.core.damping import Inverse
-from paramserve.core.decisions import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.damping import Inverse
+from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
-from paramserve.core.policies import spec
+from paramserve.core.policy_changes import CHANGES_MAX
 from paramserve.core.stepping import adapted
 from paramserve.messages import Done, Inquire, Refused, Rest, SetPolicy, Waiting
 from paramserve.rules import SGD

@@ -11,9 +11,9 @@ from msgspec import structs
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.config import Limits, PolicySpec
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.answering import gathered
-from paramserve.core.consistency import Async, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
 from paramserve.core.shard import SESSION_KEEP_S
 from paramserve.messages import (

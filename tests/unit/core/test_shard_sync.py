@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
+from paramserve.consistency.built_in import Sync
 from paramserve.core import answering, collecting
-from paramserve.core.consistency import Sync
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.messages import (
     Commit,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import Rig, block_spec, done, payload
 
-from paramserve.core.consistency import BoundedStaleness
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import BoundedStaleness
 from paramserve.messages import Done, Gradient, Place, Step
 
 FAST, SLOW, READER = 1, 2, 9

@@ -10,10 +10,11 @@ import pytest
 from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
 
 from paramserve.config import Limits, PolicySpec
+from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps, Sync
+from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.answering import gathered
-from paramserve.core.consistency import Async, BoundedStaleness, LocalSteps, Sync
-from paramserve.core.keyed.options import LRU, Constant, TableOptions
-from paramserve.core.keyed.parts import (
+from paramserve.core.table.options import LRU, Constant, TableOptions
+from paramserve.core.table.parts import (
     gradient_at,
     gradient_bytes,
     keys_at,
@@ -22,7 +23,6 @@ from paramserve.core.keyed.parts import (
     records_bytes,
     within,
 )
-from paramserve.core.policies import spec as policy_spec
 from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
 from paramserve.loading import load_kernels, load_table
 from paramserve.messages import (

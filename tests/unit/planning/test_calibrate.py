@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from paramserve.core.consistency import Async, LocalSteps, Sync
-from paramserve.core.decisions import Policy
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, LocalSteps, Sync
 from paramserve.planning import calibrate as module
 from paramserve.planning.calibrate import (
     SMALL_BYTES,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from paramserve.core.consistency import Async, BoundedStaleness, Buffered, LocalSteps, Sync
-from paramserve.core.decisions import DROP, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.base import DROP, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
 from paramserve.planning.model import Model, bundles_of, clocks_of
 from paramserve.planning.prediction import Prediction, staleness_figures
 from paramserve.planning.setting import MB, Compute, Costs, Network, Setting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserve.core.consistency import Async, Sync
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.planning.setting import MB, Compute, Costs, Setting
 from paramserve.planning.shards import NEAR, sweep
 

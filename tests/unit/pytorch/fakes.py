@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from paramserve.client import BlockPush
-from paramserve.core.consistency import Async, Sync
-from paramserve.core.decisions import Policy
-from paramserve.core.policies import Terms
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.consistency.registry import Terms
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
 from paramserve.rules import PushInfo, Run

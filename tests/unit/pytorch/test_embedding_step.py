@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.unit.pytorch.fake_tables import LR, FakeTable, TableCluster
 from torch import Tensor, nn
 
-from paramserve.core.consistency import Async, LocalSteps
+from paramserve.consistency.built_in import Async, LocalSteps
 from paramserve.errors import NonFinite
 from paramserve.pytorch import Embedding, EmbeddingBag
 from paramserve.pytorch.optimizer import adopt

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paramserve.core.consistency import LocalSteps, Sync
+from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.pytorch.loader import load, sampler
 from paramserve.worker import Worker
 

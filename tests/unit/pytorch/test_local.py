@@ -17,7 +17,7 @@ from tests.unit.pytorch.fakes import FakeCluster, on_all_ranks
 from tests.unit.pytorch.test_optimizer_step import loss_of, small_model
 from torch import nn
 
-from paramserve.core.consistency import ElasticAverage, LocalSteps, Sync
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps, Sync
 from paramserve.errors import NonFinite
 from paramserve.pytorch.optimizer import adopt
 from paramserve.rules.sgd import SGD

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paramserve.core.consistency import (
+from paramserve.consistency.base import DROP, OnPush, Policy, Push, Standing
+from paramserve.consistency.built_in import (
     Adaptive,
     Async,
     BoundedStaleness,
@@ -14,8 +15,7 @@ from paramserve.core.consistency import (
     DelayCompensated,
     Sync,
 )
-from paramserve.core.damping import Inverse
-from paramserve.core.decisions import DROP, OnPush, Policy, Push, Standing
+from paramserve.consistency.damping import Inverse
 from paramserve.testing import Call, History, Part, Row, checkers
 from paramserve.testing.history import Answered, Applied, Decided, Entered, Shared, Switched, Update
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paramserve.core.consistency import Async, BoundedStaleness, Buffered, Sync
-from paramserve.core.damping import Inverse
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
+from paramserve.consistency.damping import Inverse
 from paramserve.testing import cut, join, kill, leave, set_policy, slow, stop
 from paramserve.testing.counting import AddWhole, leaves_whole
 from paramserve.testing.nemesis import ScriptedFault

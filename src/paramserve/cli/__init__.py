@@ -1,0 +1,220 @@
+"""The command `paramserve`: run a script's training function, a demo, a small benchmark."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import cloudpickle
+
+from paramserve import __version__
+from paramserve.cli.cluster import COMMANDS, load_object
+from paramserve.cli.plan import plan
+from paramserve.cli.policies import POLICY_HELP, policy_of
+from paramserve.consistency.registered import split
+from paramserve.errors import ParamServeError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="paramserve")
+def cli() -> None:
+    """The parameter server for PyTorch."""
+
+
+@cli.command()
+@click.argument("target", metavar="SCRIPT:FUNCTION")
+@click.argument("script_args", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1)
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--consistency", metavar="POLICY", default="sync", show_default=True, help=POLICY_HELP
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Repeats a sync run bit by bit.")
+@click.option("--threads-per-worker", type=click.IntRange(min=1))
+@click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Of the whole run.")
+@click.option(
+    "--on-worker-death",
+    type=click.Choice(["stop", "continue", "restart"]),
+    default="stop",
+    show_default=True,
+)
+@click.option(
+    "--rules",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A rule, policy or damping function of your own; repeatable.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="ray: on the Ray cluster that RAY_ADDRESS names, or a local one.",
+)
+@click.option("--quiet", is_flag=True, help="No progress lines.")
+def run(
+    target: str,
+    script_args: tuple[str, ...],
+    consistency: str,
+    quiet: bool,
+    on_worker_death: str,
+    rules: tuple[str, ...],
+    engine: str,
+    **options: Any,
+) -> None:
+    """Run FUNCTION of SCRIPT on workers: it is called as FUNCTION(worker).
+
+    The script is loaded once, here, with its arguments in sys.argv; the workers get the function
+    and see the same arguments.
+    """
+    from contextlib import nullcontext
+
+    from paramserve.launch import start
+    from paramserve.launch.packing import WithArguments
+    from paramserve.observe import watch
+
+    own_rules, policies = split(given := [load_object(each) for each in rules])
+    policy = policy_of(consistency, given)
+    path, function = load_function(target, script_args)
+    job = start(
+        WithArguments(function, [path, *script_args]),
+        consistency=policy,
+        on_worker_death=_on_worker_death(on_worker_death),
+        rules=own_rules,
+        policies=policies,
+        engine=_engine(engine),
+        **options,
+    )
+    try:
+        with job, nullcontext() if quiet else watch(job):
+            result = job.wait()
+    except KeyboardInterrupt:  # the job has said how far it got; click would add an empty line
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    for rank, returned in result.returns.items():
+        if returned is not None:
+            click.echo(f"worker {rank} returned {returned!r}")
+    for error in result.failures.values():
+        click.echo(str(error), err=True)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def demo(args: tuple[str, ...]) -> None:
+    """Train something small, synchronously and then asynchronously.
+
+    In a checkout this is examples/mnist.py, which gets ARGS. From an installed package it is a
+    linear regression in numpy, which needs nothing else.
+    """
+    example = Path(__file__).parents[2] / "examples" / "mnist.py"
+    if example.is_file() and importlib.util.find_spec("torch") is not None:
+        click.echo(f"Running {example}")
+        sys.path.insert(0, str(example.parent))
+        try:
+            module = load_script(example, args)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"{example} needs {error.name}: pip install 'paramserve[torch,examples]'"
+            ) from error
+        raise click.exceptions.Exit(module.main(list(args)))
+    from paramserve.cli.demo import main as numpy_demo
+
+    if args:
+        raise click.UsageError("the numpy demo takes no arguments")
+    numpy_demo()
+
+
+for command in (*COMMANDS, plan):
+    cli.add_command(command)
+
+
+@cli.command()
+@click.option("--tiny", is_flag=True, help="A second, to see that it works.")
+def bench(tiny: bool) -> None:
+    """Measure push_pull on this machine: latency, and bandwidth beside memcpy."""
+    from paramserve.cli.bench import main as measure
+
+    measure(tiny=tiny)
+
+
+def _on_worker_death(name: str) -> Any:
+    if name == "restart":
+        from paramserve.launch.roster import Restart
+
+        return Restart()
+    return name
+
+
+def _engine(name: str) -> Any:
+    if name == "ray":
+        from paramserve.engine.on_ray import OnRay
+
+        return OnRay()
+    return None
+
+
+def load_function(target: str, argv: Sequence[str]) -> tuple[str, Callable[..., Any]]:
+    """The path and the function that SCRIPT:FUNCTION names.
+
+    Raises:
+        click.BadParameter: there is no such script or function.
+    """
+    path, colon, name = target.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise click.BadParameter(f"{target!r} is not SCRIPT:FUNCTION", param_hint="SCRIPT:FUNCTION")
+    script = Path(path)
+    if not script.is_file():
+        raise click.BadParameter(f"there is no file {path}", param_hint="SCRIPT:FUNCTION")
+    sys.path.insert(0, str(script.resolve().parent))
+    module = load_script(script, argv)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise click.BadParameter(
+            f"{path} has no function {name!r}; it has {', '.join(found) if found else 'none'}",
+            param_hint="SCRIPT:FUNCTION",
+        )
+    return path, function
+
+
+def load_script(script: Path, argv: Sequence[str]) -> ModuleType:
+    """Run a script as a module that travels to workers by value, with `argv` in `sys.argv`."""
+    name = f"paramserve_script_{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    if spec is None or spec.loader is None:
+        raise click.BadParameter(f"{script} is no Python file", param_hint="SCRIPT:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    cloudpickle.register_pickle_by_value(module)
+    before, sys.argv = sys.argv, [str(script), *argv]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = before
+    return module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the command; returns its exit code."""
+    try:
+        outcome = cli.main(
+            args=list(argv) if argv is not None else None,
+            prog_name="paramserve",
+            standalone_mode=False,
+        )
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except (ParamServeError, OSError, ValueError, TypeError) as error:
+        click.echo(f"paramserve: {type(error).__name__}: {error}", err=True)
+        return 1
+    return outcome if isinstance(outcome, int) else 0

@@ -1,0 +1,219 @@
+"""Commands around a cluster that runs by itself: serve, status, scale, token, certs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paramserve.cli.options import split_reference, tls_of, with_tls
+from paramserve.cli.policies import POLICY_HELP, policy_of
+from paramserve.config import Deadlines, Limits
+from paramserve.consistency.registered import split
+from paramserve.errors import CoordinatorGone, ParamServeError
+
+if TYPE_CHECKING:
+    from paramserve.messages import Status
+
+TOKEN_BYTES = 32
+PIPED_COLUMNS = 160
+"""Of `paramserve status` where it is no terminal that shows it."""
+STATUS_S = 5.0
+"""A cluster that does not answer `paramserve status` or `scale` for this long is not there."""
+
+
+@click.command()
+@click.option("--bind", required=True, metavar="HOST:PORT", help="Where to listen; port 0: any.")
+@click.option("--token-file", required=True, type=click.Path(), help="See `paramserve token`.")
+@click.option("--join", metavar="HOST:PORT", help="The first server; without it this is the first.")
+@click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--workers", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--consistency", metavar="POLICY", default="async", show_default=True, help=POLICY_HELP
+)
+@click.option(
+    "--rules",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A rule, policy or damping function of your own; repeatable.",
+)
+@click.option("--advertise", default="", metavar="HOST", help="How others reach --bind 0.0.0.0.")
+@click.option(
+    "--restart",
+    "restart_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Sync waits this long for a worker that died to come again.",
+)
+@click.option("--until-done", is_flag=True, help="End when all workers have come and left.")
+@with_tls
+def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
+    """Run a server, the first one or one that joins it, until it is stopped.
+
+    The first one is told --servers, --workers and --consistency for the whole cluster. On stderr it
+    says who comes, leaves, dies and is refused.
+    """
+    from paramserve.launch.serve import serve as run
+
+    tls = tls_of(options)
+    own_rules, policies = split(given := [load_object(each) for each in rules])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("paramserve").setLevel(logging.INFO)
+    run(
+        rules=own_rules,
+        policies=policies,
+        consistency=policy_of(consistency, given),
+        tls=tls,
+        ready=lambda address: click.echo(f"paramserve: serving at {address}"),
+        **options,
+    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit status tells that it ended in order
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token-file", type=click.Path(), help="The cluster's token.")
+@click.option("--watch", "every_s", type=click.FloatRange(min=0.1), metavar="SECONDS")
+@with_tls
+def status(address: str, token_file: str | None, every_s: float | None, **options: Any) -> None:
+    """Show a running cluster: its servers, workers, clocks, versions and staleness."""
+    from rich.console import Console
+
+    from paramserve.launch.connect import full_address
+    from paramserve.launch.overview import Overview
+    from paramserve.observe.cluster import as_table
+    from paramserve.transport.token_file import credentials_of
+
+    credentials = credentials_of(token_file, tls_of(options))
+    overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
+    if hasattr(sys.stdout, "reconfigure"):  # a locale may lack what rich draws
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+    try:
+        while True:
+            console.print(as_table(address, _ask(overview, address)))
+            if every_s is None:
+                return
+            time.sleep(every_s)
+    finally:
+        overview.close()
+
+
+def _ask(overview: Any, address: str) -> Status:
+    before = overview.status
+    overview.ask_now(time.monotonic(), STATUS_S)
+    found: Status | None = overview.status
+    if isinstance(overview.error, ConnectionError):
+        raise CoordinatorGone(
+            f"the coordinator at {address} has closed the connection: {overview.error}",
+            fix="look whether the cluster was ended, or why its first server did",
+        )
+    if overview.error is not None:
+        raise overview.error
+    if found is None or found is before:
+        raise _silent(address)
+    return found
+
+
+def _silent(address: str) -> ParamServeError:
+    return ParamServeError(
+        f"the coordinator at {address} did not answer in {STATUS_S} s",
+        applied="unknown",
+        fix="look whether it runs, and whether a firewall is in between",
+    )
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--workers", type=click.IntRange(min=1), required=True, help="How many from now on.")
+@click.option("--token-file", type=click.Path(), help="The cluster's token.")
+@with_tls
+def scale(address: str, workers: int, token_file: str | None, **options: Any) -> None:
+    """Change how many workers a cluster has, while those that stay go on.
+
+    More: their processes may be started from now on, and nobody waits for them before they come.
+    Fewer: those with the highest ranks are told to end. For a run, use its `Job.scale`.
+    """
+    from paramserve.errors import rebuild
+    from paramserve.launch.connect import full_address
+    from paramserve.launch.overview import Overview
+    from paramserve.messages import Failed
+    from paramserve.transport.token_file import credentials_of
+
+    overview = Overview(
+        (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()
+    )
+    try:
+        answer = overview.answer(overview.scale(workers), STATUS_S)
+    except ConnectionError:
+        raise _silent(address) from None
+    finally:
+        overview.close()
+    if answer is None:
+        raise _silent(address)
+    if isinstance(answer, Failed):
+        raise rebuild(answer.kind, answer.failed, answer.applied, answer.fix)
+    click.echo(f"paramserve: the cluster at {address} has {workers} workers from now on")
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+def token(file: str) -> None:
+    """Make a new token for a cluster: FILE, which only you can read."""
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise click.UsageError(f"{file} is there already; a token is not overwritten") from None
+    with os.fdopen(fd, "w") as out:
+        out.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+    click.echo(f"paramserve: a new token is in {file}; give the same file to every process")
+
+
+@click.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--host", "hosts", multiple=True, help="A name or address of a server; repeatable.")
+def certs(directory: str, hosts: tuple[str, ...]) -> None:
+    """Make a set of certificates for tests in DIRECTORY: ca.pem, cert.pem, key.pem.
+
+    Without --host they are for this machine.
+    """
+    from paramserve.cli.certificates import make_certificates
+
+    chosen = (Path(directory), hosts) if hosts else (Path(directory),)
+    made = make_certificates(*chosen)
+    click.echo(
+        f"paramserve: use --tls-certificate {made.certificate} --tls-key {made.key} "
+        f"--tls-authority {made.authority}"
+    )
+
+
+def load_object(target: str, form: str = "MODULE:NAME, as in training:MyRule") -> Any:
+    """What MODULE:NAME names; modules of the present folder can be imported.
+
+    Args:
+        form: what an error says that it should be.
+    Raises:
+        click.BadParameter: there is no such module or name.
+    """
+    try:
+        module, name = split_reference(target, form)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise click.BadParameter(f"{target}: {error}") from error
+
+
+COMMANDS: Sequence[click.Command] = (serve, status, scale, token, certs)

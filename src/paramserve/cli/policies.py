@@ -1,0 +1,98 @@
+"""Policies as `--consistency` and `--policy` take them: `bounded:4`, or as Python writes them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from paramserve.consistency.base import Policy
+from paramserve.consistency.registry import BUILT_IN, PARTS
+from paramserve.rules.registry import BUILT_IN as RULES
+
+SHORT: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "sync": ("Sync", "reduce"),
+        "async": ("Async", "drop_after"),
+        "bounded": ("BoundedStaleness", "bound"),
+        "delay": ("DelayCompensated", "lam"),
+        "buffered": ("Buffered", "size"),
+        "local": ("LocalSteps", "every"),
+        "elastic": ("ElasticAverage", "rho"),
+    }
+)
+"""By short name: the policy, and the field that a value without a name is for."""
+POLICY_HELP = (
+    f"{', '.join(SHORT)}, with a value as in bounded:4 or sync:backup=1, or as in Python: "
+    "'Async(damping=Inverse(0.1), drop_after=20)'."
+)
+
+
+def policy_of(
+    text: str, registered: Sequence[Any] = (), *, option: str = "--consistency"
+) -> Policy:
+    """The policy that an option names: its short form, or as it is written in Python.
+
+    Args:
+        text: only classes that are known are called, with plain values and each other.
+        registered: classes and functions of the user's own.
+        option: for messages.
+    Raises:
+        click.BadParameter: it is none.
+    """
+    own = {getattr(each, "__name__", ""): each for each in registered}
+    known = {**own, **RULES, **PARTS, **BUILT_IN}
+    try:
+        found = _made(ast.parse(in_python(text), mode="eval").body, known)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+    if not isinstance(found, Policy):
+        raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=option)
+    return found
+
+
+def _made(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    """What an expression of known names, calls of them and plain values stands for."""
+    if isinstance(node, ast.Name):
+        if node.id not in known:
+            raise ValueError(f"unknown name {node.id!r}; known: {', '.join(sorted(known))}")
+        return known[node.id]
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    given = [_made(each, known) for each in node.args]
+    named = {each.arg or "**": _made(each.value, known) for each in node.keywords}
+    kind = _made(node.func, known) if isinstance(node.func, ast.Name) else None
+    if not isinstance(kind, type):
+        raise ValueError(f"{ast.unparse(node.func)} is no class")
+    return kind(*given, **named)
+
+
+def in_python(text: str) -> str:
+    """A policy in its long form, as Python writes it; a text that is no short form stays.
+
+    Raises:
+        ValueError: what stands after the colon are no options.
+    """
+    name, _, options = text.strip().partition(":")
+    if name not in SHORT:
+        return text
+    kind, first = SHORT[name]
+    try:
+        call = ast.parse(f"{kind}({options})", mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError):
+        call = None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or len(call.args) > 1:
+        raise ValueError(
+            f"{text!r}: after {name}: stands a value of {first}, or NAME=VALUE with commas between"
+        )
+    given = [ast.keyword(first, each) for each in call.args] + call.keywords
+    words = [
+        ast.keyword(each.arg, ast.Constant(each.value.id))
+        if isinstance(each.value, ast.Name)  # sync:mean
+        else each
+        for each in given
+    ]
+    return ast.unparse(ast.Call(call.func, [], words))

@@ -1,0 +1,1 @@
+"""Consistency policies: when gradients are applied, and who waits for whom. Pure."""

@@ -1,0 +1,333 @@
+"""The built-in policies: when a gradient is applied, and when a worker may read.
+
+They differ in whom they wait for and in what a stale gradient counts; `docs/consistency.md` says
+which pays when. What each may see and answer is in `core.decisions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from paramserve.consistency.base import (
+    ADMIT,
+    APPLY,
+    DROP,
+    Admission,
+    Apply,
+    Buffer,
+    OnNonFinite,
+    OnPush,
+    Policy,
+    Pull,
+    Push,
+    Standing,
+    Wait,
+    number,
+    whole,
+)
+from paramserve.consistency.damping import Polynomial
+from paramserve.rules.base import Rule
+from paramserve.rules.registry import is_built_in
+from paramserve.rules.sgd import SGD
+
+Damping = Callable[[int], float]
+
+
+def _check_nonfinite(value: str) -> None:
+    if value not in ("refuse", "skip"):
+        raise ValueError(f'on_nonfinite must be "refuse" or "skip", not {value!r}')
+
+
+def _check_damping(value: object) -> None:
+    if value is not None and (isinstance(value, type) or not callable(value)):
+        raise TypeError(f"damping must be ps.Inverse(...) or a function, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """A deadline that follows the workers: `factor` times the median time of their late steps.
+
+    Args:
+        factor: of the median, above 0.
+        least_s: never sooner than this, in seconds. Until a median is known, nobody is left behind.
+    """
+
+    factor: float = 2.0
+    least_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        number("factor of Adaptive", self.factor, above=0.0)
+        number("least_s of Adaptive", self.least_s, above=0.0)
+
+
+@dataclass(frozen=True)
+class Sync(Policy):
+    """All live workers' gradients of a clock are applied together, or none of them.
+
+    A run without `backup` and `timeout_s` is bit-for-bit repeatable: sums are taken in rank order.
+    Each gradient is multiplied by its weight: 1 unless the worker says otherwise, or its loader
+    knows how many samples it comes from (`shards="dynamic"`, `adaptive_batch`). With "mean" the
+    sum is divided by the sum of the weights.
+
+    With `backup` or `timeout_s` a clock does not wait for its last workers. Gradients that come
+    after its decision are dropped and counted; their worker is told, and goes on with the clock
+    that is then under way.
+
+    Args:
+        reduce: "mean" or "sum" over the workers. Where the weights are samples, "mean" is the mean
+            over the samples of all workers, and "sum" the sum over the samples.
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf, or in all
+            where the gradients are finite and their sum (not a mean) overflows; "skip" applies
+            nothing at that clock, on all shards alike, and counts it.
+        backup: a clock is decided when all but this many workers have brought theirs.
+        timeout_s: it is decided this long after its first gradients came, with those that are
+            there; seconds, or `ps.Adaptive(...)`. None: it waits.
+    Source: Chen, Pan, Monga, Bengio, Jozefowicz, *Revisiting Distributed Synchronous SGD*, 2016.
+    """
+
+    collects: ClassVar[bool] = True
+    reduce: Literal["mean", "sum"] = "mean"
+    on_nonfinite: OnNonFinite = "refuse"
+    backup: int = 0
+    timeout_s: float | Adaptive | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("mean", "sum"):
+            raise ValueError(f'reduce must be "mean" or "sum", not {self.reduce!r}')
+        _check_nonfinite(self.on_nonfinite)
+        whole("backup of Sync", self.backup, 0)
+        if self.timeout_s is not None and not isinstance(self.timeout_s, Adaptive):
+            number("timeout_s of Sync", self.timeout_s, above=0.0)
+
+    def check(self, workers: int) -> None:
+        if workers and self.backup >= workers:
+            raise ValueError(
+                f"backup of Sync must be below the number of workers, {workers}, not "
+                f"{self.backup}: a clock needs somebody's gradients"
+            )
+
+    @property
+    def partial(self) -> bool:
+        return self.backup > 0 or self.timeout_s is not None
+
+    def on_clock(self, group: Standing) -> Admission:
+        brought = group.brought
+        missing = tuple(rank for rank in group.clocks if rank not in brought)
+        if brought and len(missing) <= self.backup:
+            return ADMIT
+        limit = self._limit_s(group)
+        if brought and limit is not None and group.waited_s >= limit:
+            return ADMIT
+        return Wait(missing, limit)
+
+    def _limit_s(self, group: Standing) -> float | None:
+        if isinstance(self.timeout_s, Adaptive):
+            if group.step_s == 0.0:
+                return None
+            return max(self.timeout_s.least_s, self.timeout_s.factor * group.step_s)
+        return self.timeout_s
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        if group.slowest >= pull.clock:
+            return ADMIT
+        return Wait(tuple(rank for rank, clock in group.clocks.items() if clock < pull.clock))
+
+    def scale(self, weight: float) -> float:
+        return 1.0 / weight if self.reduce == "mean" else 1.0
+
+
+@dataclass(frozen=True)
+class Async(Policy):
+    """Each gradient is applied when it arrives; nobody waits for anybody.
+
+    Args:
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
+            drops that gradient and counts it.
+        damping: what the learning rate is multiplied by, from the gradient's staleness (an int):
+            `ps.Inverse`, `ps.Exponential`, `ps.Polynomial`, or a function that was registered with
+            `policies=[...]`. What it returns is finite and not negative. None: 1. Under a rule
+            without a learning rate (`ps.Add`) the gradient is multiplied.
+        drop_after: a gradient of more staleness than this is dropped and counted. Each shard
+            counts its own updates, so that one may drop its part where another applies it.
+        momentum: "corrected": the rule's momentum is lowered by 1 - 1 / workers, which that many
+            asynchronous workers bring by themselves, not below 0; "given": it stays.
+    Source: momentum: Mitliagkas, Zhang, Hadjis, Re, *Asynchrony begets Momentum*, Allerton 2016.
+    """
+
+    on_nonfinite: OnNonFinite = "refuse"
+    damping: Damping | None = None
+    drop_after: int | None = None
+    momentum: Literal["given", "corrected"] = "given"
+
+    def __post_init__(self) -> None:
+        _check_nonfinite(self.on_nonfinite)
+        _check_damping(self.damping)
+        if self.drop_after is not None:
+            whole("drop_after of Async", self.drop_after, 0)
+        if self.momentum not in ("given", "corrected"):
+            raise ValueError(f'momentum must be "given" or "corrected", not {self.momentum!r}')
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        if self.drop_after is not None and push.staleness > self.drop_after:
+            return DROP
+        if self.damping is None and self.momentum == "given":
+            return super().on_push(push, group)
+        less = 1.0 - 1.0 / max(1, len(group.clocks)) if self.momentum == "corrected" else 0.0
+        damped = self.damping(push.staleness) if self.damping is not None else 1.0
+        return Apply(push.factor, less, lr_scale=damped)
+
+
+@dataclass(frozen=True)
+class BoundedStaleness(Policy):
+    """As Async, but a worker reads only when no other one is more than `bound` clocks behind it.
+
+    A read at clock c waits until all live workers have finished c - bound, so it contains every
+    update of clock <= c - bound - 1.
+
+    Args:
+        bound: clocks, at least 0; 0 gives Sync's schedule, not its sums.
+        on_nonfinite: as for `Async`.
+    Source: Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+        Server*, NIPS 2013.
+    """
+
+    bound: int
+    on_nonfinite: OnNonFinite = "refuse"
+
+    def __post_init__(self) -> None:
+        whole("bound of BoundedStaleness", self.bound, 0)
+        _check_nonfinite(self.on_nonfinite)
+
+    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+        needed = pull.clock - self.bound
+        if group.slowest >= needed:
+            return ADMIT
+        return Wait(tuple(rank for rank, clock in group.clocks.items() if clock < needed))
+
+
+@dataclass(frozen=True)
+class DelayCompensated(Policy):
+    """As Async, with each gradient corrected by what the values have changed since it was read.
+
+    g + lam * g * g * (value now - value that the worker read), element by element: a diagonal
+    guess of the Hessian carries the gradient to the present values. The servers keep up to three
+    copies of the group's values for each worker, and each read writes one.
+
+    Args:
+        lam: weight of the correction, at least 0.
+        on_nonfinite: as for `Async`.
+    Source: Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, ICML
+        2017: DC-ASGD with constant lambda, for which the paper uses 0.04.
+    """
+
+    keeps_reads: ClassVar[bool] = True
+    lam: float = 0.04
+    on_nonfinite: OnNonFinite = "refuse"
+
+    def __post_init__(self) -> None:
+        number("lam of DelayCompensated", self.lam)
+        _check_nonfinite(self.on_nonfinite)
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        return Apply(push.factor, compensate=self.lam)
+
+
+@dataclass(frozen=True)
+class Buffered(Policy):
+    """The mean of each `size` gradients is applied as one update; nobody waits for anybody.
+
+    What is in the buffer when the last worker leaves is applied then. In a cluster without workers
+    each gradient is applied at once: nobody would empty the buffer.
+
+    Args:
+        size: gradients of one update, at least 1, whoever sends them.
+        damping: what each counts for by its staleness, as for `Async`; `ps.Polynomial(0.5)` unless
+            told. None: all count alike.
+        on_nonfinite: as for `Async`.
+    Source: Nguyen et al., *Federated Learning with Buffered Asynchronous Aggregation* (FedBuff),
+        AISTATS 2022: the weighted sum is divided by `size`.
+    """
+
+    size: int
+    damping: Damping | None = field(default_factory=Polynomial)
+    on_nonfinite: OnNonFinite = "refuse"
+
+    def __post_init__(self) -> None:
+        whole("size of Buffered", self.size, 1)
+        _check_damping(self.damping)
+        _check_nonfinite(self.on_nonfinite)
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        weight = push.factor
+        if self.damping is not None:
+            weight *= self.damping(push.staleness)
+        return Buffer(self.size if group.clocks else 1, weight)
+
+
+@dataclass(frozen=True)
+class LocalSteps(Sync):
+    """Each worker makes `every` steps by itself; then the mean of what they changed is applied.
+
+    A worker steps with its own torch optimizer, and pushes the difference (values before - values
+    now); `outer` is the rule of the servers. One clock is `every` steps. All else is as for `Sync`,
+    but `reduce`, which is "mean".
+
+    `worker.optimizer` makes the own steps. For parameters of `client.define` the servers do their
+    part, with the rule given there: make the steps, and push the differences.
+
+    Args:
+        every: own steps between two pushes, at least 1.
+        outer: the servers' rule. lr=1.0 without momentum is the plain average.
+    Source: local SGD: Stich, ICLR 2019. DiLoCo: Douillard et al., 2023, with Nesterov's momentum
+        0.9 and lr 0.7, the default here.
+    """
+
+    every: int = 1
+    outer: Rule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce != "mean":
+            raise ValueError(
+                "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
+                f"behind them; not {self.reduce!r}"
+            )
+        whole("every of LocalSteps", self.every, 1)
+        outer: object = self.outer
+        if not (isinstance(outer, Rule) and is_built_in(outer)):
+            raise TypeError(
+                f"outer of LocalSteps must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
+            )
+
+
+@dataclass(frozen=True)
+class ElasticAverage(Policy):
+    """Each worker trains values of its own, tied to the servers' by a spring; nobody waits.
+
+    After each `every` own steps, with alpha = lr * rho: the servers' values c and the worker's x
+    move towards each other by alpha * (x - c). `worker.optimizer` does that; for parameters of
+    `client.define` push alpha * (c - x) yourself, to `ps.SGD(lr=1.0)`. Workers send no gradients,
+    so that `worker_weight` has no meaning here.
+
+    Args:
+        rho: strength of the spring, above 0; lr * rho must be below 1. The paper takes
+            lr * rho = 0.9 / workers.
+        every: own steps between two exchanges, at least 1.
+        on_nonfinite: as for `Async`.
+    Source: Zhang, Choromanska, LeCun, *Deep learning with Elastic Averaging SGD*, NIPS 2015,
+        algorithm 1 (asynchronous EASGD).
+    """
+
+    rho: float
+    every: int = 1
+    on_nonfinite: OnNonFinite = "refuse"
+
+    def __post_init__(self) -> None:
+        number("rho of ElasticAverage", self.rho, above=0.0)
+        whole("every of ElasticAverage", self.every, 1)
+        _check_nonfinite(self.on_nonfinite)
+
+    def on_push(self, push: Push, group: Standing) -> OnPush:
+        return APPLY

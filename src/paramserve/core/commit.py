@@ -1,0 +1,288 @@
+"""Sync over several shards: collect on each, one decision by the lead, commit on all.
+
+A shard that holds a clock's gradients tells the group's lead shard (`Ready`); the lead answers all
+with one `Commit`; only then does a value change. Whatever could differ between shards (a worker
+that died between two of its messages, a NaN, clipping by the global norm, a hyper-parameter that
+does not match, a step that a shard refuses) is decided here, once. One shard is its own lead.
+
+Both messages may be lost, repeated or late: `Ready` is repeated until its `Commit` arrives, and a
+`Ready` for the clock committed last is answered with that `Commit` again.
+
+A worker that is started again may find its own gradients of the present clock on some shards and
+not on others. Then it brings them again to all. A shard that has told the lead of the older ones
+keeps both until the lead has decided: each rank is in a clock once, whichever of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.core import asking
+from paramserve.core.block import ShardBlock
+from paramserve.core.overflow import LARGEST, usual
+from paramserve.core.policy_changes import Since
+from paramserve.core.table.block import KeyedBlock
+from paramserve.errors import PolicyFailed
+from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+from paramserve.rules.compiled import compiled
+
+Array = npt.NDArray[Any]
+
+NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
+CLIP_EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+
+
+def lead_of(group: int, shards: int) -> int:
+    """The shard that decides for a group: spread over the shards, known to all without asking."""
+    return group % shards
+
+
+@dataclass
+class Contribution:
+    """One worker's gradients of one clock, unapplied, still in the memory where they arrived."""
+
+    step: Step
+    client: int
+    gradients: dict[int, tuple[Gradient, Any]]
+    """By block: the header part and this shard's elements."""
+    finite: bool
+    large: bool = False
+    """Whether a sum with its gradients may overflow."""
+    refusal: tuple[str, str, str] | None = None
+    """Why this shard refuses the step, if it does: (kind, failed, fix). Then it has no gradients
+    here."""
+
+    @property
+    def weight(self) -> float:
+        """What its gradients count for in the clock's sum."""
+        return self.step.weight * self.step.factor
+
+
+@dataclass
+class Collect:
+    """What one shard holds of its group's present clock."""
+
+    held: dict[int, Contribution] = field(default_factory=dict)
+    """By rank."""
+    promised: list[tuple[int, Contribution]] = field(default_factory=list)
+    """By rank, what a newer incarnation has brought again after this shard had told the lead of it:
+    the lead may still decide for it."""
+    sent: Ready | None = None
+    """Waiting for the lead's answer since it was sent."""
+    repeat_at: float = 0.0
+    since: float | None = None
+    """When the first gradients came of those that the clock waits for; None: none has."""
+    due: float | None = None
+    """When its policy wants to be asked again, whoever has come."""
+    missing: tuple[int, ...] = ()
+    """Ranks that its policy waits for."""
+
+    def has(self, ranks: Collection[int]) -> bool:
+        """Whether all of these ranks have brought theirs."""
+        return all(rank in self.held for rank in ranks)
+
+    def clients(self) -> tuple[int, ...]:
+        """Who brought something, in the order of their ranks."""
+        return tuple(each.client for _, each in sorted(self.held.items()))
+
+    def has_step(self, step: Step) -> bool:
+        """Whether this very step is kept here."""
+        return any(each.step is step for each in self.everything())
+
+    def everything(self) -> list[Contribution]:
+        """All that is kept, those first that a newer incarnation has brought again."""
+        return [each for _, each in [*self.promised, *sorted(self.held.items())]]
+
+    def make_way(self, rank: int) -> None:
+        """A newer incarnation brings its own for this clock: forget the older one's, unless the
+        lead was told of it."""
+        older = self.held.pop(rank)
+        if self.sent is not None:
+            self.promised.append((rank, older))
+
+    def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
+        """What these clients brought, by rank; they are of different ranks."""
+        both = [*self.held.items(), *self.promised]
+        return {rank: each for rank, each in both if each.client in clients}
+
+    def clear(self) -> None:
+        self.held = {}
+        self.promised = []
+        self.sent = None
+        self.since = None
+        self.due = None
+        self.missing = ()
+
+
+class Lead:
+    """The lead's side: gathers `Ready` of all shards for one clock and decides."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._ready: dict[int, Ready] = {}
+        self.last: Commit | None = None
+        """The last decision."""
+
+    def on_ready(
+        self, ready: Ready, clock: int, since: Since, enough: Callable[[frozenset[int]], bool]
+    ) -> list[tuple[int, Commit | Propose]]:
+        """Take one shard's `Ready`; return what to send to which shard.
+
+        Args:
+            ready: from any shard, this one included.
+            clock: the first clock that is not committed yet.
+            since: the policy of that clock.
+            enough: whether it may be decided with only these contributors, where the shards have
+                more, but not the same. If not, more of them are on their way to all.
+        """
+        if self.last is not None and ready.clock == self.last.clock:
+            return [(ready.shard, self.last)]
+        if ready.clock != clock:
+            return []
+        repeated = ready.shard in self._ready
+        self._ready[ready.shard] = ready
+        missing = [shard for shard in range(self._shards) if shard not in self._ready]
+        if missing:
+            # The clock's last workers may have died on their way to these: they would never ask.
+            proposal = Propose(ready.group, clock, ready.contributors)
+            return [(shard, proposal) for shard in missing] if repeated else []
+        sets = [frozenset(each.contributors) for each in self._ready.values()]
+        agreed = frozenset.intersection(*sets)
+        if all(each == agreed for each in sets):
+            return self._commit(since)
+        if not enough(agreed):
+            return []
+        proposal = Propose(ready.group, clock, tuple(sorted(agreed)))
+        differing = [s for s, each in self._ready.items() if set(each.contributors) != agreed]
+        for shard in differing:
+            del self._ready[shard]
+        return [(shard, proposal) for shard in sorted(differing)]
+
+    def _commit(self, since: Since) -> list[tuple[int, Commit | Propose]]:
+        parts = [self._ready[shard] for shard in sorted(self._ready)]
+        self._ready = {}
+        self.last = decide(parts, since)
+        return [(shard, self.last) for shard in range(self._shards)]
+
+
+def decide(parts: Sequence[Ready], since: Since) -> Commit:
+    """The one decision about a clock, from what all shards hold of it."""
+    first = parts[0]
+    nothing = Commit(first.group, first.clock, (), 0.0, decided=first.contributors)
+    refusal = next((part.refusal for part in parts if part.refusal), None)
+    if refusal:
+        return structs.replace(nothing, refusal=refusal)
+    if any(part.skip for part in parts) or not first.contributors:
+        return nothing
+    if not all(part.finite for part in parts):
+        return nothing
+    try:
+        scale = asking.scale(since, first.weight)
+    except PolicyFailed as error:
+        refusal = (type(error).__name__, error.failed, error.fix)
+        return structs.replace(nothing, refusal=refusal)
+    if first.clip_norm > 0.0:
+        norm = sqrt(sum(part.squared_norm for part in parts)) * scale
+        if not isfinite(norm) and since.policy.on_nonfinite == "refuse":
+            failed = f"the norm of the gradients of clock {first.clock} is not finite"
+            return structs.replace(nothing, refusal=("NonFinite", failed, NONFINITE_FIX))
+        if not isfinite(norm):
+            return nothing
+        scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
+    return structs.replace(nothing, contributors=first.contributors, scale=scale)
+
+
+def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str, str] | None:
+    """Why these contributions cannot be one update: (kind, failed, fix)."""
+    pushing = [(rank, step) for rank, step in zip(ranks, steps, strict=True) if step.push]
+    brought: dict[str, list[tuple[int, object]]] = {
+        "clip_norm": [(rank, step.clip_norm) for rank, step in pushing]
+    }
+    for rank, step in pushing:
+        for header in step.push:
+            what = f"hyper-parameters for block {header.block}"
+            brought.setdefault(what, []).append((rank, header.hyper))
+    for what, values in brought.items():
+        if any(value != values[0][1] for _, value in values):
+            texts = "; ".join(f"rank {rank}: {value}" for rank, value in values)
+            return (
+                "HyperMismatch",
+                f"the workers brought different {what} to one synchronous clock ({texts})",
+                "give every rank the same schedule, or use ps.Async()",
+            )
+    return None
+
+
+def reduced(
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    scale: float,
+) -> tuple[Any, tuple[int, ...] | None, float]:
+    """As `total`, and what is left to multiply the sum by: `scale`.
+
+    Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
+    1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
+    """
+    if not any(each.large for each in contributions):
+        return *total(contributions, block), scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        if all(usual(each.weight) for each in contributions):
+            gradient, active = total(contributions, block)
+            limit = LARGEST[block.dtype] / max(scale, 1.0)
+            if block.below(gradient, None, limit):
+                return gradient, active, scale
+        return *total(contributions, block, scale), 1.0
+
+
+def total(
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    scale: float = 1.0,
+) -> tuple[Any, tuple[int, ...] | None]:
+    """Weighted sum of one block's gradients in the order given (by rank).
+
+    A piece that only some workers have a gradient for counts as zero for the others.
+
+    Args:
+        contributions: those that have the block, at least one.
+        scale: multiplies each gradient, with its weight.
+    Returns:
+        The sum, [size of the shard's part] or of a table a `RowGradient`, and the pieces that it
+        has (None: all). No gradient is written to: the sum is the only one there is, or lies in
+        the block's `scratch`.
+    """
+    kernels = compiled()
+    number = block.spec.block
+    parts = [(each.weight * scale, *each.gradients[number]) for each in contributions]
+    if isinstance(block, KeyedBlock):
+        return block.total(parts), None
+    actives = [header.active for _, header, _ in parts]
+    if all(active is None for active in actives):
+        (weight, _, first), rest = parts[0], parts[1:]
+        if not rest and weight == 1.0:
+            return first, None
+        target = block.scratch
+        if rest and weight == rest[0][0] == 1.0:  # the two of them in one pass
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(first, rest.pop(0)[2], out=target)
+        else:
+            np.multiply(first, target.dtype.type(weight), out=target)
+        for weight, _, gradient in rest:
+            kernels.add_scaled_into(target, weight, gradient)
+        return target, None
+    target = np.zeros(block.size, block.dtype)
+    every = range(len(block.spec.pieces))
+    for weight, header, gradient in parts:
+        for piece in every if header.active is None else header.active:
+            start, stop = block.bounds(piece)
+            target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
+    union = {p for active in actives for p in (every if active is None else active)}
+    return target, tuple(sorted(union))

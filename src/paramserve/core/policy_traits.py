@@ -1,0 +1,47 @@
+"""What a client knows of its groups' policies: which terms hold for which of its steps."""
+
+from __future__ import annotations
+
+from paramserve.config import ConsistencySpec
+from paramserve.consistency.registry import Terms, terms
+from paramserve.core.policy_changes import CHANGES_MAX
+from paramserve.messages import GroupPolicy
+
+
+class GroupTerms:
+    """Terms by group and clock: the cluster's, the group's own, and what they were changed to.
+
+    Args:
+        cluster: the policy of groups that were defined without one of their own.
+    """
+
+    def __init__(self, cluster: ConsistencySpec) -> None:
+        self.cluster = terms(cluster)
+        self._own: dict[int, Terms] = {}
+        self._changes: dict[int, tuple[tuple[int, int, Terms], ...]] = {}
+        """By group: (number, first clock, terms), newest first; replaced whole, never altered."""
+
+    def defined(self, group: int, described: ConsistencySpec | None) -> None:
+        """A block of this group was found, which was defined with this policy."""
+        if described is not None and group not in self._own:
+            self._own[group] = terms(described)
+
+    def undefined(self, group: int) -> None:
+        """The only block of this group that was known was refused: the next one decides."""
+        self._own.pop(group, None)
+
+    def changed(self, news: GroupPolicy) -> None:
+        """A shard told of a change; what is known already changes nothing."""
+        known = self._changes.get(news.group, ())
+        if any(number == news.number for number, _, _ in known):
+            return
+        new = (news.number, news.clock, terms(news.policy))
+        newest_first = sorted((*known, new), key=lambda each: each[0], reverse=True)
+        self._changes[news.group] = tuple(newest_first[:CHANGES_MAX])
+
+    def at(self, group: int, clock: int) -> Terms:
+        """The terms of a step of a group that begins at `clock`."""
+        for _, first, changed in self._changes.get(group, ()):
+            if clock >= first:
+                return changed
+        return self._own.get(group, self.cluster)

@@ -1,0 +1,123 @@
+"""Which keys get a row: those that were pushed often enough.
+
+Keys without a row are counted in two generations. When the young one is full it becomes the old
+one, and what the old one held is forgotten; a key of the old one that is pushed again moves over
+with its count. So memory is bounded, and keys that come often are never forgotten.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.table.hashing import Keys
+from paramserve.core.table.index import KEY_BYTES_MAX, Index
+from paramserve.core.table.memory import Growing
+
+CANDIDATES_MAX = 1 << 20
+"""Keys of one generation. Two full ones take at most 122 MB."""
+BYTES_MAX = 2 * (KEY_BYTES_MAX + 4)
+"""Memory for each key that one generation may hold."""
+
+
+class _Generation:
+    def __init__(self) -> None:
+        self.index = Index()
+        self.counts = Growing(0, np.uint32)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + 4 * len(self)
+
+    def find(self, keys: Keys) -> Keys:
+        slots = np.empty(keys.size, np.int64)
+        self.index.find(keys, slots)
+        return slots
+
+    def count(self, slots: Keys) -> npt.NDArray[np.int64]:
+        counts = np.zeros(slots.size, np.int64)
+        counts[slots >= 0] = self.counts.array[slots[slots >= 0]]
+        return counts
+
+    def reserve(self, more: int) -> None:
+        """Have room for so many more keys."""
+        self.counts.reserve(len(self) + more)
+        self.index.reserve(more)
+
+    def put(self, keys: Keys, slots: Keys, counts: npt.NDArray[np.int64]) -> None:
+        """Set counts of keys, whose slots are known or -1."""
+        new = slots < 0
+        made = np.arange(len(self), len(self) + int(new.sum()), dtype=np.int64)
+        self.counts.reserve(len(self) + made.size)
+        self.index.insert(keys[new], made)
+        slots[new] = made
+        self.counts.array[slots] = counts
+
+
+class Candidates:
+    """How often keys without a row were pushed.
+
+    Args:
+        needed: pushes after which a key gets a row.
+        limit: keys of one generation.
+    """
+
+    def __init__(self, needed: int, limit: int = CANDIDATES_MAX) -> None:
+        self._needed = needed
+        self._limit = limit
+        self._young = _Generation()
+        self._old = _Generation()
+        self._next: list[_Generation] = []
+        """Those that `reserve` has made for the count to come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both generations."""
+        return self._young.nbytes + self._old.nbytes
+
+    def admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of these keys, each once, a push of them all would give a row. Changes nothing."""
+        return self._counts(keys, self._young.find(keys)) + 1 >= self._needed
+
+    def reserve(self, keys: Keys) -> None:
+        """Have the memory to count a push of these keys, each once.
+
+        Raises:
+            MemoryError: the system has not. All counts are as they were.
+        """
+        self._next = []
+        for start in range(0, keys.size, self._limit):
+            part = keys[start : start + self._limit]
+            if start == 0:
+                more = int((self._young.find(part) < 0).sum())
+                if len(self._young) + more <= self._limit:
+                    self._young.reserve(more)
+                    continue
+            fresh = _Generation()  # a part behind the first finds a generation that is full
+            fresh.reserve(part.size)
+            self._next.append(fresh)
+
+    def count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
+        """Count one push of each of these keys; those that get a row by it begin again at 0."""
+        for start in range(0, keys.size, self._limit):
+            part = slice(start, start + self._limit)
+            self._count(keys[part], admitted[part])
+
+    def _count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
+        slots = self._young.find(keys)
+        if len(self._young) + int((slots < 0).sum()) > self._limit:
+            fresh = self._next.pop(0) if self._next else _Generation()
+            self._young, self._old = fresh, self._young
+            slots = self._young.find(keys)
+        counts = self._counts(keys, slots) + 1
+        counts[admitted] = 0
+        before = self._old.find(keys)
+        self._old.counts.array[before[before >= 0]] = 0
+        self._young.put(keys, slots, counts)
+
+    def _counts(self, keys: Keys, young: Keys) -> npt.NDArray[np.int64]:
+        """A key stands in the old generation with 0 once the young one has it."""
+        return self._young.count(young) + self._old.count(self._old.find(keys))

@@ -1,0 +1,397 @@
+"""A table on one shard: the rows of the keys that hash to it, changed by the table's rule.
+
+To its group it is a block like those of tensors. Its gradients are `RowGradient`s: keys, each once,
+with their gradients; a read names keys, and the places where their rows go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.guard import guarded
+from paramserve.core.shard_session import Memory
+from paramserve.core.shard_storage import Ruled
+from paramserve.core.table import parts, routing
+from paramserve.core.table.hashing import stream_of
+from paramserve.core.table.options import TableOptions
+from paramserve.core.table.parts import Records, RowGradient
+from paramserve.core.table.store import Purpose, RowStore
+from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
+from paramserve.messages import BlockSpec, Gradient, Place, Put, Scan, TableReport
+from paramserve.rules.base import Hyper, PushInfo, Rule
+from paramserve.rules.compiled import compiled
+from paramserve.rules.registry import is_built_in
+from paramserve.rules.rows import (
+    RowDraft,
+    RowView,
+    apply_rows,
+    check_rows,
+    draft_rows,
+    initial_state,
+    row_layout,
+)
+
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+
+class Draft(NamedTuple):
+    """An update that is made sure of."""
+
+    key: object
+    gradient: RowGradient
+    hyper: Hyper
+    push: PushInfo
+    computed: RowDraft | None
+    """Of a rule that is not ours."""
+    dropped: Array
+    """Keys that are counted, and get no row."""
+
+
+class KeyedBlock(Ruled):
+    """The part of a table that one shard holds.
+
+    Attributes:
+        clock: of its group, the slowest worker's; what rows are said to be used at. The shard
+            keeps it.
+        collects: whether its group's gradients wait for a clock's commit. The shard keeps it.
+
+    Raises:
+        ValueError, TypeError: the rule cannot work on rows.
+    """
+
+    guarded = False
+    """A rule that is not ours computes rows on copies anyway."""
+    drafted = True
+    """A server may have no room for its new rows."""
+
+    def __init__(self, spec: BlockSpec, shards: int, rule: Rule, attempt: int) -> None:
+        assert spec.table is not None
+        super().__init__(spec, rule, attempt)
+        self.table = spec.table
+        self.clock = 0
+        self.collects = False
+        self._draft: Draft | None = None
+        self.unadmitted = 0
+        """Gradients of keys that had no row yet."""
+        self.hyper = rule.hyper()
+        with guarded(self._about("cannot start"), rule, (ValueError, TypeError)):
+            self.layout = row_layout(rule, self.table.dim, self.table.dtype)
+            state = initial_state(rule, self.layout)
+        stream = stream_of(self.table.seed, spec.group_name)
+        options = TableOptions.from_spec(self.table.options).of_shard(shards)
+        self.store = RowStore(self.layout, state, options, stream, f"table {self._names}")
+        self._bounded = options.lru is not None or options.max_bytes > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that it holds."""
+        return self.store.memory_bytes
+
+    @property
+    def dim(self) -> int:
+        """Values of a row."""
+        return self.table.dim
+
+    def report(self) -> TableReport:
+        """What it has and has done."""
+        store = self.store
+        return TableReport(
+            len(store),
+            store.memory_bytes,
+            self.layout.state_words,
+            store.created,
+            store.evicted,
+            self.unadmitted,
+        )
+
+    def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
+        """As `Ruled.check`; rows may also lack the count of updates that hyper-parameters need."""
+        if hyper is not None and hyper != self._checked and self.rule is not None:
+            about = self._about("failed to check its hyper-parameters")
+            with guarded(about, self.rule, (ValueError, ParamServeError)):
+                self.rule.check(hyper)
+                check_rows(self.rule, self.layout, hyper)
+        super().check(active, hyper)
+
+    def _check_active(self, active: Sequence[int]) -> None:
+        raise ShapeMismatch(
+            f"the pieces {list(active)} were named for table {self._names}, which has rows",
+            fix="name the rows by their keys",
+        )
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def gradient_bytes(self, header: Gradient) -> int:
+        """Of a gradient as it lies in a payload."""
+        return parts.gradient_bytes(header.rows, self.dim)
+
+    def gradient(self, memory: Memory, header: Gradient, offset: int) -> RowGradient:
+        """A gradient that lies in a request's memory.
+
+        Each key is to stand there once, as our clients send it. Nobody looks: for one that stands
+        there twice the rule runs twice, or of the two the later one holds. No other row is touched.
+
+        Raises:
+            ShapeMismatch: it does not lie there. Nothing was applied.
+        """
+        nbytes = self.gradient_bytes(header) if header.rows >= 0 else -1
+        what = f"gradients of {header.rows} rows of table {self._names}"
+        whole = parts.within(memory.get(header.arena), offset, nbytes, what)
+        return parts.gradient_at(whole, offset, header.rows, self.dim)
+
+    def finite(self, gradient: RowGradient, active: Sequence[int] | None) -> bool:
+        """Whether all elements are finite numbers."""
+        return bool(compiled().finite(gradient.values.reshape(-1)))
+
+    def below(self, gradient: RowGradient, active: Sequence[int] | None, limit: float) -> bool:
+        """Whether the size of all elements is below a limit."""
+        return bool(compiled().below(gradient.values.reshape(-1), limit))
+
+    def squared_norm(self, gradient: RowGradient) -> float:
+        """Sum of the squares of all elements."""
+        return float(compiled().squared_norm(gradient.values.reshape(-1)))
+
+    def reserve(self) -> None:
+        """Sums of rows have memory of their own, as large as they are."""
+
+    def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
+        """Weighted sum of several gradients, key by key, in the order given."""
+        if len(weighted) == 1 and weighted[0][0] == 1.0:
+            return weighted[0][2]
+        keys = np.concatenate([gradient.keys for _, _, gradient in weighted])
+        values = np.concatenate(
+            [
+                gradient.values if weight == 1.0 else gradient.values * np.float32(weight)
+                for weight, _, gradient in weighted
+            ]
+        )
+        return routing.summed(keys, values)
+
+    def apply(
+        self,
+        gradient: RowGradient,
+        active: Sequence[int] | None,
+        hyper: Hyper | None,
+        push: PushInfo,
+        out: Array | None = None,
+    ) -> None:
+        """Apply the rule to the rows of these keys; keys that have none get one, where the table
+        admits them.
+
+        Raises:
+            TableFull: there is no room for the new ones; nothing was changed. RuleFailed: the rule
+                is not one of ours, and failed; nothing was applied, and new keys have rows with
+                their initial values.
+        """
+        assert self.rule is not None, "a table has one"
+        assert out is None, "rows are read by `read`"
+        rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
+        self.unadmitted += dropped.size
+        if keys.size:
+            self._updated(apply_rows, rows, keys, values, hyper, push)
+
+    def _updated(
+        self,
+        update: Callable[[Rule, RowView, Array, Hyper, PushInfo], T],
+        rows: Array,
+        keys: Array,
+        values: Array,
+        hyper: Hyper | None,
+        push: PushInfo,
+    ) -> T:
+        """What the rule makes of some rows; its failure keeps no view of them.
+
+        Errors are kept until they are told, and with them all that the frames behind them know; and
+        memory that somebody has a view of cannot grow in place. So no view is a variable here.
+        """
+        assert self.rule is not None, "a table has one"
+        chosen = hyper if hyper is not None else self.hyper
+        try:
+            with guarded(self._about("failed"), self.rule):
+                return update(self.rule, self.store.view(rows, keys), values, chosen, push)
+        except RuleFailed as failed:
+            failed.__context__ = None
+            raise failed.with_traceback(None) from None
+
+    def _admitted(
+        self, gradient: RowGradient, purpose: Purpose
+    ) -> tuple[Array, Array, Array, Array]:
+        """Rows for the keys of a gradient, [m], their keys, and their gradients [m, dim]: without
+        those that the table does not admit yet, whose keys come last."""
+        keys, values = gradient
+        if not keys.size:
+            return keys, keys, values, keys
+        taken = self.store.take(keys, self.clock, purpose)
+        if not taken.dropped:
+            return taken.rows, keys, values, keys[:0]
+        there = np.flatnonzero(taken.rows >= 0)
+        return taken.rows[there], keys[there], values[there], keys[taken.rows < 0]
+
+    def draft(
+        self,
+        gradient: RowGradient,
+        active: Sequence[int] | None,
+        hyper: Hyper | None,
+        push: PushInfo,
+        key: object = None,
+    ) -> None:
+        """Make sure of an update, for `keep_draft`: its rows are there from now on, at their
+        initial values, and a rule that is not ours has been run on copies.
+
+        Args:
+            key: what the update belongs to; see `has_draft`.
+        Raises:
+            As `apply`.
+        """
+        assert self.rule is not None, "a table has one"
+        self._draft = None
+        chosen = hyper if hyper is not None else self.hyper
+        rows, keys, values, dropped = self._admitted(gradient, Purpose.DRAFT)
+        computed = None
+        if keys.size and not is_built_in(self.rule):
+            computed = self._updated(draft_rows, rows, keys, values, hyper, push)
+        self._draft = Draft(key, RowGradient(keys, values), chosen, push, computed, dropped)
+
+    def has_draft(self, key: object) -> bool:
+        """Whether the last draft was made under this key, and has not been kept yet."""
+        return self._draft is not None and self._draft.key == key
+
+    def keep_draft(self) -> None:
+        """Make the last draft the rows' values and state."""
+        assert self.rule is not None, "a table has one"
+        assert self._draft is not None, "draft() comes first"
+        _, (keys, values), hyper, push, computed, dropped = self._draft
+        self._draft = None
+        if keys.size:
+            # Rows may lie elsewhere by now; one that was evicted in between begins anew.
+            rows = self.store.take(keys, self.clock, Purpose.PUT).rows
+            view = self.store.view(rows, keys)
+            if computed is not None:
+                computed.write(view)
+            else:
+                apply_rows(self.rule, view, values, hyper, push)
+        if dropped.size:
+            self.store.take(dropped, self.clock, Purpose.PUSH)
+            self.unadmitted += dropped.size
+
+    # --- reads -----------------------------------------------------------------------------------
+
+    def check_place(self, memory: Memory, place: Place, offset: int) -> None:
+        """Refuse a read whose keys or places do not lie in its memory; nothing is written.
+
+        Args:
+            offset: where its keys lie in the payload, if they do.
+        Raises:
+            ShapeMismatch: nothing was read.
+        """
+        _, places = self._keys(memory, place, offset)
+        if places is None:
+            return
+        assert place.keys is not None
+        total = place.keys.total
+        what = f"{total} rows of table {self._names}"
+        parts.within(memory.get(place.arena), place.offset, 4 * self.dim * max(total, 0), what)
+        if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
+            raise ShapeMismatch(
+                f"rows of table {self._names} were to go to places {int(places.min())} to "
+                f"{int(places.max())} of {total}",
+                fix="name places within the array",
+            )
+
+    def _keys(self, memory: Memory, place: Place, offset: int) -> tuple[Array, Array | None]:
+        """The keys of a read, and where their rows go (None: in order into the answer)."""
+        asked = place.keys
+        if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
+            raise ShapeMismatch(
+                f"a read of table {self._names} names no keys", fix="name the keys of the rows"
+            )
+        what = f"keys of {asked.rows} rows of table {self._names}"
+        if asked.arena == 0:
+            whole = parts.within(memory.get(0), offset, parts.padded(8 * asked.rows), what)
+            return parts.lying(whole, np.int64, asked.rows, offset), None
+        nbytes = parts.keys_bytes(asked.rows)
+        whole = parts.within(memory.get(asked.arena), asked.offset, nbytes, what)
+        return parts.keys_at(whole, asked.offset, asked.rows)
+
+    def read(self, memory: Memory, place: Place, offset: int, inline: Array | None) -> None:
+        """Write the rows of the keys asked for to their places, or in order to `inline`.
+
+        A full table gives new keys their initial values, and no rows. So does one whose rows are
+        bounded where gradients are collected: reads come in any order, and the order would decide
+        which rows there are. There only gradients, which come in rank order, create and use rows.
+        """
+        keys, places = self._keys(memory, place, offset)
+        assert place.keys is not None
+        if not keys.size:  # there may be no memory for the rows of none
+            return
+        out = inline
+        if out is None:
+            count = place.keys.total * self.dim
+            out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
+        out = out.reshape(-1, self.dim)
+        creates = place.keys.create and not (self.collects and self._bounded)
+        purpose = Purpose.PULL if creates else Purpose.READ
+        try:
+            taken = self.store.take(keys, self.clock, purpose)
+        except TableFull:
+            taken = self.store.take(keys, self.clock, Purpose.READ)
+        self.store.read(taken.rows, keys, out, places)
+
+    # --- whole rows ------------------------------------------------------------------------------
+
+    def _width(self, message: Scan | Put) -> int | None:
+        if message.width in (-1, self.layout.state_words) and message.rows >= 0:
+            return None if message.width < 0 else message.width
+        raise ShapeMismatch(
+            f"rows with {message.width} elements of state were named for table {self._names}, "
+            f"whose rule {self.spec.rule} keeps {self.layout.state_words}",
+            fix="use the same rule, or leave the state out",
+        )
+
+    def records_bytes(self, message: Scan | Put) -> int:
+        """Of as many whole rows as a request names."""
+        return parts.records_bytes(message.rows, self.dim, self._width(message))
+
+    def records(self, memory: Array | None, message: Scan | Put, offset: int) -> Records:
+        """The whole rows that lie in a request's memory.
+
+        Raises:
+            ShapeMismatch: they do not lie there. Nothing was applied.
+        """
+        nbytes, width = self.records_bytes(message), self._width(message)
+        what = f"{message.rows} whole rows of table {self._names}"
+        whole = parts.within(memory, offset, nbytes, what)
+        return parts.records_at(whole, offset, message.rows, self.dim, width)
+
+    def scan(self, message: Scan, into: Records) -> tuple[int, int]:
+        """Leave rows from the cursor on in `into`; how many, and where to go on or -1."""
+        if not message.rows:  # a reader of another shard's
+            return 0, -1
+        keys, rows, after = self.store.scan(max(message.cursor, 0), message.rows)
+        found = keys.size
+        into.keys[:found] = keys
+        self.store.read(rows, keys, into.values[:found], None)
+        if into.state is not None and into.counts is not None:
+            state, counts = self.store.read_state(rows)
+            into.state[:found] = state
+            into.counts[:found] = 0 if counts is None else counts
+        return found, after
+
+    def put(self, given: Records) -> None:
+        """Overwrite rows, or create them.
+
+        Raises:
+            NonFinite: they hold what the table's rows cannot hold. TableFull: there is no room for
+                the new ones. In both cases nothing was changed.
+        """
+        if not given.keys.size:
+            return
+        parts.check_records(given, self.spec)
+        self._draft = None  # of what the rows were
+        taken = self.store.take(given.keys, self.clock, Purpose.PUT)
+        self.store.write(taken.rows, given.values, given.state, given.counts)

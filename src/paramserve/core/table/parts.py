@@ -1,0 +1,159 @@
+"""How the parts of a request to a table lie in memory: keys, places, values, one after the other.
+
+Each part begins at a multiple of `ALIGN` bytes and is padded to one, in a client's arena as in a
+payload. Both ends measure by these functions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.table.options import BEYOND
+from paramserve.errors import NonFinite, ShapeMismatch
+from paramserve.messages import ALIGN, BlockSpec
+from paramserve.rules.registry import BUILT_IN
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+
+class RowGradient(NamedTuple):
+    """Gradients of some rows of one table."""
+
+    keys: Array
+    """int64 [n]."""
+    values: Array
+    """float32 [n, dim]."""
+
+
+class Records(NamedTuple):
+    """Whole rows of a table, as they are read out and put in."""
+
+    keys: Array
+    """int64 [n]."""
+    values: Array
+    """float32 [n, dim]."""
+    state: Array | None = None
+    """float32 [n, width]: the rule's state arrays side by side."""
+    counts: Array | None = None
+    """uint32 [n]: updates of each row."""
+
+    def first(self, rows: int) -> Records:
+        """Copies of the first of them."""
+        state, counts = self.state, self.counts
+        return Records(
+            self.keys[:rows].copy(),
+            self.values[:rows].copy(),
+            None if state is None else state[:rows].copy(),
+            None if counts is None else counts[:rows].copy(),
+        )
+
+
+def check_records(records: Records, table: BlockSpec) -> None:
+    """Refuse rows that a table cannot hold, before anything is written.
+
+    In the state only a rule of the user's may have Inf: it is a number there that ours cannot go on
+    from.
+
+    Raises:
+        NonFinite: with the key. Nothing was applied.
+    """
+    assert table.table is not None
+    assert table.rule is not None
+    keys, values, state, _ = records
+    name, dtype = table.group_name, table.table.dtype
+    bad = _first_bad(keys, values, BEYOND[dtype])
+    if bad is not None:
+        limit = "NaN or Inf" if math.isinf(BEYOND[dtype]) else f"NaN, Inf or {BEYOND[dtype]:g}"
+        raise NonFinite(
+            f"the values for key {bad[0]} of table {name!r} hold {bad[1]}: {dtype} has no {limit}",
+            fix="look at where they come from",
+        )
+    beyond = math.inf if table.rule.name in BUILT_IN else math.nan
+    bad = None if state is None else _first_bad(keys, state, beyond)
+    if bad is not None:
+        raise NonFinite(
+            f"the state for key {bad[0]} of table {name!r} holds {bad[1]}",
+            fix="put what scan(state=True) gave, or leave the state out",
+        )
+
+
+def _first_bad(keys: Array, rows: Array, beyond: float) -> tuple[int, float] | None:
+    """The first key whose row has NaN, or a number whose size is not below `beyond` (NaN: any may
+    be); and that number."""
+    good = ~np.isnan(rows) if math.isnan(beyond) else np.abs(rows) < beyond
+    if good.all():
+        return None
+    row = int(np.flatnonzero(~good.all(1))[0])
+    return int(keys[row]), float(rows[row][~good[row]][0])
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a part takes."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def gradient_bytes(rows: int, dim: int) -> int:
+    """Of the gradients of some rows: keys and values."""
+    return padded(8 * rows) + padded(4 * rows * dim)
+
+
+def keys_bytes(rows: int) -> int:
+    """Of the keys of a read, and the places that the rows go to."""
+    return padded(8 * rows) + padded(4 * rows)
+
+
+def records_bytes(rows: int, dim: int, width: int | None) -> int:
+    """Of whole rows, with `width` elements of state and the counts, or without them."""
+    state = 0 if width is None else padded(4 * rows * width) + padded(4 * rows)
+    return gradient_bytes(rows, dim) + state
+
+
+def gradient_at(memory: Bytes, offset: int, rows: int, dim: int) -> RowGradient:
+    """The gradients that lie there, without a copy."""
+    keys = lying(memory, np.int64, rows, offset)
+    values = lying(memory, np.float32, rows * dim, offset + padded(8 * rows))
+    return RowGradient(keys, values.reshape(rows, dim))
+
+
+def keys_at(memory: Bytes, offset: int, rows: int) -> tuple[Array, Array]:
+    """The keys of a read, int64 [rows], and the places, int32 [rows]."""
+    keys = lying(memory, np.int64, rows, offset)
+    return keys, lying(memory, np.int32, rows, offset + padded(8 * rows))
+
+
+def records_at(memory: Bytes, offset: int, rows: int, dim: int, width: int | None) -> Records:
+    """The whole rows that lie there."""
+    keys, values = gradient_at(memory, offset, rows, dim)
+    if width is None:
+        return Records(keys, values)
+    cursor = offset + gradient_bytes(rows, dim)
+    state = lying(memory, np.float32, rows * width, cursor).reshape(rows, width)
+    counts = lying(memory, np.uint32, rows, cursor + padded(4 * rows * width))
+    return Records(keys, values, state, counts)
+
+
+def lying(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:
+    """An array that lies there; where nothing does, there may be no memory."""
+    return np.frombuffer(memory, dtype, count, offset) if count else np.empty(0, dtype)
+
+
+def within(memory: Bytes | None, offset: int, nbytes: int, what: str) -> Bytes:
+    """The memory of a request, if the part lies in it, aligned.
+
+    Raises:
+        ShapeMismatch: it does not. Nothing was applied.
+    """
+    if nbytes == 0:
+        return np.empty(0, np.uint8)  # a shard that holds none of the keys may get no payload
+    have = 0 if memory is None else memory.size
+    if memory is None or offset < 0 or offset % ALIGN or nbytes < 0 or offset + nbytes > have:
+        raise ShapeMismatch(
+            f"{what} need {nbytes} bytes at offset {offset}, but there are {have}",
+            fix="send exactly the rows that are named, at aligned offsets",
+        )
+    return memory

@@ -1,0 +1,399 @@
+"""The rows of one table on one shard: found, created and evicted by key; read and written.
+
+It decides which rows are there. What an update does to a row is a rule's business (`rules.rows`),
+who may ask for what the block's.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.core.table.admission import BYTES_MAX as CANDIDATE_BYTES_MAX
+from paramserve.core.table.admission import CANDIDATES_MAX, Candidates
+from paramserve.core.table.compiled import index_kernels, row_kernels
+from paramserve.core.table.eviction import UseOrder
+from paramserve.core.table.hashing import Keys
+from paramserve.core.table.index import KEY_BYTES_MAX, PLACES, Index
+from paramserve.core.table.initial import drawing
+from paramserve.core.table.memory import Growing
+from paramserve.core.table.options import TableOptions
+from paramserve.errors import TableFull
+from paramserve.rules.rows import RowLayout, RowView
+
+Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.uint32]
+Positions = npt.NDArray[np.int32]
+
+ROWS_MAX = 1 << 31
+"""Of one shard; the limit of its index is twice as high."""
+SWEPT_PER_KEY = 4
+"""Rows past their TTL that a request removes for each of its keys."""
+SWEPT_MIN = 1024
+"""Rows past their TTL that a request removes at least."""
+CANDIDATES_SHARE = 8
+"""At most an eighth of `max_bytes` is for keys that have no row yet."""
+EVERYWHERE = np.empty(0, np.int32)
+
+
+class Purpose(Enum):
+    """What rows are wanted for, and so whether they are created."""
+
+    READ = "read"
+    """To look at: nothing is created, nothing counts as used."""
+    PULL = "pull"
+    """Creates, unless keys need to be admitted. Counts as use."""
+    PUSH = "push"
+    """Creates; a key that needs to be admitted is counted first. Counts as use."""
+    DRAFT = "draft"
+    """As PUSH, but a key that is not admitted by it is not counted: the push is still to come."""
+    PUT = "put"
+    """Creates always. Counts as use."""
+
+
+class Taken(NamedTuple):
+    """Where the rows of some keys are."""
+
+    rows: Keys
+    """[n], -1 where a key has none."""
+    created: int
+    """Rows that were made for this."""
+    dropped: int
+    """Of a PUSH or DRAFT: keys, counted as often as they stand there, that have no row."""
+
+
+class RowStore:
+    """Rows by key.
+
+    Requests come one after the other; the same ones in the same order give the same bytes. Row
+    numbers are good until the next `take`.
+
+    Args:
+        layout: how a row lies in memory.
+        state: the rule's state in a fresh row, float32 [layout.state_words].
+        options: `max_bytes` and `LRU.rows` are limits of this store: the caller has divided what is
+            meant for the whole table.
+        stream: what initial values are drawn from (`hashing.stream_of`).
+        name: of the table, for errors.
+    Raises:
+        ValueError: `max_bytes` has no room for a row, or initial values do not fit the dtype.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        state: Floats,
+        options: TableOptions,
+        stream: int,
+        name: str = "this table",
+    ) -> None:
+        options.check_dtype(layout.dtype)
+        if state.shape != (layout.state_words,):
+            raise ValueError(f"a row has {layout.state_words} words of state, not {state.shape}")
+        self.layout = layout
+        self.options = options
+        self.stream = stream
+        self._name = name
+        self.created = self.evicted = 0
+        self._state = np.ascontiguousarray(state, np.float32)
+        self._drawing = drawing(options.init, stream, layout.dim)
+        self._index = Index()
+        self._rows = Growing(layout.words, np.float32)
+        self._keys = Growing(0, np.int64)
+        self._free = Growing(0, np.int64)
+        self._scratch = np.empty(0, np.int64)
+        self._free_rows = 0
+        self._free_most = 0
+        self._begun = 0
+        """Row numbers that have been given out; those of evicted rows are in `_free`."""
+        self._clock = 0
+        evicts = options.evict is not None
+        self._use = UseOrder() if evicts else None
+        self._ttl = options.ttl.clocks if options.ttl is not None else None
+        counts = options.admit is not None and options.admit.count > 1
+        candidates = _candidates_max(options) if counts else 0
+        self._candidates: Candidates | None = None
+        if options.admit is not None and counts:
+            self._candidates = Candidates(options.admit.count, candidates)
+        self.room = self._room(candidates)
+        """Rows that there may ever be."""
+        lru = options.lru.rows if options.lru is not None else None
+        self.rows_max = self.room if lru is None else min(self.room, lru)
+        """Rows that a request which creates some leaves, unless it names more itself."""
+
+    def __len__(self) -> int:
+        """Rows that are there, with those past their TTL that have not been removed yet."""
+        return len(self._index)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Rows, keys, index, order of use, free rows and keys that wait for admission.
+
+        Memory that was mapped ahead of its use and has not been touched is not counted.
+        """
+        row = self._rows.row_bytes + self._keys.row_bytes
+        row += self._use.row_bytes if self._use is not None else 0
+        waiting = self._candidates.nbytes if self._candidates is not None else 0
+        return self._begun * row + self._free_most * 8 + self._index.nbytes + waiting
+
+    def _room(self, candidates: int) -> int:
+        """Rows that `max_bytes` allows, with the index as large as it ever gets."""
+        limit, most = ROWS_MAX, self.options.max_bytes
+        if most:
+            row = self._rows.row_bytes + self._keys.row_bytes + KEY_BYTES_MAX
+            row += self._use.row_bytes + 8 if self._use is not None else 0
+            room = most - PLACES * 16 - candidates * CANDIDATE_BYTES_MAX
+            limit = min(limit, room // row)
+        if limit < 1:
+            raise ValueError(f"max_bytes={most} has no room for a row of {self.layout}: raise it")
+        return limit
+
+    # --- which rows are there ------------------------------------------------------------------
+
+    def take(self, keys: Keys, clock: int, purpose: Purpose) -> Taken:
+        """The rows of some keys, created where `purpose` says so.
+
+        Args:
+            keys: int64 [n], contiguous. They may repeat, and then have the same row.
+            clock: of the request. The latest one so far is what a TTL counts from.
+        Raises:
+            TableFull: there is no room for the rows to create, or the system has no memory for
+                them. Nothing was changed.
+        """
+        self._clock = max(self._clock, clock)
+        self._index.move(keys.size)
+        rows = np.empty(keys.size, np.int64)
+        absent = self._find(keys, rows)
+        created = dropped = 0
+        waits = purpose is Purpose.PULL and self._candidates is not None
+        if absent and purpose is not Purpose.READ and not waits:
+            created, absent = self._create(keys, rows, absent, purpose)
+            dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
+        elif self._use is not None and purpose is not Purpose.READ:
+            self._use.touch(rows, self._clock)
+        self.created += created
+        return Taken(rows, created, dropped)
+
+    def _find(self, keys: Keys, rows: Keys) -> int:
+        """As the index does, where rows past their TTL are gone."""
+        if self._use is None or self._ttl is None:
+            return self._index.find(keys, rows)
+        before = self._clock - self._ttl
+        limit = max(SWEPT_MIN, SWEPT_PER_KEY * keys.size)
+        swept = self._use.oldest(limit, before)
+        self._evict(swept)
+        absent = self._index.find(keys, rows)
+        if swept.size == limit:  # more may be left, and be asked for
+            late = self._use.used_before(rows, before)
+            if late.size:
+                self._evict(late)
+                absent = self._index.find(keys, rows)
+        return absent
+
+    def _create(self, keys: Keys, rows: Keys, absent: int, purpose: Purpose) -> tuple[int, int]:
+        """Rows for the keys that have none. How many were made, how many keys still have none.
+
+        All memory is taken before anything is changed.
+        """
+        kernels = index_kernels()
+        try:
+            which, fresh, chains = self._spare(keys.size, absent, 2 * absent)
+            chains[:] = 0
+            count = kernels.distinct(keys, rows, chains, fresh, which, self._index.secret)
+            fresh = fresh[:count]
+            admitted = None
+            counted = fresh
+            if self._candidates is not None and purpose in (Purpose.PUSH, Purpose.DRAFT):
+                admitted = self._candidates.admitted(fresh)
+                counted = fresh if purpose is Purpose.PUSH else fresh[admitted]
+            wanted = fresh if admitted is None else fresh[admitted]
+            over = self._over(wanted.size, rows)
+            self._reserve(wanted.size, over)
+            if self._candidates is not None and admitted is not None:
+                self._candidates.reserve(fresh)
+        except MemoryError:
+            raise self._no_memory(absent) from None
+        if self._use is not None:
+            self._use.touch(rows, self._clock)
+            self._evict(self._use.oldest(over))
+        if self._candidates is not None and admitted is not None:
+            known = admitted if counted is fresh else np.ones(counted.size, np.bool_)
+            self._candidates.count(counted, known)
+        made = self._new_rows(wanted)
+        if admitted is not None:
+            every = np.full(fresh.size, -1, np.int64)
+            every[admitted] = made
+            made = every
+        return wanted.size, int(kernels.give_rows(which, made, rows))
+
+    def _spare(self, *sizes: int) -> list[Keys]:
+        """Arrays of these sizes, until the next request: pages that are new each time cost more."""
+        if sum(sizes) > self._scratch.size:
+            self._scratch = np.empty(sum(sizes), np.int64)
+        ends = np.cumsum(sizes).tolist()
+        return [self._scratch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def _over(self, more: int, rows: Keys) -> int:
+        """How many rows have to go for `more` rows, besides those past their TTL and `rows`.
+
+        Raises:
+            TableFull: that cannot be.
+        """
+        over = len(self) + more - self.rows_max
+        if more and over > 0:
+            if self._use is not None and self._ttl is not None:
+                self._evict(self._use.oldest(over, self._clock - self._ttl))
+                over = len(self) + more - self.rows_max
+            if over > 0 and self.options.lru is None:
+                raise self._full(more, more)
+            if over > 0 and more + rows.size > self.rows_max:  # else they fit, however they repeat
+                kept = np.unique(rows[rows >= 0]).size
+                if more + kept > self.room:
+                    raise self._full(more, more + kept)
+                over = min(over, len(self) - kept)
+        return max(over, 0) if more else 0
+
+    def _reserve(self, more: int, over: int) -> None:
+        """Have the memory for `more` rows when `over` are gone, and for all to be free one day."""
+        end = self._begun + more - min(self._free_rows + over, more)
+        self._rows.reserve(end)
+        self._keys.reserve(end)
+        if self._use is not None:
+            self._use.reserve(end)
+            self._free.reserve(end)
+        self._index.reserve(more)
+
+    def _no_memory(self, more: int) -> TableFull:
+        return TableFull(
+            f"the server has no memory for {more} more rows of {self._name}, which has {len(self)}",
+            fix="let rows go with evict=ps.LRU(rows=...), or start more servers on more machines",
+        )
+
+    def _full(self, more: int, wanted: int) -> TableFull:
+        limit = f"{self.room} rows" + (
+            f" (max_bytes={self.options.max_bytes} on each server)"
+            if self.options.max_bytes
+            else ""
+        )
+        if self.options.lru is None:
+            failed = f"the table is full: it has {len(self)} of {limit}, {more} more were asked for"
+            fix = "raise max_bytes, let rows go with evict=ps.LRU(), or start more servers"
+        else:
+            failed = f"a request needs {wanted} rows at once, {self._name} has room for {limit}"
+            fix = "raise max_bytes, or ask for fewer keys at once"
+        return TableFull(failed, fix=fix)
+
+    def _new_rows(self, keys: Keys) -> Keys:
+        """Make rows for keys that have none: freed ones, the last freed first, then new ones. There
+        is memory for them."""
+        again = min(self._free_rows, keys.size)
+        rows = np.arange(self._begun - again, self._begun - again + keys.size, dtype=np.int64)
+        if again:
+            rows[:again] = self._free.array[self._free_rows - again : self._free_rows][::-1]
+        self._index.insert(keys, rows)
+        self._free_rows -= again
+        self._begun += keys.size - again
+        row_kernels().fill(
+            *self._drawing, self._rows.array, self._words(), self.layout.half,
+            self._state, keys, rows, self._keys.array,
+        )  # fmt: skip
+        if self._use is not None:
+            self._use.add(rows, self._clock)
+        return rows
+
+    def _evict(self, rows: Keys) -> None:
+        if self._use is None or not rows.size:
+            return
+        keys = self._keys.array[rows]
+        end = self._free_rows + rows.size  # `_reserve` has seen to it
+        self._use.drop(rows)
+        self._index.remove(keys)
+        self._free.array[self._free_rows : end] = rows
+        self._free_rows = end
+        self._free_most = max(self._free_most, end)
+        self.evicted += rows.size
+
+    # --- what is in them -----------------------------------------------------------------------
+
+    def _words(self) -> npt.NDArray[np.uint32]:
+        words: npt.NDArray[np.uint32] = self._rows.array.view(np.uint32)
+        return words
+
+    def view(self, rows: Keys, keys: Keys) -> RowView:
+        """Rows, distinct and none of them -1, for a rule. Good until the next `take`."""
+        return RowView(self._rows.array, self._words(), self.layout, rows, keys, self.stream)
+
+    def read(self, rows: Keys, keys: Keys, out: Floats, positions: Positions | None = None) -> None:
+        """Write the values of each row to out[positions[i]], or to out[i] without positions.
+
+        Where the row is -1 it is the key's initial value, as its row would begin with.
+
+        Args:
+            rows: int64 [n], from `take` of `keys`.
+            out: float32 [m, dim], contiguous.
+            positions: int32 [n]; at those that `out` does not have, nothing is written.
+        """
+        at = EVERYWHERE if positions is None else positions
+        kernels, layout = row_kernels(), self.layout
+        if layout.half:
+            absent = kernels.gather_half(self._words(), layout.half, rows, at, out)
+        else:
+            absent = kernels.gather(self._rows.array, rows, layout.dim, at, out)
+        if absent:
+            kernels.gather_initial(*self._drawing, keys, rows, layout.half, at, out)
+
+    def read_state(self, rows: Keys) -> tuple[Floats, Counts | None]:
+        """The rule's state [n, state_words] of rows, none of them -1, and their update counts."""
+        begin = self.layout.value_words
+        state = self._rows.array[rows, begin : begin + self.layout.state_words]
+        if not self.layout.counted:
+            return state, None
+        return state, self._words()[rows, self.layout.count_at]
+
+    def write(
+        self,
+        rows: Keys,
+        values: Floats,
+        state: Floats | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        """Overwrite rows, none of them -1. Of a row that is named twice, the later one holds.
+
+        Args:
+            values: float32 [n, dim]; 16-bit rows hold the nearest.
+            state: float32 [n, state_words]; None: it stays as it is.
+            counts: uint32 [n]; None: they stay. Ignored where rows keep none.
+        """
+        floats, words, layout = self._rows.array, self._words(), self.layout
+        scatter = row_kernels().scatter
+        scatter(floats, words, layout.half, 0, rows, values, layout.half > 0)
+        if state is not None:
+            scatter(floats, words, 0, layout.value_words, rows, state, False)
+        if counts is not None and layout.counted:
+            words[rows, layout.count_at] = counts
+
+    def scan(self, cursor: int, limit: int) -> tuple[Keys, Keys, int]:
+        """Some rows that are there: keys, rows and the cursor to go on from, -1 at the end.
+
+        A row that is there all the while is met once. There may be fewer than `limit` in a part,
+        and even none before the end.
+
+        Args:
+            cursor: 0 at first.
+            limit: row numbers to look at, at least 1.
+        """
+        end = min(self._begun, cursor + limit)
+        keys = self._keys.array[cursor:end].copy()
+        rows = np.empty(keys.size, np.int64)
+        self._index.find(keys, rows)
+        there = rows == np.arange(cursor, cursor + keys.size)  # else the row is a free one
+        return keys[there], rows[there], end if end < self._begun else -1
+
+
+def _candidates_max(options: TableOptions) -> int:
+    if not options.max_bytes:
+        return CANDIDATES_MAX
+    return max(1, min(CANDIDATES_MAX, options.max_bytes // CANDIDATES_SHARE // CANDIDATE_BYTES_MAX))

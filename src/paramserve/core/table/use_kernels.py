@@ -1,0 +1,99 @@
+"""Loops over the order of use of a table's rows, compiled by Numba: import this lazily.
+
+The order is a doubly linked list: `links` is int64 [capacity, 3] of (newer row, older row, clock of
+the last use), `ends` int64 [2] of (newest row, oldest row); -1 stands for none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from paramserve.core.table.kernels import ENTRIES, KEYS, compile_all
+from paramserve.rules.base import Array
+from paramserve.rules.kernels import kernel
+from paramserve.rules.prefetch import prefetch
+
+NEWER, OLDER, CLOCK = 0, 1, 2
+NEWEST, OLDEST = 0, 1
+LINK_BYTES = 24
+AHEAD = 16
+
+
+@kernel
+def unlink(links: Array, ends: Array, row: int) -> None:
+    """Take a row out of the list."""
+    newer, older = links[row, NEWER], links[row, OLDER]
+    if newer < 0:
+        ends[NEWEST] = older
+    else:
+        links[newer, OLDER] = older
+    if older < 0:
+        ends[OLDEST] = newer
+    else:
+        links[older, NEWER] = newer
+
+
+@kernel
+def link(links: Array, ends: Array, row: int, clock: int) -> None:
+    """Put a row in front, as the newest."""
+    newest = ends[NEWEST]
+    links[row, NEWER] = -1
+    links[row, OLDER] = newest
+    links[row, CLOCK] = clock
+    if newest < 0:
+        ends[OLDEST] = row
+    else:
+        links[newest, NEWER] = row
+    ends[NEWEST] = row
+
+
+@kernel
+def add(links: Array, ends: Array, rows: Array, clock: int) -> None:
+    """Put rows that are not in the list in front of it, in their order."""
+    for i in range(rows.size):
+        link(links, ends, rows[i], clock)
+
+
+@kernel
+def touch(links: Array, ends: Array, rows: Array, clock: int) -> None:
+    """Bring rows of the list to its front, in their order; -1 is left out."""
+    for i in range(rows.size):
+        if i + AHEAD < rows.size and rows[i + AHEAD] >= 0:
+            prefetch(np.uint64(links.ctypes.data + rows[i + AHEAD] * LINK_BYTES))
+        if rows[i] >= 0:
+            unlink(links, ends, rows[i])
+            link(links, ends, rows[i], clock)
+
+
+@kernel
+def oldest(links: Array, ends: Array, before: int, taken: Array) -> int:
+    """Write rows last used before a clock to `taken`, the oldest first, until it is full."""
+    row, n = ends[OLDEST], 0
+    while n < taken.size and row >= 0 and links[row, CLOCK] < before:
+        taken[n] = row
+        n += 1
+        row = links[row, NEWER]
+    return n
+
+
+@kernel
+def drop(links: Array, ends: Array, rows: Array) -> None:
+    """Take rows out of the list."""
+    for i in range(rows.size):
+        unlink(links, ends, rows[i])
+
+
+def prepare() -> None:
+    """Compile or load all of them."""
+    integer: Any = types.intp
+    compile_all(
+        {
+            add: (ENTRIES, KEYS, KEYS, integer),
+            touch: (ENTRIES, KEYS, KEYS, integer),
+            oldest: (ENTRIES, KEYS, integer, KEYS),
+            drop: (ENTRIES, KEYS, KEYS),
+        }
+    )

@@ -1,0 +1,96 @@
+"""Checks what `run`, `start` and `Cluster` are given, before anything is started.
+
+Deadlines and limits are checked in `settings.py`, policies and rules in
+`consistency/registered.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from paramserve.client.arrow import pyarrow
+from paramserve.consistency.base import Policy
+from paramserve.consistency.base import number as check_number
+from paramserve.consistency.built_in import ElasticAverage
+from paramserve.engine.base import Engine
+from paramserve.engine.local import Local
+from paramserve.launch.roster import Restart
+
+SEED_BITS = 63
+"""Of the seed of a run that was given none."""
+
+
+def check_count(name: str, value: int, *, least: int = 1) -> None:
+    """Raise `TypeError` for what is no int, `ValueError` for one below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_weights(
+    weights: Sequence[float] | None, workers: int, policy: Policy | None
+) -> tuple[float, ...]:
+    """A weight for each rank; empty for None.
+
+    Raises:
+        ValueError: another number of them, one that is not finite and above 0, or a policy under
+            which workers send no gradients.
+        TypeError: one is no number.
+    """
+    if weights is None:
+        return ()
+    if isinstance(policy, ElasticAverage):
+        raise ValueError(
+            "worker_weight multiplies gradients, and under ElasticAverage workers send none: leave "
+            "it out"
+        )
+    found = tuple(weights)
+    if len(found) != workers:
+        raise ValueError(f"worker_weight has {len(found)} weights for {workers} workers")
+    for rank, weight in enumerate(found):
+        check_number(f"worker_weight of rank {rank}", weight, above=0.0)
+    return tuple(map(float, found))
+
+
+def check_engine(engine: Engine | None) -> Engine:
+    """The engine, or `Local()` for None. Raises `TypeError` for what is none."""
+    if engine is None:
+        return Local()
+    if isinstance(engine, type) or not hasattr(engine, "open"):
+        raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
+    return engine
+
+
+def check_folder(path: str | os.PathLike[str] | None) -> str:
+    """The whole path of the folder that tables are written to, which is made; empty for None.
+
+    Raises:
+        TypeError: it is no path. OSError: it cannot be made or written to.
+        ParamServeError: pyarrow is not installed.
+    """
+    if path is None:
+        return ""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save_tables must be the path of a folder, not {path!r}")
+    pyarrow()
+    folder = os.path.abspath(os.fspath(path))
+    os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    return folder
+
+
+def check_options(on_worker_death: object, timeout_s: float | None, seed: int | None) -> None:
+    """Raise `ValueError` for an option that means nothing."""
+    if on_worker_death not in ("stop", "continue") and not isinstance(on_worker_death, Restart):
+        raise ValueError(
+            f'on_worker_death must be "stop", "continue" or ps.Restart(...), not '
+            f"{on_worker_death!r}"
+        )
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
+    if seed is not None and (not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed must be an int of at least 0, not {seed!r}")

@@ -1,0 +1,178 @@
+"""Turns a training function and its arguments into bytes, and says what cannot be turned.
+
+The function travels by value where it is defined in `__main__`, in a notebook or inside another
+function, and by name where it lies in a module that a worker can import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from paramserve.config import ConsistencySpec
+from paramserve.consistency.base import Policy
+from paramserve.consistency.registered import check
+from paramserve.consistency.registry import build, spec
+
+LARGE_BYTES = 100_000_000
+"""A larger package gets a warning: every worker has a copy of it."""
+
+
+class WithArguments:
+    """A training function of a script, called with the script's arguments in `sys.argv`."""
+
+    def __init__(self, function: Callable[..., Any], argv: Sequence[str]) -> None:
+        self.function = function
+        self.argv = list(argv)
+        self.__qualname__ = _name(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sys.argv = list(self.argv)
+        return self.function(*args, **kwargs)
+
+
+def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """(function, args, kwargs) in cloudpickle.
+
+    Raises:
+        TypeError: `function` is none, or something cannot be pickled; the text names it.
+    """
+    if not callable(function):
+        raise TypeError(f"the training function must be callable, got {function!r}")
+    try:
+        packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        culprits = [
+            f"{where} ({type(value).__name__}: {why})"
+            for where, value in _parts(function, args, kwargs)
+            if (why := _why_not(value)) is not None
+        ]
+        what = "; ".join(culprits) if culprits else str(error)
+        raise TypeError(
+            f"{_name(function)} cannot be sent to the workers: {what}. Make it inside the "
+            "training function, or pass what it is made from"
+        ) from error
+    if len(packed) > LARGE_BYTES:
+        sizes = {w: len(cloudpickle.dumps(v)) for w, v in _parts(function, args, kwargs)}
+        largest = max(sizes, key=sizes.__getitem__, default=_name(function))
+        warnings.warn(
+            f"{_name(function)} takes {len(packed) / 1e6:.0f} MB to each worker, most of it "
+            f"{largest}: load such data inside the training function",
+            stacklevel=4,
+        )
+    return packed
+
+
+class ForServers(NamedTuple):
+    """What servers are started with: their policy, and the code that they may run."""
+
+    consistency: ConsistencySpec
+    code: bytes
+    """Classes and functions in cloudpickle; empty for none."""
+
+
+def for_servers(
+    consistency: Policy,
+    workers: int,
+    *,
+    rules: Sequence[type[Any]],
+    policies: Sequence[Any],
+) -> ForServers:
+    """Check a policy and what is registered, and make them ready to travel.
+
+    The policy's own class, and the class of a rule or a function in its fields, need not be
+    registered.
+
+    Args:
+        workers: how many there will be; 0: not known.
+    Raises:
+        TypeError: `consistency` is no policy, one of the others cannot be registered or cannot be
+            pickled; the text says which and why.
+        ValueError: the policy cannot work with this many workers, or with its options.
+    """
+    described = spec(consistency)
+    registered = check(rules, policies, consistency)
+    build(described, registered.all)
+    if workers:
+        consistency.check(workers)
+    things = tuple(registered.all.values())
+    return ForServers(described, _pack(things))
+
+
+def _pack(things: Sequence[Any]) -> bytes:
+    if not things:
+        return b""
+    try:
+        packed: bytes = cloudpickle.dumps(things)
+    except Exception as error:
+        names = ", ".join(each.__qualname__ for each in things)
+        raise TypeError(f"{names} cannot be sent to the servers: {error}") from error
+    return packed
+
+
+def imports(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What a training function will import that takes seconds, as far as its module shows it:
+    torch, if this process has it and the function's module names it."""
+    while isinstance(function, WithArguments | functools.partial):
+        function = function.function if isinstance(function, WithArguments) else function.func
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(plain) or "torch" not in sys.modules:
+        return ()
+    named = "torch" in plain.__code__.co_names
+    found = [*plain.__globals__.values(), *(cell.cell_contents for cell in _full_cells(plain))]
+    owners = (each.__name__ if inspect.ismodule(each) else _module(each) for each in found)
+    return ("torch",) if named or any(each.split(".")[0] == "torch" for each in owners) else ()
+
+
+def _full_cells(function: FunctionType) -> Iterator[CellType]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            _ = cell.cell_contents
+            yield cell
+
+
+def _module(thing: Any) -> str:
+    owner = thing if isinstance(thing, type) or inspect.isroutine(thing) else type(thing)
+    module = getattr(owner, "__module__", "")
+    return module if isinstance(module, str) else ""
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _parts(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """What travels along with the function, each with a name for a message."""
+    yield from ((f"argument {i}", value) for i, value in enumerate(args))
+    yield from ((f"argument {name!r}", value) for name, value in kwargs.items())
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield "the object that the method belongs to", owner
+    if isinstance(function, WithArguments):
+        function = function.function
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if inspect.isfunction(plain):
+        defaults = [*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()]
+        yield from (("a default value", value) for value in defaults)
+        captured = inspect.getclosurevars(plain)
+        yield from ((f"captured {name!r}", value) for name, value in captured.nonlocals.items())
+        if plain.__module__ == "__main__" or "<locals>" in plain.__qualname__:
+            yield from ((f"global {name!r}", value) for name, value in captured.globals.items())
+
+
+def _why_not(value: Any) -> str | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return str(error)
+    return None

@@ -1,0 +1,164 @@
+"""What a run consists of: its processes as roles for an engine, and their folder."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paramserve.config import (
+    CLUSTER_BYTES,
+    ConsistencySpec,
+    CoordinatorConfig,
+    Credentials,
+    Deadlines,
+    Limits,
+    ServerConfig,
+)
+from paramserve.engine.base import Role
+from paramserve.launch.entries import COORDINATOR, Key
+from paramserve.launch.roster import OnWorkerDeath, Restart
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Of the address of a Unix socket. Source: unix(7), sun_path."""
+SOCKET_NAME_BYTES_MAX = len("/s99999.sock")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start, and how long each wait may take.
+
+    Attributes:
+        workers: worker processes to start.
+        ranks: workers that somebody else brings; for a cluster without worker processes.
+        worker_payload: what the worker of a rank is told, given the coordinator's addresses; None
+            where there are no workers.
+        worker_code: the training function with its arguments, pickled.
+        server_code: the classes of the registered rules, pickled; empty: none.
+        worker_imports: as `Role.imports`, of workers.
+        threads_per_worker: for numpy, torch and numba in workers. Servers have one.
+        timeout_s: of the whole run; None: no limit.
+        cluster: what tells it from every other one.
+    """
+
+    servers: int
+    workers: int
+    consistency: ConsistencySpec
+    ranks: int = 0
+    worker_payload: Callable[[int, tuple[str, ...]], bytes] | None = None
+    worker_code: bytes = b""
+    worker_imports: tuple[str, ...] = ()
+    server_code: bytes = b""
+    on_worker_death: OnWorkerDeath = "stop"
+    threads_per_worker: int = 1
+    timeout_s: float | None = None
+    cluster: bytes = field(default_factory=lambda: secrets.token_bytes(CLUSTER_BYTES))
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @property
+    def keys(self) -> list[Key]:
+        """All processes, in the order in which they are started."""
+        keys = [COORDINATOR, *(Key("server", i) for i in range(self.servers))]
+        return keys + [Key("worker", i) for i in range(self.workers)]
+
+    def role(
+        self, key: Key, directory: str, addresses: tuple[str, ...], credentials: Credentials
+    ) -> Role:
+        """One process, for an engine.
+
+        Args:
+            directory: for Unix sockets, and removed by each process if the driver dies; empty
+                where the processes do not share this machine.
+            addresses: the coordinator's; nobody asks for them for the coordinator itself.
+        """
+        payload, code = {
+            "coordinator": (self._coordinator, b""),
+            "server": (self._server, self.server_code),
+            "worker": (self._worker, self.worker_code),
+        }[key.kind]
+        threads = self.threads_per_worker if key.kind == "worker" else 1
+        return Role(
+            name=str(key),
+            entry=f"paramserve.{key.kind}:main",
+            payload=payload(key.number, directory, addresses),
+            secret=credentials.encode(),
+            code=code,
+            environment=dict.fromkeys(THREADS, str(threads)),
+            directory=directory,
+            imports=self.worker_imports if key.kind == "worker" else (),
+        )
+
+    def _coordinator(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
+        config = CoordinatorConfig(
+            self.servers,
+            self.workers + self.ranks,
+            directory,
+            consistency=self.consistency,
+            restarts=isinstance(self.on_worker_death, Restart),
+            cluster=self.cluster,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+        return msgspec.msgpack.encode(config)
+
+    def _server(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
+        config = ServerConfig(
+            shard=number,
+            servers=self.servers,
+            workers=self.workers + self.ranks,
+            coordinator=addresses,
+            directory=directory,
+            consistency=self.consistency,
+            cluster=self.cluster,
+            limits=self.limits,
+            deadlines=self.deadlines,
+        )
+        return msgspec.msgpack.encode(config)
+
+    def _worker(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
+        assert self.worker_payload is not None, "a plan with workers has what they do"
+        return self.worker_payload(number, addresses)
+
+
+def addresses_in(directory: str) -> tuple[str, ...]:
+    """Where the coordinator listens, if it shares this folder."""
+    return (f"unix:{directory}/c.sock",)
+
+
+def make_directory() -> str:
+    """A new folder (0700) for sockets, with a path that is short enough for them.
+
+    Raises:
+        OSError: no temporary folder can be written.
+    """
+    prefix = "paramserve-"
+    base = tempfile.gettempdir()
+    too_long = len(os.fsencode(base)) + len(f"/{prefix}12345678") > _DIRECTORY_BYTES_MAX
+    if too_long or not _travels(base):
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+def _travels(path: str) -> bool:
+    """Whether a path can be put into a message; one that the locale cannot decode cannot."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_DIRECTORY_BYTES_MAX = SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES_MAX
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,107 @@
+"""What a run leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from paramserve.errors import ParamServeError
+from paramserve.launch.reading import State, as_state_dict
+from paramserve.messages import Record
+from paramserve.observe.status import GroupStatus, Staleness, TableStatus
+
+
+class Restarted(NamedTuple):
+    """A worker that died and was started again.
+
+    `error` says how it had ended. Its successor went on at `clock` of the group that it stepped on
+    first (None: it did not get that far, or there was nothing to go on from). `repeated` counts
+    steps of which some shards had applied the predecessor's push already, and then got the
+    successor's as well (Async only).
+    """
+
+    rank: int
+    error: ParamServeError
+    clock: int | None
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+        returns: what the training function returned, by rank.
+        metrics: the records of `worker.log`, in the order in which they came in; the oldest are
+            missing where workers logged faster than they could be fetched, or a million in all.
+        dropped_records: records that are missing, of all workers together: dropped by a worker
+            before they were sent, by the coordinator before the driver fetched them, or here.
+            `Limits.log_records_max` and `log_bytes_max` bound what the first two keep.
+        staleness: of each rank's pushes that were applied or buffered.
+        failures: of workers without which the run went on, by rank.
+        restarts: of workers that were started again, in order.
+        seconds: from the start to the end of the processes.
+        seed: the run's; the same one repeats a `Sync` run bit by bit.
+        stopped: whether `Job.stop` ended it.
+        values: group name to tensor name to array; see `state_dict`.
+        groups: how each group stood at the end: policy, updates, and staleness and dropped
+            gradients of each worker.
+        dropped: each rank's gradients that came too late or were too stale, over all groups.
+        samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
+            the coordinator last knew it.
+        table_files: with `save_tables=`: each keyed table's file, by its name.
+        repeated_samples: of these loaders: samples that some shard has had from two workers,
+            because one of them ended.
+        extra_state: of each group what `get_extra_state` of rank 0's modules gave at the end,
+            pickled: `state_dict` has it under its names.
+    """
+
+    returns: Mapping[int, Any]
+    metrics: Sequence[Record]
+    dropped_records: int
+    staleness: Mapping[int, Staleness]
+    failures: Mapping[int, ParamServeError]
+    restarts: Sequence[Restarted]
+    seconds: float
+    seed: int
+    stopped: bool
+    values: Mapping[str, State]
+    groups: Mapping[str, GroupStatus] = field(default_factory=dict)
+    dropped: Mapping[int, int] = field(default_factory=dict)
+    samples: Mapping[int, int] = field(default_factory=dict)
+    repeated_samples: int = 0
+    table_files: Mapping[str, str] = field(default_factory=dict)
+    extra_state: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        groups = {name: len(state) for name, state in self.values.items()}
+        rows = {name: table.rows for name, table in self.tables.items()}
+        told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
+        told += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
+        return f"Result(seconds={self.seconds:.1f}, {told}, returns={self.returns!r})"
+
+    @property
+    def tables(self) -> dict[str, TableStatus]:
+        """How large each keyed table was at the end, and what had come and gone. The rows
+        themselves are in `table_files`, if the run was told to write them."""
+        found = {name: group.table for name, group in self.groups.items()}
+        return {name: table for name, table in found.items() if table is not None}
+
+    def state_dict(self, name: str = "model") -> dict[str, Any]:
+        """The final values of one group, as a model loads them.
+
+        Args:
+            name: of the group: that of `worker.optimizer`, or "default" for `client.define`.
+        Returns:
+            Tensors by name if torch is imported, otherwise arrays. They share this result's memory.
+        Raises:
+            UnknownName: the run had no such group, or it is a table.
+        """
+        state = as_state_dict(self.values, name, self.tables)
+        if name in self.extra_state:
+            # It came by the engine's own way, as what functions returned, over no socket of ours.
+            state |= cloudpickle.loads(self.extra_state[name])
+        return state

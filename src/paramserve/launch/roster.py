@@ -1,0 +1,290 @@
+"""Decides what the driver does when its processes report, fail and end.
+
+Pure: events and the time are arguments, decisions come back; `supervisor.py` and `processes.py`
+act on them. When several processes end at nearly the same time the cause is told, not its
+consequences: the death of a server also makes every worker raise `ServerGone`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from paramserve.config import Deadlines
+from paramserve.engine.base import Failure
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.launch.endings import gone, worker_failed
+from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start a worker that died again, `times` times each; after that the run fails.
+
+    It gets a new incarnation and begins its function anew, with `worker.clock` where its
+    predecessor's steps ended. In Async the others never stop; in Sync they wait for it, up to
+    `Deadlines.restart_s`.
+
+    Raises:
+        ValueError, TypeError: `times` is no int of at least 1.
+    """
+
+    times: int = 3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or not isinstance(self.times, int):
+            raise TypeError(f"times of Restart must be an int, not {self.times!r}")
+        if self.times < 1:
+            raise ValueError(f"times of Restart must be at least 1, not {self.times}")
+
+
+OnWorkerDeath = Literal["stop", "continue"] | Restart
+
+
+class Decision(NamedTuple):
+    """What to do now. `error`: stop everything and raise it."""
+
+    error: ParamServeError | None = None
+    dead: tuple[int, ...] = ()
+    """Ranks that the coordinator must be told of: the others go on without them."""
+    restart: tuple[Entry, ...] = ()
+    """Workers as they died; each rank has a new entry, and its process must be started."""
+    gone: tuple[Entry, ...] = ()
+    """Workers that were to retire, and whose processes have ended; told once."""
+    launch: tuple[Key, ...] = ()
+    """Ranks that are wanted again and free now: their processes must be started."""
+    interrupt: tuple[Key, ...] = ()
+    kill: tuple[Key, ...] = ()
+    """Workers that were to retire and have not done so in time."""
+    finished: bool = False
+    """Every worker that is wanted has returned or is counted as dead, and the others have ended."""
+    look_again_at: float | None = None
+
+
+class Roster:
+    """All processes of a run, and what their fate means for it.
+
+    Args:
+        on_worker_death: "stop": the first worker that fails fails the run; "continue": the run
+            goes on while one worker lives; `Restart`: see there.
+        start_by: when coordinator and servers must be ready.
+        deadlines: how long a worker may take to retire.
+
+    Attributes:
+        wanted: how many workers there are to be.
+    """
+
+    def __init__(
+        self,
+        servers: int,
+        workers: int,
+        on_worker_death: OnWorkerDeath,
+        start_by: float,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        # In the order in which they are started.
+        keys = [COORDINATOR, *(Key("server", i) for i in range(servers))]
+        keys += [Key("worker", i) for i in range(workers)]
+        self.entries = {key: Entry(key) for key in keys}
+        self._on_worker_death = on_worker_death
+        self.start_by = start_by
+        self.wanted = workers
+        self._deadlines = deadlines if deadlines is not None else Deadlines()
+        self._again: set[Key] = set()
+        """Ranks that are wanted again when their present process has ended."""
+        self._before_scale = (workers, self.entries)
+
+    @property
+    def serving(self) -> bool:
+        """Whether the coordinator and all servers are ready."""
+        return all(entry.ready for entry in self._of("coordinator", "server"))
+
+    def workers(self) -> list[Entry]:
+        """The workers, by rank."""
+        return self._of("worker")
+
+    def worker_states(self) -> dict[int, str]:
+        """Of each rank: "starting", "running", "returned", "stopped", "dead", "retiring" or
+        "retired"."""
+        return {entry.key.number: entry.state for entry in self.workers()}
+
+    def on_report(self, key: Key, kind: str, body: bytes, now: float) -> None:
+        """A process reported; kinds that mean nothing here are left to others."""
+        entry = self.entries[key]
+        if kind == "ready":
+            entry.ready = True
+            if key.kind == "worker":
+                entry.incarnation = msgspec.msgpack.decode(body, type=int)
+        elif kind == "returned":
+            entry.returned = body
+        elif kind == "resumed":
+            entry.resumed = body
+        elif kind == "failed":
+            entry.failure = msgspec.msgpack.decode(body, type=Failure)
+            entry.fell_at = entry.fell_at if entry.fell_at is not None else now
+
+    def on_end(self, key: Key, status: int, now: float, why: str = "") -> None:
+        """A process ended. A worker that has returned may end as it likes."""
+        entry = self.entries[key]
+        entry.status, entry.why = status, why
+        if entry.returned is None and entry.fell_at is None:
+            entry.fell_at = now
+
+    def on_silence(self, key: Key, now: float, incarnation: int = 0) -> None:
+        """A process runs but has not been heard of for too long.
+
+        Args:
+            incarnation: of a worker; one that was replaced since means nothing.
+        """
+        entry = self.entries[key]
+        if entry.status is not None or entry.returned is not None:
+            return
+        if entry.incarnation != incarnation:
+            return
+        entry.silent = True
+        entry.fell_at = entry.fell_at if entry.fell_at is not None else now
+
+    def scale(self, workers: int, now: float) -> tuple[Key, ...]:
+        """From now on this many workers are wanted; those with the highest ranks retire.
+
+        A worker that retires has `retire_s` to end by itself; one that is still starting is ended
+        at once. A rank that comes back while its process still runs is in `Decision.launch` when
+        that has ended.
+
+        Returns:
+            Ranks whose processes are to be started now.
+        """
+        self._before_scale = before, entries = self.wanted, self.entries
+        self.wanted = workers
+        for entry in self.workers():
+            if entry.key.number < workers:
+                continue
+            self._again.discard(entry.key)
+            if entry.status is None and entry.retire_by is None:
+                entry.retire_by = now + (self._deadlines.retire_s if entry.ready else 0.0)
+        added = [Key("worker", rank) for rank in range(before, workers)]
+        free = [key for key in added if self._is_free(key)]
+        self._again.update(set(added) - set(free))
+        # A new dict: others may be reading this one.
+        self.entries = {**entries, **{key: Entry(key) for key in free}}
+        return tuple(free)
+
+    def _is_free(self, key: Key) -> bool:
+        entry = self.entries.get(key)
+        return entry is None or entry.status is not None
+
+    def take_back(self) -> None:
+        """The processes that the last `scale` wanted could not be started; all is as before it."""
+        self.wanted, self.entries = self._before_scale
+        self._again = {key for key in self._again if key.number < self.wanted}
+
+    def dismiss_workers(self) -> None:
+        """The workers are about to be stopped: their ends mean nothing from now on."""
+        self._again.clear()
+        self.stop_workers()
+        for entry in self.workers():
+            entry.counted = True
+
+    def stop_workers(self) -> None:
+        """The workers that still train are told to end."""
+        for entry in self.workers():
+            entry.stopped |= entry.returned is None and entry.fell_at is None
+
+    def decide(self, now: float) -> Decision:
+        """What all that is known by now means."""
+        decision = self._decide_fallen(now)
+        return decision if decision.error is not None else self._retire(decision, now)
+
+    def _decide_fallen(self, now: float) -> Decision:
+        fallen = [
+            entry
+            for entry in self.entries.values()
+            if entry.fell_at is not None and not entry.counted and entry.retire_by is None
+        ]
+        if not fallen:
+            return self._decide_standing(now)
+        settled = [entry for entry in fallen if now >= entry.settled_at]
+        if not settled:
+            return Decision(look_again_at=min(entry.settled_at for entry in fallen))
+        cause = min(settled, key=_rank_as_cause)
+        if cause.key.kind != "worker":
+            return Decision(error=gone(cause))
+        if self._on_worker_death == "stop":
+            return Decision(error=worker_failed(cause))
+        if isinstance(self._on_worker_death, Restart):
+            return self._restart(settled, self._on_worker_death.times)
+        for entry in settled:
+            entry.counted = True
+        if all(e.counted for e in self.workers() if e.retire_by is None) and not self._again:
+            return Decision(error=worker_failed(cause))
+        dead = tuple(entry.key.number for entry in settled)
+        return Decision(dead=dead, finished=self._finished())
+
+    def _restart(self, settled: list[Entry], times: int) -> Decision:
+        for entry in settled:
+            if entry.restarts >= times:
+                return Decision(error=worker_failed(entry))
+        for entry in settled:
+            self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
+        return Decision(restart=tuple(settled))
+
+    def _retire(self, decision: Decision, now: float) -> Decision:
+        """Add what the workers that are to end make necessary."""
+        gone, interrupt, kill = [], [], []
+        looks = [decision.look_again_at] if decision.look_again_at is not None else []
+        for entry in self.workers():
+            if entry.retire_by is None:
+                continue
+            if entry.status is not None:
+                if not entry.counted:
+                    entry.counted = True
+                    gone.append(entry)
+                continue
+            if entry.kill_at is None and now >= entry.retire_by:
+                entry.kill_at = now + self._deadlines.stop_s
+                interrupt.append(entry.key)
+            elif entry.kill_at is not None and now >= entry.kill_at:
+                entry.kill_at = math.inf
+                kill.append(entry.key)
+            looks.append(entry.kill_at if entry.kill_at is not None else entry.retire_by)
+        launch = tuple(key for key in sorted(self._again) if self._is_free(key))
+        self._again.difference_update(launch)
+        self.entries.update((key, Entry(key)) for key in launch)
+        return decision._replace(
+            gone=tuple(gone),
+            launch=launch,
+            interrupt=tuple(interrupt),
+            kill=tuple(kill),
+            look_again_at=min((at for at in looks if at < math.inf), default=None),
+        )
+
+    def _decide_standing(self, now: float) -> Decision:
+        if self.serving:
+            return Decision(finished=self._finished())
+        if now < self.start_by:
+            return Decision(look_again_at=self.start_by)
+        missing = [str(e.key) for e in self._of("coordinator", "server") if not e.ready]
+        return Decision(
+            error=ConnectTimeout(
+                f"the run did not start: {', '.join(missing)} not ready in time",
+                fix="look at the messages of that process; where the machine is slow, raise "
+                "deadlines=ps.Deadlines(start_s=...)",
+            )
+        )
+
+    def _finished(self) -> bool:
+        workers = self.workers()
+        if not workers or self._again:
+            return False
+        return all(e.returned is not None or e.counted or e.retired for e in workers)
+
+    def _of(self, *kinds: Kind) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.key.kind in kinds]
+
+
+def _rank_as_cause(entry: Entry) -> tuple[bool, int, float]:
+    order = ("coordinator", "server", "worker").index(entry.key.kind)
+    return entry.complains, order, entry.settled_at

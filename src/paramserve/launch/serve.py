@@ -1,0 +1,465 @@
+"""A server that somebody starts by itself: `paramserve serve`, or `serve()` in a program.
+
+The first one of a cluster is its coordinator as well, on the same port. The others join it and get
+a shard each. They run until they are stopped, the coordinator is gone or, if that is wanted, until
+all workers have come and gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from paramserve.config import (
+    CLUSTER_BYTES,
+    TLS,
+    ConsistencySpec,
+    CoordinatorConfig,
+    Credentials,
+    Deadlines,
+    Limits,
+    ServerConfig,
+)
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async
+from paramserve.consistency.registered import Registered, check
+from paramserve.consistency.registry import build, spec
+from paramserve.coordinator import ROLES, CoordinatorRole
+from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
+from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
+from paramserve.launch.connect import full_address
+from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
+from paramserve.server import ServerRole, register
+from paramserve.settings import check_restart, check_settings
+from paramserve.transport.connection import Connection, Handler
+from paramserve.transport.control import ControlLink
+from paramserve.transport.framing import ByteArray
+from paramserve.transport.listener import Listener, listen
+from paramserve.transport.tcp import warn_if_open
+from paramserve.transport.token_file import credentials_of
+
+ATTEMPT_S = 2.0
+"""For one attempt to reach the coordinator; the process ends no later than this when it is told."""
+DONE_POLL_S = 0.2
+"""How often is looked whether all workers have left."""
+MISSING_TOLD_S = 60.0
+"""How often is told who has not come or left yet."""
+STATES = {
+    EXPECTED: "is expected",
+    LIVE: "has come",
+    LEFT: "has left",
+    DEAD: "counts as dead",
+    RESTARTING: "counts as dead, and may come again",
+    RETIRING: "is asked to end",
+}
+WAITED_FOR = {
+    EXPECTED: "never came",
+    LIVE: "still there",
+    RETIRING: "asked to end",
+    RESTARTING: "may come again",
+}
+logger = logging.getLogger("paramserve")
+LAST_ANSWER_S = 0.5
+"""After the last worker has left: for answers that are on their way."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server is reached, and which cluster it belongs to."""
+
+    bind: str
+    advertise: str
+    credentials: Credentials
+    join: str | None
+    """The first server's address; None: this is it."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a whole cluster consists of, and how it trains; only its first server says so."""
+
+    servers: int
+    workers: int
+    consistency: ConsistencySpec
+    restarts: bool
+    """Whether Sync waits for a worker that died."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server is started; see `serve`."""
+
+    place: Place
+    terms: Terms
+    registered: Registered
+    until_done: bool
+    limits: Limits
+    deadlines: Deadlines
+
+
+class _Both:
+    """A `transport.Handler` that serves a coordinator and a shard on one port.
+
+    Who a peer wants is told by its role: those of the two are all different.
+    """
+
+    def __init__(self, coordinator: CoordinatorRole) -> None:
+        self._coordinator = coordinator
+        self.server: ServerRole | None = None
+        self._handlers: dict[Connection, Handler] = {}
+
+    def opened(self, conn: Connection, hello: Hello) -> None:
+        handler: Handler | None = self._coordinator if hello.role in ROLES else self.server
+        if handler is None:
+            raise ParamServeError("the server is still starting", fix="try again")
+        handler.opened(conn, hello)
+        self._handlers[conn] = handler
+
+    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        self._handlers[conn].frame(conn, header, payload)
+
+    def closed(self, conn: Connection) -> None:
+        self._handlers.pop(conn).closed(conn)
+
+
+class _Log:
+    """Tells in one line each who comes and goes, by the logger "paramserve"."""
+
+    def __init__(self, servers: int, workers: int) -> None:
+        self._expected = servers
+        self._servers = 0
+        self._members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
+
+    def on_members(self, members: Members) -> None:
+        """The membership has changed, or the servers are complete."""
+        if len(members.servers) > self._servers:
+            logger.info("all %d servers are there: workers may come", self._expected)
+        self._servers = len(members.servers)
+        before, self._members = self._members, {each.rank: each for each in members.members}
+        for rank, member in sorted(self._members.items()):
+            old = before.get(rank)
+            known = old is not None and old.incarnation == member.incarnation
+            if known and old is not None and old.state == member.state:
+                continue
+            bad = member.state in (DEAD, RESTARTING)
+            again = f" (incarnation {member.incarnation})" * (member.incarnation > 1)
+            told = STATES.get(member.state, member.state)
+            logger.log(logging.WARNING if bad else logging.INFO, "rank %d %s%s", rank, told, again)
+
+    def on_refused(self, answer: Failed) -> None:
+        """Something that was asked for is refused."""
+        logger.warning("refused: %s", answer.failed)
+
+    def tell_missing(self) -> None:
+        """Who is waited for until all are done."""
+        ranks: dict[str, list[str]] = {}
+        for rank, member in sorted(self._members.items()):
+            ranks.setdefault(member.state, []).append(str(rank))
+        told = "; ".join(
+            f"{WAITED_FOR[state]}: {', '.join(found)}"
+            for state, found in ranks.items()
+            if state in WAITED_FOR
+        )
+        logger.info("not done yet. %s", told)
+
+
+class _Running:
+    """What has been opened, to be closed in the reverse order."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.stack = contextlib.ExitStack()
+        self.coordinator: CoordinatorRole | None = None
+        self._log = _Log(settings.terms.servers, settings.terms.workers)
+        self.role: ServerRole | None = None
+        self.control: ControlLink | None = None
+        self.addresses: tuple[str, ...] = ()
+        """Where this server is reached."""
+        self.lost = asyncio.Event()
+        """Set when another server of the cluster, whose coordinator this is, is gone."""
+
+    async def start(self) -> None:
+        """Listen, become a member, be ready."""
+        settings = self.settings
+        listeners: list[Listener] = []
+        both: _Both | None = None
+        if settings.place.join is None:
+            self.coordinator = CoordinatorRole(_coordinator_config(settings))
+            self.coordinator.on_server_lost = self.lost.set
+            self.coordinator.on_members = self._log.on_members
+            self.coordinator.on_refused = self._log.on_refused
+            both = _Both(self.coordinator)
+            listeners = await self._listen("c", both)
+            coordinator = tuple(each.address for each in listeners)
+        else:
+            coordinator = (full_address(settings.place.join),)
+        control = self.control = await self._reach(coordinator)
+        self.stack.callback(control.close)
+        enlisted = await asyncio.to_thread(
+            control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
+        )
+        config = _server_config(settings, coordinator, enlisted)
+        registered = settings.registered
+        self.role = ServerRole(config, settings.place.credentials, control, registered=registered)
+        self.stack.callback(self.role.close)
+        if both is not None:
+            both.server = self.role
+        else:
+            listeners = await self._listen(f"s{enlisted.shard}", self.role)
+        self.role.listeners = listeners
+        self.addresses = tuple(each.address for each in listeners)
+        await register(self.role, control, self.addresses)
+
+    async def _reach(self, coordinator: tuple[str, ...]) -> ControlLink:
+        """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
+        settings = self.settings
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + settings.deadlines.start_s
+        while True:
+            try:
+                return await asyncio.to_thread(
+                    ControlLink.connect,
+                    coordinator,
+                    Hello("register"),
+                    credentials=settings.place.credentials,
+                    limits=settings.limits,
+                    timeout_s=min(ATTEMPT_S, max(deadline - loop.time(), 0.0)),
+                    lost_s=settings.deadlines.lost_s,
+                )
+            except ConnectTimeout as error:
+                if loop.time() >= deadline:
+                    raise ConnectTimeout(
+                        f"no server answered at {settings.place.join} for "
+                        f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
+                        fix="start the cluster's first server, and look at its address",
+                    ) from error
+
+    async def _listen(self, name: str, handler: Handler) -> list[Listener]:
+        settings = self.settings
+        listeners = await listen(
+            "",
+            name,
+            settings.place.bind,
+            settings.place.credentials,
+            handler,
+            settings.limits,
+            advertise=settings.place.advertise,
+            lost_s=settings.deadlines.lost_s,
+        )
+        for listener in listeners:
+            self.stack.callback(listener.close)
+        return listeners
+
+    async def until_done(self) -> None:
+        """Wait for the end; the caller cancels this to end it by its own wish.
+
+        Raises:
+            ServerGone: another server of the cluster is gone before all workers have left.
+            ParamServeError: the coordinator of the cluster is.
+        """
+        assert self.role is not None
+        waiting = (self.role.ended.wait(), self.lost.wait(), self._all_left())
+        tasks = [asyncio.create_task(each) for each in waiting]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if self.lost.is_set() and self.coordinator is not None and not self.coordinator.all_left:
+            raise ServerGone(
+                "a server of this cluster has ended or is lost, and its values with it",
+                applied="unknown",
+                fix="look why it ended, and start the whole cluster again",
+            )
+        if self.coordinator is None and not self._saw_all_leave():
+            raise ParamServeError(
+                f"the coordinator at {self.settings.place.join} is gone, and the cluster with it",
+                applied="unknown",
+                fix="start the cluster again, its first server first",
+            )
+
+    def _saw_all_leave(self) -> bool:
+        """Whether the coordinator, before it went, told that all workers had come and left."""
+        assert self.role is not None
+        assert self.control is not None
+        self.role.take_notices(list(self.control.notices))  # what came together with its end
+        members = self.role.shard.members.values()
+        return bool(members) and all(member.state in (LEFT, DEAD) for member in members)
+
+    async def _all_left(self) -> None:
+        coordinator = self.coordinator
+        if coordinator is None or not self.settings.until_done:
+            await asyncio.Event().wait()  # for ever
+            return
+        loop = asyncio.get_running_loop()
+        tell_at = loop.time() + MISSING_TOLD_S
+        while not coordinator.all_left:
+            await asyncio.sleep(DONE_POLL_S)
+            if loop.time() >= tell_at:
+                self._log.tell_missing()
+                tell_at = loop.time() + MISSING_TOLD_S
+        await asyncio.sleep(LAST_ANSWER_S)
+
+
+def _coordinator_config(settings: Settings) -> CoordinatorConfig:
+    return CoordinatorConfig(
+        settings.terms.servers,
+        settings.terms.workers,
+        "",
+        settings.terms.consistency,
+        restarts=settings.terms.restarts,
+        cluster=secrets.token_bytes(CLUSTER_BYTES),
+        limits=settings.limits,
+        deadlines=settings.deadlines,
+    )
+
+
+def _server_config(
+    settings: Settings, coordinator: tuple[str, ...], enlisted: Enlisted
+) -> ServerConfig:
+    deadlines = settings.deadlines
+    told_s = enlisted.heartbeat_s
+    every_s = min(deadlines.heartbeat_s, told_s) if told_s > 0 else deadlines.heartbeat_s
+    return ServerConfig(
+        enlisted.shard,
+        enlisted.servers,
+        enlisted.workers,
+        coordinator,
+        "",
+        enlisted.consistency,
+        cluster=enlisted.cluster,
+        limits=settings.limits,
+        deadlines=replace(deadlines, heartbeat_s=every_s),
+    )
+
+
+def serve(
+    bind: str,
+    *,
+    token_file: str | os.PathLike[str],
+    join: str | None = None,
+    servers: int = 1,
+    workers: int = 0,
+    consistency: Policy | None = None,
+    rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
+    tls: TLS | None = None,
+    advertise: str = "",
+    restart_s: float | None = None,
+    until_done: bool = False,
+    ready: Callable[[str], None] | None = None,
+    limits: Limits | None = None,
+    deadlines: Deadlines | None = None,
+) -> None:
+    """Serve in this process until it is told to stop (SIGTERM, Ctrl-C), or the cluster is gone.
+
+    The first server of a cluster is started without `join` and says how many servers and workers
+    there will be. Workers come with `ps.connect`. The first one tells the logger "paramserve" who
+    comes, leaves, dies and is refused; with `until_done` also, now and then, who is waited for.
+
+    Args:
+        bind: `host:port` to listen on; port 0: any free one. Beyond loopback, use TLS or a network
+            that you trust: the token keeps strangers out, but hides nothing.
+        token_file: the cluster's token; see `paramserve token`.
+        join: `host:port` of the first server; None: this is it.
+        servers, workers: of the whole cluster. Only the first server is told.
+        consistency: when gradients are applied; `ps.Async()` if None. Only the first is told.
+        rules: classes of your own rules that this server may run.
+        policies: classes of your own policies, and functions for `damping=`, that it may run. All
+            servers of a cluster need the same ones.
+        tls: certificates; None: no TLS.
+        advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
+        restart_s: how long Sync waits for a worker that died to come again; None: not at all.
+        until_done: return when all workers have come and left. The others then end by themselves.
+        ready: is called with the `host:port` of this server when it serves.
+    Raises:
+        ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
+            workers. Nothing was started.
+        UnknownRule: this server joins a cluster whose policy it does not know.
+        ParamServeError: the port is taken, the cluster is complete already, or it is gone.
+        NotAuthenticated: the token or a certificate does not match.
+        ConnectTimeout: nobody answers at `join`.
+    """
+    waits = _deadlines(deadlines, restart_s)
+    bounds = check_settings("limits", limits, Limits)
+    policy = consistency if consistency is not None else Async()
+    described, registered = _described(policy, workers, rules, policies)
+    if servers < 1 or workers < 0:
+        raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
+    if until_done and join is None and not workers:
+        raise ValueError("until_done needs the number of workers: without any it would never end")
+    _check_advertise(advertise)
+    place = Place(bind, advertise, credentials_of(token_file, tls), join)
+    terms = Terms(servers, workers, described, restarts=restart_s is not None)
+    warn_if_open(bind, tls)
+    asyncio.run(_serve(Settings(place, terms, registered, until_done, bounds, waits), ready))
+
+
+def _check_advertise(host: str) -> None:
+    bare = host.strip("[]")
+    if ":" not in bare:
+        return
+    try:
+        ipaddress.IPv6Address(bare)
+    except ValueError:
+        raise ValueError(
+            f"advertise must be a host without a port (the port is that of bind), not {host!r}"
+        ) from None
+
+
+def _described(
+    policy: Policy, workers: int, rules: Sequence[type[Any]], policies: Sequence[Any]
+) -> tuple[ConsistencySpec, Registered]:
+    """A policy as it travels, and what this server may run, after a check of both."""
+    described, registered = spec(policy), check(rules, policies, policy)
+    build(described, registered.all)
+    if workers:
+        policy.check(workers)
+    return described, registered
+
+
+def _deadlines(deadlines: Deadlines | None, restart_s: float | None) -> Deadlines:
+    if restart_s is None:
+        return check_settings("deadlines", deadlines, Deadlines)
+    waits = replace(deadlines if deadlines is not None else Deadlines(), restart_s=restart_s)
+    check_settings("deadlines", waits, Deadlines)
+    check_restart(waits)
+    return waits
+
+
+async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread():
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+    running = _Running(settings)
+    try:
+        await running.start()
+        if ready is not None:
+            ready(running.addresses[-1].removeprefix("tcp:"))
+        await running.until_done()
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    finally:
+        running.stack.close()

@@ -1,0 +1,244 @@
+"""`run` and `start`: check what they are given, make a plan of it and start a `Job`.
+
+What a run consists of is said in `plan.py`; how it goes on once it is started, in `running.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from paramserve.config import Deadlines, Limits
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Sync
+from paramserve.engine.base import Engine
+from paramserve.errors import ParamServeError
+from paramserve.launch.arguments import (
+    SEED_BITS,
+    check_count,
+    check_engine,
+    check_folder,
+    check_options,
+    check_weights,
+)
+from paramserve.launch.packing import for_servers, imports, pack
+from paramserve.launch.plan import Plan, cores
+from paramserve.launch.result import Result
+from paramserve.launch.roster import OnWorkerDeath, Restart
+from paramserve.launch.running import Job
+from paramserve.settings import check_restart, check_settings
+from paramserve.worker import WorkerConfig
+
+
+class _Training(NamedTuple):
+    """What each worker runs."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    seed: int | None
+    threads: int | None
+
+
+class _Crew(NamedTuple):
+    """How many processes there are, and what the end of a worker means."""
+
+    workers: int
+    servers: int
+    weights: Sequence[float] | None
+    on_worker_death: OnWorkerDeath
+
+
+class _Terms(NamedTuple):
+    """When gradients are applied, and the code that servers may run for it."""
+
+    consistency: Policy | None
+    rules: Sequence[type[Any]]
+    policies: Sequence[Any]
+
+
+class _Bounds(NamedTuple):
+    """How long everything may take, and how large it may be."""
+
+    timeout_s: float | None
+    deadlines: Deadlines | None
+    limits: Limits | None
+
+
+def start(
+    train: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    servers: int = 1,
+    engine: Engine | None = None,
+    consistency: Policy | None = None,
+    worker_weight: Sequence[float] | None = None,
+    seed: int | None = None,
+    threads_per_worker: int | None = None,
+    on_worker_death: OnWorkerDeath = "stop",
+    timeout_s: float | None = None,
+    rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
+    save_tables: str | os.PathLike[str] | None = None,
+) -> Job:
+    """Start a training function on workers, with its parameters on servers; does not wait.
+
+    The arguments are those of `run`.
+
+    Raises:
+        ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
+            was started.
+    """
+    return _start(
+        _Training(train, args, kwargs, seed, threads_per_worker),
+        _Crew(workers, servers, worker_weight, on_worker_death),
+        _Terms(consistency, rules, policies),
+        _Bounds(timeout_s, deadlines, limits),
+        engine,
+        save_tables,
+    )
+
+
+def run(
+    train: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    servers: int = 1,
+    engine: Engine | None = None,
+    consistency: Policy | None = None,
+    worker_weight: Sequence[float] | None = None,
+    seed: int | None = None,
+    threads_per_worker: int | None = None,
+    on_worker_death: OnWorkerDeath = "stop",
+    timeout_s: float | None = None,
+    rules: Sequence[type[Any]] = (),
+    policies: Sequence[Any] = (),
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
+    save_tables: str | os.PathLike[str] | None = None,
+) -> Result:
+    """Run a training function on workers, with its parameters on servers; returns at the end.
+
+    Example:
+        result = ps.run(train, workers=4, servers=2, consistency=ps.Async())
+
+    Args:
+        train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
+            cloudpickle: no `__main__` guard is needed, and notebooks work.
+        engine: what starts the processes; `ps.Local()` if None.
+        consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
+            not be registered.
+        worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
+            None, and for workers that join later. `Sync` divides the weighted sum by the weights.
+        seed: of random, numpy, torch and the loader's order; None: a random one, in the result.
+        threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
+        on_worker_death: "stop": the first worker that fails fails the run; "continue": the
+            others go on without it; `ps.Restart(times)`: it is started again.
+        timeout_s: the whole run's; None: no limit.
+        rules: your own rules' classes that the servers may run; see `ps.CustomRule`.
+        policies: your own policies' classes, and functions for `damping=`; see `ps.Policy`.
+        deadlines: how long each wait may take; `ps.Deadlines()` if None.
+        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
+        save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
+            with state, for `table.from_parquet`; None: rows end with the servers.
+    Raises:
+        ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
+            or a function that cannot be pickled. Nothing was started.
+        OSError, ParamServeError: `save_tables` cannot be written to, or pyarrow is missing.
+        WorkerFailed: a training function raised, or its process ended.
+        ServerGone, CoordinatorGone: that process ended; the values are lost.
+        RunTimeout: `timeout_s` was over.
+        KeyboardInterrupt: Ctrl-C. The run is stopped as by `Job.stop`; the exception's attribute
+            `result` is the `Result` of what was done. A second Ctrl-C ends everything at once, and
+            there is none. Any other exception that comes meanwhile stops the run as well.
+    """
+    job = _start(
+        _Training(train, args, kwargs, seed, threads_per_worker),
+        _Crew(workers, servers, worker_weight, on_worker_death),
+        _Terms(consistency, rules, policies),
+        _Bounds(timeout_s, deadlines, limits),
+        engine,
+        save_tables,
+    )
+    try:
+        with job:
+            return job.wait()
+    except KeyboardInterrupt as interrupt:
+        job.stop()  # it may have come before the block was entered
+        with contextlib.suppress(ParamServeError):  # nothing could be kept
+            interrupt.result = job.wait()  # type: ignore[attr-defined]
+        raise
+    finally:
+        job.stop()
+
+
+def _start(
+    training: _Training,
+    crew: _Crew,
+    terms: _Terms,
+    bounds: _Bounds,
+    engine: Engine | None,
+    save_tables: str | os.PathLike[str] | None,
+) -> Job:
+    """Check everything in the order in which errors are told, then start."""
+    workers = crew.workers
+    check_count("workers", workers)
+    check_count("servers", crew.servers)
+    if training.threads is not None:
+        check_count("threads_per_worker", training.threads)
+    check_options(crew.on_worker_death, bounds.timeout_s, training.seed)
+    told = for_servers(
+        terms.consistency if terms.consistency is not None else Sync(reduce="mean"),
+        workers,
+        rules=terms.rules,
+        policies=terms.policies,
+    )
+    factors = check_weights(crew.weights, workers, terms.consistency)
+    chosen = check_engine(engine)
+    deadlines = check_settings("deadlines", bounds.deadlines, Deadlines)
+    limits = check_settings("limits", bounds.limits, Limits)
+    if isinstance(crew.on_worker_death, Restart):
+        check_restart(deadlines)
+    seed = training.seed if training.seed is not None else secrets.randbits(SEED_BITS)
+    kwargs = training.kwargs if training.kwargs is not None else {}
+    threads = training.threads if training.threads is not None else max(1, cores() // workers)
+    plan = Plan(
+        servers=crew.servers,
+        workers=workers,
+        consistency=told.consistency,
+        worker_payload=_worker_payload(seed, factors, limits, deadlines),
+        worker_code=pack(training.function, training.args, kwargs),
+        worker_imports=imports(training.function),
+        server_code=told.code,
+        on_worker_death=crew.on_worker_death,
+        threads_per_worker=threads,
+        timeout_s=bounds.timeout_s,
+        limits=limits,
+        deadlines=deadlines,
+    )
+    return Job(plan, chosen, seed, check_folder(save_tables))
+
+
+def _worker_payload(
+    seed: int, factors: Sequence[float], limits: Limits, deadlines: Deadlines
+) -> Callable[[int, tuple[str, ...]], bytes]:
+    """What tells a worker of a rank its configuration, given where the coordinator listens."""
+
+    def payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
+        # A rank that comes later, by `Job.scale`, was given no weight.
+        factor = factors[rank] if rank < len(factors) else 1.0
+        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor=factor)
+        return msgspec.msgpack.encode(config)
+
+    return payload

@@ -1,0 +1,126 @@
+"""The commands around a cluster that runs by itself, as far as no process is needed."""
+
+from __future__ import annotations
+
+import io
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+from tests.needs import needs
+
+from paramserve.cli import cli
+from paramserve.launch import serve as serving
+from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status, TableReport
+from paramserve.observe.cluster import as_table
+from paramserve.observe.status import in_bytes
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_token_is_for_this_user_only_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    assert call("token", str(path)).exit_code == 0
+    first = path.read_text()
+    assert len(first.strip()) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = call("token", str(path))
+    assert again.exit_code == 2
+    assert "not overwritten" in again.output
+    assert path.read_text() == first
+    assert first.strip() not in again.output
+
+
+def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
+    needs("trustme")
+    done = call("certs", str(tmp_path / "tls"), "--host", "localhost")
+    assert done.exit_code == 0
+    for option in ("--tls-certificate", "--tls-key", "--tls-authority"):
+        assert option in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--bind", "127.0.0.1:0"), "--token-file"),
+        (("--token-file", "t"), "--bind"),
+        (("--bind", "x:1", "--token-file", "t", "--servers", "0"), "--servers"),
+        (("--bind", "x:1", "--token-file", "t", "--consistency", "eventual"), "--consistency"),
+        (("--bind", "x:1", "--token-file", "t", "--rules", "no_such:Rule"), "no_such"),
+        (("--bind", "x:1", "--token-file", "t", "--rules", "json"), "MODULE:NAME"),
+        (("--bind", "x:1", "--token-file", "t", "--tls-key", __file__), "--tls-certificate"),
+        (("--bind", "x:1", "--token-file", "t", "--restart", "0"), "--restart"),
+    ],
+)
+def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> None:
+    told = call("serve", *arguments)
+    assert told.exit_code == 2
+    assert text in told.output
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1", "[::1]", "localhost"])
+def test_serve_beyond_this_machine_without_tls_warns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+) -> None:
+    async def serve_nobody(*_: object) -> None: ...
+
+    monkeypatch.setattr(serving, "_serve", serve_nobody)
+    path = str(tmp_path / "token")
+    call("token", path)
+    assert call("serve", "--bind", f"{host}:1", "--token-file", path).exit_code == 0
+    assert ("without TLS" in caplog.text) == (host in ("0.0.0.0", "10.0.0.1"))
+
+
+def test_status_table_shows_servers_workers_and_groups() -> None:
+    counted = {"policy": "Async", "dropped": ((1, 4),), "buffered": 2, "kept_bytes": 2000}
+    stale = ((0, 6, 3, 2), (1, 5, 0, 0))
+    report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)
+    behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, stale, policy="Async")
+    members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
+    first = ServerBeat(0, (report,), 3, 1_500_000, refused=7)
+    beats = (first, ServerBeat(1, (behind,), 3, 500, refused=2))
+    shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), 3),)
+    status = Status(1, members, beats, (1,), (), 0, leases=shared)
+    out = io.StringIO()
+    Console(file=out, width=120).print(as_table("host:1", status))
+    lines = out.getvalue().splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert "2 servers, 2 workers" in lines[0]
+    assert lines[1] == "9 peers were refused before they were known"
+    assert ["0", "serving", "3", "1.5 MB"] in rows
+    assert ["1", "silent", "3", "500 B"] in rows
+    assert ["0", "live", "2", "model 5", "6", "0.50 (largest 2)", "0"] in rows
+    assert ["1", "restarting", "1", "model 5", "5", "0.00 (largest 0)", "4"] in rows
+    stale_all, counts = "0.27 (largest 2)", ["1", "4", "2", "2.0 KB"]
+    assert ["model", "Async", "11", "5", stale_all, *counts] in rows
+    assert ["train", "0", "600", "512", "3"] in rows
+    assert ["", "1", "100", "96", ""] in rows
+
+
+def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
+    plain = GroupReport("model", 12, (), 0, ())
+    part = TableReport(1500, 2_000_000, 1, 1600, 100, 7)
+    keyed = GroupReport("users", 4, (), 0, (), table=part)
+    shown = []
+    for groups in ((plain, keyed), (plain,)):
+        status = Status(1, (), tuple(ServerBeat(n, groups) for n in range(2)), (), (), 0)
+        out = io.StringIO()
+        Console(file=out, width=120).print(as_table("host:1", status))
+        shown.append(out.getvalue())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown[0].splitlines()]
+    assert ["users", "3,000", "4.0 MB", "3,200", "200", "14"] in rows
+    assert "refused" not in shown[0]
+    assert "unadmitted" in shown[0]
+    assert "unadmitted" not in shown[1]
+
+
+def test_bytes_are_shown_by_thousands() -> None:
+    found = [in_bytes(count) for count in (0, 999, 1000, 2_500_000, 10**15)]
+    assert found == ["0 B", "999 B", "1.0 KB", "2.5 MB", "1000.0 TB"]

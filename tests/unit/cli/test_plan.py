@@ -1,0 +1,96 @@
+"""The command `paramserve plan`, without real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paramserve.cli import cli
+from paramserve.consistency.base import Policy
+from paramserve.planning import calibrate, picture
+from paramserve.planning.calibrate import Calibration, Compared, Fitted
+
+SMALL = ("--workers", "4", "--model-mb", "10", "--step-ms", "50")
+SHORT = ("--clocks", "8")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def test_plan_shows_table_arithmetic_and_bars() -> None:
+    done = call(*SMALL, *SHORT, "--shards", "1", "--policy", "sync", "--policy", "bounded:1")
+    assert done.exit_code == 0, done.output
+    for text in ("sync, 4 x 1", "bounded:1, 4 x 1", "4 x 10 MB / 1 = 40 MB", "32 ms", "█", "needs"):
+        assert text in done.output
+
+
+def test_plan_json_has_each_policy_workers_and_shards() -> None:
+    counts = ("--workers", "2", "--workers", "3", "--shards", "1", "--shards", "2")
+    done = call(*counts, *SHORT, "--policy", "async", "--no-search", "--json")
+    found = json.loads(done.output)["predictions"]
+    assert [(each["workers"], each["shards"]) for each in found] == [(2, 1), (2, 2), (3, 1), (3, 2)]
+    assert {"step_s", "steps_per_s", "staleness", "waiting_share", "limit"} <= set(found[0])
+
+
+def test_plan_parameters_and_dtype_make_the_size() -> None:
+    size = ("--parameters", "1e6", "--dtype", "float16", "--shards", "1", "--no-search")
+    done = call("--workers", "2", *size, *SHORT, "--policy", "sync", "--json")
+    assert json.loads(done.output)["predictions"][0]["worker_bytes"] == 2e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--policy", "eventual"), "--policy"),
+        (("--policy", "bounded:-1"), "--policy"),
+        (("--policy", "__import__('os').getcwd()"), "--policy"),
+        (("--policy", "sync:backup=4", *SMALL), "--policy"),
+        (("--model-mb", "1", "--parameters", "1"), "--parameters"),
+        (("--straggler", "0.1"), "--straggler"),
+        (("--straggler", "2:5"), "straggler_p"),
+        (("--slow", "0.5:2"), "--slow"),
+        (("--workers", "0"), "--workers"),
+        (("--calibrate", "--workers", "4"), "--calibrate"),
+        (("--calibrate", "--slow", "1:5", "--no-search"), "leave out --slow, --search/--no-search"),
+    ],
+)
+def test_plan_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> None:
+    told = call(*arguments)
+    assert told.exit_code == 2, told.output
+    assert text in told.output
+
+
+def test_plan_picture_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    told = call(*SMALL, "--out", str(tmp_path / "plan.png"))
+    assert "pip install matplotlib" in str(told.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_picture_is_of_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[tuple[int, Path]] = []
+    monkeypatch.setattr(picture, "require", lambda: None)
+    monkeypatch.setattr(picture, "draw", lambda rows, path: drawn.append((len(rows), path)))
+    call(*SMALL, *SHORT, "--shards", "1", "--no-search", "--out", str(tmp_path / "p.svg"))
+    assert drawn == [(3, tmp_path / "p.svg")]
+
+
+def test_plan_calibrate_prints_prediction_and_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def instead(policy: Policy, model_bytes: float, step_s: float) -> Calibration:
+        asked.append((policy, model_bytes, step_s))
+        last = Compared(4, 2, model_bytes, step_s, 0.030, 0.027, "")
+        return Calibration(Fitted(2, 1e-5, 1e-5, 1e-10, 1.0), [last])
+
+    monkeypatch.setattr(calibrate, "calibrate", instead)
+    done = call("--calibrate", "--step-ms", "20", "--model-mb", "4")
+    assert "Predicted 27 ms, measured 30 ms: -10%, within 30%" in done.output
+    assert [each[1:] for each in asked] == [(4e6, 0.02)]

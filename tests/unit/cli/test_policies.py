@@ -1,0 +1,96 @@
+"""Policies as they are written in a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+import pytest
+
+from paramserve.cli.policies import in_python, policy_of
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Adaptive, Async, BoundedStaleness, LocalSteps, Sync
+from paramserve.consistency.damping import Inverse
+from paramserve.rules import SGD
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    bound: int = 1
+
+
+def halves(staleness: int) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("sync", Sync()),
+        ("sync:mean", Sync(reduce="mean")),
+        ("sync:sum", Sync(reduce="sum")),
+        ("async", Async()),
+        ("BoundedStaleness(4)", BoundedStaleness(4)),
+        ("bounded:4", BoundedStaleness(4)),
+        (
+            "Sync(backup=1, timeout_s=Adaptive(factor=3.0))",
+            Sync("mean", "refuse", 1, Adaptive(3.0)),
+        ),
+        (
+            "Async(damping=Inverse(0.2), drop_after=None)",
+            Async(damping=Inverse(0.2), drop_after=None),
+        ),
+        ("Async(damping=halves)", Async(damping=halves)),
+        ("LocalSteps(every=3, outer=SGD(lr=1.0))", LocalSteps(every=3, outer=SGD(lr=1.0))),
+        ("Own(bound=7)", Own(7)),
+    ],
+)
+def test_policy_is_what_the_text_says(text: str, policy: Policy) -> None:
+    assert policy_of(text, [Own, halves]) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("eventual", "unknown name 'eventual'; known: .*BoundedStaleness"),
+        ("Own(1)", "unknown name 'Own'"),
+        ("BoundedStaleness", "is no policy"),
+        ("SGD(0.1)", "is no policy"),
+        ("BoundedStaleness(-1)", "bound of BoundedStaleness must be at least 0"),
+        ("BoundedStaleness()", "missing 1 required"),
+        ("BoundedStaleness(**{'bound': 1})", "unexpected keyword"),
+        ("Async(damping=lambda s: 1.0)", "malformed node"),
+        ("__import__('os').system('true')", "is no class"),
+        ("Inverse(0.1)(3)", "is no class"),
+        ("(", "never closed"),
+        ("", "invalid syntax"),
+    ],
+)
+def test_text_that_is_no_policy_is_refused_and_nothing_else_is_run(text: str, words: str) -> None:
+    with pytest.raises(click.BadParameter, match=words) as told:
+        policy_of(text)
+    assert told.value.param_hint == "--consistency"
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("sync", "Sync()"),
+        ("sync:sum", "Sync(reduce='sum')"),
+        ("sync:backup=1,timeout_s=0.5", "Sync(backup=1, timeout_s=0.5)"),
+        (" bounded:4 ", "BoundedStaleness(bound=4)"),
+        ("buffered:8,damping=None", "Buffered(size=8, damping=None)"),
+        ("async:damping=Inverse(0.1)", "Async(damping=Inverse(0.1))"),
+        ("local:every=4", "LocalSteps(every=4)"),
+        ("Async()", "Async()"),
+        ("eventual:3", "eventual:3"),
+    ],
+)
+def test_in_python_writes_the_long_form(short: str, long: str) -> None:
+    assert in_python(short) == long
+
+
+@pytest.mark.parametrize("text", ["sync:1,2", "bounded:4)+(1", "bounded:4 5", "bounded:)"])
+def test_in_python_refuses_what_are_no_options(text: str) -> None:
+    with pytest.raises(ValueError, match="stands a value"):
+        in_python(text)

@@ -1,0 +1,193 @@
+"""Policies by name: what is registered, what is refused, what a peer may send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from paramserve.config import ConsistencySpec
+from paramserve.consistency.base import APPLY, OnPush, Policy, Push, Standing
+from paramserve.consistency.built_in import Adaptive, Async, Buffered, LocalSteps, Sync
+from paramserve.consistency.damping import Exponential, Inverse
+from paramserve.consistency.registry import build, check_registered, is_built_in, spec, terms
+from paramserve.errors import UnknownRule
+from paramserve.rules import SGD, Adam
+from paramserve.rules.custom import CustomRule
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    """Has one of each thing that a field may be."""
+
+    collects: ClassVar[bool] = True
+    whole: int = 1
+    real: float = 0.5
+    text: str = "Inverse"
+    flag: bool = False
+    damping: Callable[[int], float] | None = None
+    outer: Any = field(default=None)
+
+
+@dataclass(frozen=True)
+class OwnRule(CustomRule):
+    speed: float = 1.0
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None: ...
+
+
+def halves(staleness: int) -> float:
+    return 0.5
+
+
+def travelled(policy: Policy) -> ConsistencySpec:
+    """The spec of a policy, as the other side decodes it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(spec(policy)), type=ConsistencySpec)
+
+
+# --- on the wire ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Own(whole=3, real=2.0, text="Sync", flag=True),
+        Own(damping=Exponential(0.3)),
+        Own(damping=halves),
+        Sync(timeout_s=Adaptive(factor=3.0)),
+        LocalSteps(every=7, outer=Adam(lr=0.3)),
+    ],
+)
+def test_policy_is_the_same_after_it_has_travelled(policy: Policy) -> None:
+    known = {"Own": Own, "halves": halves, "OwnRule": OwnRule}
+    assert build(travelled(policy), known) == policy
+
+
+def test_integers_stay_integers() -> None:
+    made = build(travelled(Buffered(size=3)))
+    assert isinstance(made, Buffered)
+    assert type(made.size) is int
+
+
+def test_terms_say_what_clients_without_the_class_need() -> None:
+    assert terms(travelled(Own())) == (True, True, None)
+    assert terms(travelled(Async(on_nonfinite="skip"))) == (
+        False,
+        False,
+        Async(on_nonfinite="skip"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "mine"),
+    [
+        (Sync(), True),
+        (Async(damping=Inverse()), True),
+        (Async(damping=halves), False),
+        (Own(), False),
+    ],
+)
+def test_policy_with_a_users_code_is_not_built_in(policy: Policy, mine: bool) -> None:
+    assert is_built_in(policy) is mine
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        ConsistencySpec("Async", {"damping": "eval"}),
+        ConsistencySpec("Async", {"damping": "os.system"}),
+        ConsistencySpec("SGD", {"lr": 0.1}),
+        ConsistencySpec("halves"),
+        ConsistencySpec("OwnRule"),
+        ConsistencySpec(""),
+    ],
+)
+def test_peer_cannot_name_what_is_not_registered_as_that(described: ConsistencySpec) -> None:
+    with pytest.raises(UnknownRule):
+        build(described, {"halves": halves, "OwnRule": OwnRule})
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        ConsistencySpec("Async", {"drop_after": -1}),
+        ConsistencySpec("Async", {"speed": 1}),
+        ConsistencySpec("Async", {"damping": "SGD", "damping.lr": 0.1}),
+        ConsistencySpec("Async", {"damping": 3}),
+        ConsistencySpec("Sync", {"timeout_s": "Adaptive", "timeout_s.factor": -1.0}),
+        ConsistencySpec("Buffered"),
+    ],
+)
+def test_peer_cannot_make_what_the_class_refuses(described: ConsistencySpec) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        build(described)
+
+
+# --- registration ---------------------------------------------------------------------------------
+
+
+def bare(staleness: int) -> float:
+    return 1.0
+
+
+@dataclass
+class Thawed(Policy):
+    bound: int = 1
+
+
+class NoDataclass(Own):
+    pass
+
+
+@dataclass(frozen=True)
+class ForgetsTheGroup(Policy):
+    def on_push(self, push: Push) -> OnPush:  # the very mistake
+        return APPLY
+
+
+@dataclass(frozen=True)
+class WantsMore(Policy):
+    def on_push(self, push: Push, group: Standing, more: int) -> OnPush:  # the very mistake
+        return APPLY
+
+
+def named(name: str, base: type = Policy) -> type:
+    return dataclass(frozen=True)(type(name, (base,), {}))
+
+
+def function(name: str) -> Callable[[int], float]:
+    def made(staleness: int) -> float:
+        return 1.0
+
+    made.__name__ = name
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([Thawed], "Thawed has to be a frozen dataclass"),
+        ([NoDataclass], "NoDataclass has to be a frozen dataclass"),
+        ([ForgetsTheGroup], r"ForgetsTheGroup.on_push has to be a method on_push\(self, push"),
+        ([WantsMore], "WantsMore.on_push has to be a method"),
+        ([lambda staleness: 1.0], "has no name: write it with def"),
+        ([named("Async")], "'Async' is the name of a built-in one"),
+        ([named("Inverse")], "'Inverse' is the name of a built-in one"),
+        ([function("SGD")], "'SGD' is the name of a built-in one"),
+        ([named("Own"), named("Own")], "two are called 'Own'"),
+        ([named("bare"), bare], "two are called 'bare'"),
+        ([Own()], "takes classes derived from ps.Policy and functions"),
+        ([SGD], "takes classes derived from ps.Policy and functions"),
+        ([max], "takes classes derived from ps.Policy and functions"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        check_registered(given)
+
+
+def test_same_thing_registered_twice_counts_once() -> None:
+    assert dict(check_registered([Own, bare, Own], Own(damping=bare))) == {"Own": Own, "bare": bare}

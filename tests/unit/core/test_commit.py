@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from tests.unit.core.rig import block_spec
+
+from paramserve.consistency.built_in import Sync
+from paramserve.core.block import ShardBlock
+from paramserve.core.commit import (
+    CLIP_EPSILON,
+    Contribution,
+    Lead,
+    decide,
+    lead_of,
+    refusal_of,
+    total,
+)
+from paramserve.core.policy_changes import since
+from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+from paramserve.rules import Add
+
+SUM = Sync(reduce="sum")
+
+
+def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Ready:
+    plain = Ready(0, clock, shard, contributors, True, False, float(len(contributors)))
+    return structs.replace(plain, **changes)
+
+
+def commit(
+    *contributors: int, clock: int = 0, scale: float = 1.0, decided: tuple[int, ...] = ()
+) -> Commit:
+    return Commit(0, clock, contributors, scale, decided=decided or contributors)
+
+
+def told(lead: Lead, message: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
+    return lead.on_ready(message, clock, since(0, SUM), lambda clients: True)
+
+
+# --- who decides, and when
+
+
+def test_lead_of_spreads_groups() -> None:
+    assert [lead_of(group, 3) for group in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_lead_unanimous_shards_are_all_told_once() -> None:
+    lead = Lead(2)
+    assert told(lead, ready(1, 5, 6), 0) == []
+    assert told(lead, ready(0, 5, 6), 0) == [(0, commit(5, 6)), (1, commit(5, 6))]
+
+
+def test_lead_repeated_ready_of_the_last_clock_is_answered_again() -> None:
+    lead = Lead(2)
+    told(lead, ready(1, 5), 0)
+    told(lead, ready(0, 5), 0)
+    assert told(lead, ready(1, 5), 1) == [(1, commit(5))]
+
+
+def test_lead_ready_of_another_clock_is_ignored() -> None:
+    lead = Lead(2)
+    assert told(lead, ready(0, 5, clock=3), 4) == []
+    assert told(lead, ready(0, 5, clock=5), 4) == []
+    assert told(lead, ready(1, 5, clock=4), 4) == []
+
+
+def test_lead_differing_shards_are_asked_for_the_intersection() -> None:
+    lead = Lead(3)
+    told(lead, ready(0, 5, 6), 0)
+    told(lead, ready(1, 5), 0)
+    proposal = Propose(0, 0, (5,))
+    assert told(lead, ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
+    assert told(lead, ready(2, 5), 0) == []
+    assert [shard for shard, _ in told(lead, ready(0, 5), 0)] == [0, 1, 2]
+
+
+def test_lead_late_copy_of_an_older_ready_is_asked_again() -> None:
+    lead = Lead(2)
+    told(lead, ready(0, 5), 0)
+    proposal = [(1, Propose(0, 0, (5,)))]
+    assert told(lead, ready(1, 5, 6), 0) == proposal
+    assert told(lead, ready(1, 5, 6), 0) == proposal
+    assert told(lead, ready(1, 5), 0)[0] == (0, commit(5))
+
+
+def test_lead_repeated_ready_asks_the_shards_that_are_silent() -> None:
+    lead = Lead(3)
+    assert told(lead, ready(1, 5), 0) == []
+    proposal = Propose(0, 0, (5,))
+    assert told(lead, ready(1, 5), 0) == [(0, proposal), (2, proposal)]
+
+
+def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
+    lead = Lead(2)
+    told(lead, ready(1, 5), 0)
+    assert told(lead, ready(0), 0) == [(1, Propose(0, 0, ()))]
+    assert told(lead, ready(1), 0)[0] == (0, commit(scale=0.0))
+
+
+# --- what is decided
+
+
+def test_decide_scale_is_the_policys() -> None:
+    part = ready(0, 5, 6, weight=4.0)
+    assert decide([part], since(0, Sync(reduce="mean"))) == commit(5, 6, scale=0.25)
+    assert decide([part], since(0, SUM)) == commit(5, 6)
+
+
+def test_decide_refusal_of_one_shard_is_everyones() -> None:
+    refusal = ("HyperMismatch", "why", "fix")
+    decided = decide([ready(0, 5, skip=True), ready(1, 5, refusal=refusal)], since(0, SUM))
+    assert (decided.contributors, decided.refusal) == ((), refusal)
+
+
+def test_decide_skip_of_one_worker_skips_the_clock() -> None:
+    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(
+        scale=0.0, decided=(5,)
+    )
+
+
+def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
+    why = ("NonFinite", "the gradients of ranks [3] hold NaN", "do not")
+    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], since(0, SUM))
+    assert refused.contributors == ()
+    assert refused.refusal == why
+    parts = [ready(0, 5), ready(1, 5, finite=False)]
+    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0, decided=(5,))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_decide_clips_by_the_norm_over_all_shards(reduce: Any) -> None:
+    squared = 9.0, 16.0
+    parts = [
+        ready(shard, 5, 6, clip_norm=2.0, squared_norm=each) for shard, each in enumerate(squared)
+    ]
+    plain = 0.5 if reduce == "mean" else 1.0
+    norm = sqrt(sum(squared)) * plain
+    assert decide(parts, since(0, Sync(reduce=reduce))).scale == pytest.approx(
+        plain * 2.0 / (norm + CLIP_EPSILON)
+    )
+
+
+def test_decide_small_norm_is_not_clipped() -> None:
+    part = ready(0, 5, clip_norm=2.0, squared_norm=1.0)
+    assert decide([part], since(0, SUM)).scale == 1.0
+
+
+# --- what cannot be one update
+
+
+def step(*headers: Gradient, **changes: Any) -> Step:
+    return structs.replace(Step(1, 0, 0, True, headers, ()), **changes)
+
+
+def header(block: int = 0, hyper: tuple[float, ...] | None = None) -> Gradient:
+    return Gradient(block, 0, 0, None, hyper)
+
+
+def test_refusal_different_hyper_parameters_are_named_by_rank() -> None:
+    steps = [step(header(hyper=(0.1,))), step(header(hyper=(0.2,)))]
+    kind, failed, _ = refusal_of(steps, [3, 7])
+    assert kind == "HyperMismatch"
+    assert "rank 3: (0.1,)" in failed
+    assert "rank 7: (0.2,)" in failed
+
+
+def test_refusal_different_clipping_is_named() -> None:
+    steps = [step(header()), step(header(), clip_norm=1.0)]
+    kind, failed, _ = refusal_of(steps, [0, 1])
+    assert (kind, "clip_norm" in failed) == ("HyperMismatch", True)
+
+
+def test_refusal_equal_or_absent_pushes_fit() -> None:
+    same = step(header(0, (0.1,)), header(1))
+    assert refusal_of([same, same, step(skip=True), step(clip_norm=5.0)], [0, 1, 2, 3]) is None
+    assert refusal_of([], []) is None
+
+
+def test_refusal_pushes_to_different_blocks_fit() -> None:
+    assert refusal_of([step(header(0)), step(header(1, (0.1,)))], [0, 1]) is None
+
+
+# --- the sum
+
+
+def contribution(
+    values: list[float], *, weight: float = 1.0, active: tuple[int, ...] | None = None
+) -> Contribution:
+    gradient = np.array(values)
+    one = Gradient(0, 0, 0, active)
+    return Contribution(step(one, weight=weight), 1, {0: (one, gradient)}, True)
+
+
+def block(*shapes: tuple[int, ...]) -> ShardBlock:
+    return ShardBlock(block_spec(*shapes), 0, Add(), 1)
+
+
+def test_total_is_summed_in_the_order_given() -> None:
+    parts = [contribution([1e16, 1.0]), contribution([1.0, 1.0]), contribution([-1e16, 1.0])]
+    found, active = total(parts, block((2,)))
+    assert active is None
+    assert found.tolist() == [(1e16 + 1.0) - 1e16, 3.0]
+
+
+def test_total_leaves_the_gradients() -> None:
+    parts = [contribution([1.0, 2.0], weight=2.0), contribution([10.0, 10.0], weight=3.0)]
+    found, _ = total(parts, block((2,)))
+    assert found.tolist() == [32.0, 34.0]
+    first, second = (each.gradients[0][1] for each in parts)
+    assert first.tolist() == [1.0, 2.0]
+    assert second.tolist() == [10.0, 10.0]
+
+
+def test_total_missing_pieces_count_as_zero() -> None:
+    parts = [
+        contribution([1.0, 1.0, 99.0], active=(0,)),
+        contribution([2.0, 2.0, 2.0], weight=0.5),
+        contribution([7.0, 7.0, 4.0], active=(1,)),
+    ]
+    found, active = total(parts, block((2,), (1,)))
+    assert active == (0, 1)
+    assert found.tolist() == [2.0, 2.0, 5.0]
+
+
+def test_total_names_only_the_pieces_that_somebody_has() -> None:
+    parts = [contribution([1.0, 9.0, 9.0], active=(0,)), contribution([1.0, 9.0, 5.0], active=(2,))]
+    found, active = total(parts, block((1,), (1,), (1,)))
+    assert active == (0, 2)
+    assert found.tolist() == [1.0, 0.0, 5.0]

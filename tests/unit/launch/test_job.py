@@ -1,0 +1,282 @@
+"""`start` and `Cluster` check everything before they start anything."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.needs import needs
+
+import paramserve as ps
+from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
+from paramserve.engine.base import Fleet, Process, Role
+from paramserve.errors import UnknownName
+from paramserve.launch.entries import Entry, Key
+from paramserve.launch.plan import Plan
+from paramserve.launch.running import Job
+from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status, TableReport
+from paramserve.worker import Resumed, WorkerConfig
+
+
+class NeverOpens:
+    """An engine that must not be used."""
+
+    def open(self) -> Fleet:
+        raise AssertionError("something was started")
+
+
+def train(worker: ps.Worker) -> None: ...
+
+
+@pytest.mark.parametrize("option", ["workers", "servers", "threads_per_worker"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_start_counts_must_be_positive_ints(
+    option: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=option):
+        ps.start(train, engine=NeverOpens(), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"consistency": "async"}, TypeError, "consistency must be"),
+        ({"consistency": ps.Async}, TypeError, "consistency must be"),
+        ({"consistency": ps.Sync(backup=1)}, ValueError, "below the number of workers, 1"),
+        ({"policies": [3]}, TypeError, "policies= takes"),
+        ({"worker_weight": [1.0, 2.0]}, ValueError, "2 weights for 1 workers"),
+        ({"worker_weight": [0.0]}, ValueError, "worker_weight of rank 0 must be above"),
+        ({"worker_weight": [float("nan")]}, ValueError, "worker_weight of rank 0"),
+        ({"worker_weight": ["1"]}, TypeError, "worker_weight of rank 0 must be a number"),
+        (
+            {"worker_weight": [1.0], "consistency": ps.ElasticAverage(rho=0.1)},
+            ValueError,
+            "under ElasticAverage workers send none",
+        ),
+        ({"on_worker_death": "ignore"}, ValueError, "on_worker_death must be"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be"),
+        ({"seed": -1}, ValueError, "seed must be"),
+        ({"seed": 1.5}, ValueError, "seed must be"),
+        ({"engine": "local"}, TypeError, "engine must be"),
+        ({"engine": ps.Local}, TypeError, "engine must be"),
+        ({"worker": 2}, TypeError, "unexpected keyword argument 'worker'"),
+        ({"args": (threading.Lock(),)}, TypeError, "argument 0"),
+        ({"kwargs": {"guard": threading.Lock()}}, TypeError, "argument 'guard'"),
+    ],
+)
+def test_start_wrong_argument_is_named(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ps.start(train, **{"engine": NeverOpens(), **options})
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [(7, TypeError), ("file", FileExistsError), ("file/x", NotADirectoryError)]
+)
+def test_start_save_tables_that_is_no_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any, error: type[Exception]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    needs("pyarrow")
+    with pytest.raises(error, match="save_tables" if path == 7 else "file"):
+        ps.start(train, engine=NeverOpens(), save_tables=path)
+
+
+def test_start_save_tables_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ps.ParamServeError, match=r"pip install 'paramserve\[arrow\]'"):
+        ps.start(train, engine=NeverOpens(), save_tables=tmp_path / "tables")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_takes_what_start_takes() -> None:
+    with pytest.raises(ValueError, match="workers"):
+        ps.run(train, workers=0, engine=NeverOpens())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"servers": 0}, ValueError, "servers"),
+        ({"workers": -1}, ValueError, "workers"),
+        ({"consistency": "sync"}, TypeError, "consistency"),
+        ({"consistency": ps.Sync(backup=2), "workers": 2}, ValueError, "number of workers, 2"),
+        ({"policies": ["Async"]}, TypeError, "policies= takes"),
+        ({"engine": ps.Local}, TypeError, "engine"),
+    ],
+)
+def test_cluster_wrong_argument_is_named(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ps.Cluster(**{"engine": NeverOpens(), **options})
+
+
+SETTINGS = [
+    ({"deadlines": 5.0}, TypeError, r"deadlines must be ps.Deadlines\(...\), not 5.0"),
+    ({"deadlines": ps.Limits()}, TypeError, "deadlines must be"),
+    ({"limits": ps.Deadlines()}, TypeError, r"limits must be ps.Limits"),
+    ({"limits": {"clients_max": 3}}, TypeError, "limits must be"),
+    ({"deadlines": ps.Deadlines(stall_s="long")}, TypeError, "stall_s must be a number"),
+    ({"limits": ps.Limits(clients_max=1.5)}, TypeError, "clients_max must be an int"),
+    ({"limits": ps.Limits(clients_max=True)}, TypeError, "clients_max must be an int"),
+    ({"limits": ps.Limits(clients_max=0)}, ValueError, "clients_max must be above 0"),
+    ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
+    ({"deadlines": ps.Deadlines(start_s=float("inf"))}, ValueError, "start_s must be .* finite"),
+    ({"deadlines": ps.Deadlines(stall_s=1)}, ValueError, "heartbeat_s must be below stall_s"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), SETTINGS)
+@pytest.mark.parametrize("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
+def test_deadlines_and_limits_that_are_wrong_are_named(
+    begin: Callable[..., object], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        begin(engine=NeverOpens(), **options)
+
+
+class Full(Exception):
+    """All processes of a run were asked for."""
+
+
+class KeepsRoles:
+    """An engine that starts nothing, and gives up once `count` processes were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.roles: list[Role] = []
+
+    shares_host = True
+    tls = None
+
+    def open(self, roles: Sequence[str] = ()) -> Fleet:
+        return self  # a fake: it has no events
+
+    def launch(self, role: Role) -> Process:
+        self.roles.append(role)
+        if len(self.roles) == self.count:
+            raise Full
+        return object()  # never used
+
+    def close(self) -> None: ...
+
+
+KINDS = {"coordinator": CoordinatorConfig, "server 0": ServerConfig, "worker 0": WorkerConfig}
+
+
+@pytest.mark.parametrize(
+    ("begin", "count"),
+    [(lambda **options: ps.run(train, **options), 3), (ps.Cluster, 2)],
+    ids=["run", "cluster"],
+)
+def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], count: int) -> None:
+    deadlines, limits = ps.Deadlines(stall_s=77), ps.Limits(clients_max=7)
+    engine = KeepsRoles(count)
+    with pytest.raises(Full):
+        begin(engine=engine, deadlines=deadlines, limits=limits)
+    assert [role.name for role in engine.roles] == list(KINDS)[:count]
+    for role in engine.roles:
+        config: Any = msgspec.msgpack.decode(role.payload, type=KINDS[role.name])
+        assert (config.deadlines, config.limits) == (deadlines, limits)
+
+
+class HasNoProcesses(KeepsRoles):
+    """An engine whose processes are never heard of."""
+
+    def launch(self, role: Role) -> Process:
+        return Silent()
+
+    def events(self, timeout_s: float) -> list[Any]:
+        return []
+
+
+class Silent:
+    """A process that has ended."""
+
+    name = "server 0"
+
+    pid = 0
+    exit_status = 0
+    why = ""
+
+    def interrupt(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout_s: float) -> int:
+        return 0
+
+
+def test_result_says_how_many_records_are_missing() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job._supervisor.overview.dropped_records = 7
+    job.stop()
+    assert job.wait().dropped_records == 7
+
+
+def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    told = ((0, 6, 3, 2), (1, 5, 0, 0))
+    report = GroupReport("m", 12, ((0, 6),), 1, told, policy="Async", dropped=((1, 4),))
+    job._last_beats = [ServerBeat(0, (report,))]
+    shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), repeated=3),)
+    job._supervisor.overview.status = Status(1, (), (), (), (), 0, leases=shared)
+    job.stop()
+    result = job.wait()
+    assert result.dropped == {1: 4}
+    assert result.groups["m"].policy == "Async"
+    assert result.groups["m"].staleness_by_rank == result.staleness
+    assert result.staleness[0].mean == 0.5
+    assert (result.samples, result.repeated_samples) == ({0: 512, 1: 96}, 3)
+
+
+def test_result_tells_how_large_tables_were() -> None:
+    plan = Plan(servers=2, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job._last_beats = [
+        ServerBeat(n, (GroupReport("users", 4, (), 0, (), table=TableReport(10 + n, 99, 1, 12)),))
+        for n in range(2)
+    ]
+    job._values = {"model": {}}
+    job.stop()
+    result = job.wait()
+    assert {name: (each.rows, each.created) for name, each in result.tables.items()} == {
+        "users": (21, 24)
+    }
+    assert "rows={'users': 21}" in repr(result)
+    with pytest.raises(UnknownName, match="'users' is a table"):
+        result.state_dict("users")
+
+
+def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
+    longer = ps.Deadlines(restart_s=120)
+    with pytest.raises(ValueError, match="restart_s must be below request_s"):
+        ps.start(train, on_worker_death=ps.Restart(), deadlines=longer, engine=NeverOpens())
+
+
+def test_result_restart_has_the_clock_of_its_own_successor() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job.stop()
+    rank = Key("worker", 1)
+    there = msgspec.msgpack.encode(Resumed(2, 5, 1))
+    died = [Entry(rank, status=-9), Entry(rank, status=3, restarts=1)]
+    job._supervisor.restarts = died
+    job._supervisor.roster.entries[rank] = Entry(rank, restarts=2, resumed=there)
+    first, second = job.wait().restarts
+    assert (first.clock, first.repeated) == (None, 0)  # its successor ended before it joined
+    assert (second.clock, second.repeated) == (5, 1)
+    assert "exited with code 3" in str(second.error)
