@@ -18,7 +18,7 @@ from benchmarks.workloads import Gate, Span, fresh, medians, per_second
 from paramserve.config import Limits
 from paramserve.core.events import ClientHere, Effects, FromShard, Requested
 from paramserve.core.shard import Shard
-from paramserve.messages import BlockSpec, Define, Gradient, Piece, Place, Step
+from paramserve.messages import BlockSpec, Define, Gradient, Piece, ReadTarget, Step
 from paramserve.rules.registry import spec as rule_spec
 
 FAR = 1_000_000
@@ -222,7 +222,7 @@ class BareShard:
         self._clock = 0
         self._arena = np.zeros(2 * load.bytes, np.uint8)
         self._gradient = Gradient(0, 1, 0)
-        self._place = Place(0, 1, load.bytes)
+        self._place = ReadTarget(0, 1, load.bytes)
         self._answered = 0
         for rank in range(sessions):
             self._happen(ClientHere(rank + 1, 1, rank, 4))

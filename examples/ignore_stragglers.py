@@ -31,12 +31,12 @@ class IgnoreStragglers(ps.Policy):
     bound: int = 2
     ignored: int = 1
 
-    def on_push(self, push: ps.Push, group: ps.Standing) -> ps.Apply | ps.Drop:
+    def on_push(self, push: ps.Push, group: ps.GroupView) -> ps.Apply | ps.Drop:
         fastest = max(group.clocks.values(), default=0)
         late = fastest - push.clock > self.bound + 1
         return ps.Drop() if late else ps.Apply(push.factor)
 
-    def on_pull(self, pull: ps.Pull, group: ps.Standing) -> ps.Admit | ps.Wait:
+    def on_pull(self, pull: ps.Pull, group: ps.GroupView) -> ps.Admit | ps.Wait:
         needed = pull.clock - self.bound
         behind = tuple(rank for rank, clock in group.clocks.items() if clock < needed)
         return ps.Wait(behind) if len(behind) > self.ignored else ps.Admit()

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from paramserve.consistency.base import Apply as Apply
     from paramserve.consistency.base import Buffer as Buffer
     from paramserve.consistency.base import Drop as Drop
+    from paramserve.consistency.base import GroupView as GroupView
     from paramserve.consistency.base import Policy as Policy
     from paramserve.consistency.base import Pull as Pull
     from paramserve.consistency.base import Push as Push
-    from paramserve.consistency.base import Standing as Standing
     from paramserve.consistency.base import Wait as Wait
     from paramserve.consistency.built_in import Adaptive as Adaptive
     from paramserve.consistency.built_in import Async as Async
@@ -107,7 +107,7 @@ _WHERE = {
     "Exponential": "consistency.damping",
     "Polynomial": "consistency.damping",
     "Policy": "consistency.base",
-    "Standing": "consistency.base",
+    "GroupView": "consistency.base",
     "Push": "consistency.base",
     "Pull": "consistency.base",
     "Apply": "consistency.base",

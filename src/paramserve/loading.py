@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.rules.base import Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.layout import RowLayout
@@ -146,7 +146,7 @@ def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
 
 
 def prepare_rule(
-    dtype: np.dtype[Any], described: PolicySpec, registered: Mapping[str, type[Any]]
+    dtype: np.dtype[Any], described: RuleSpec, registered: Mapping[str, type[Any]]
 ) -> None:
     """Import what a rule that is not built in needs (torch takes seconds), and let it prepare.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES
 from paramserve.errors import ParamServeError
 from paramserve.loading import (
@@ -50,7 +50,7 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     return None if loaded(dtype, rule) else partial(load_kernels, dtype, rule)
 
 
-def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: PolicySpec, rules: Rules) -> None:
+def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: RuleSpec, rules: Rules) -> None:
     prepare_rule(dtype, described, rules)
     if spec.table is not None:
         more = _needed_for_table(spec.table, described, rules)
@@ -59,7 +59,7 @@ def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: PolicySpec, rules
 
 
 def _needed_for_table(
-    table: TableSpec, described: PolicySpec, rules: Rules
+    table: TableSpec, described: RuleSpec, rules: Rules
 ) -> Callable[[], None] | None:
     with contextlib.suppress(Exception, SystemExit):  # a user's code; its block tells
         rule = build_rule(described, rules)

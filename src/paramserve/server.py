@@ -37,6 +37,7 @@ from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, S
 from paramserve.loading import load_if_compiled
 from paramserve.messages import (
     AskReport,
+    Batch,
     Bye,
     Define,
     HaveRead,
@@ -47,7 +48,6 @@ from paramserve.messages import (
     Reconnect,
     Register,
     ServerBeat,
-    Several,
     ShardRequest,
     decoder,
     encode,
@@ -75,7 +75,7 @@ SPIN_TCP_S = 250e-6
 """The same for a request over TCP."""
 NOTHING = Registered()
 
-_decode_client = decoder(ShardRequest | Several | Inquire | AskReport | HaveRead | Bye).decode
+_decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | HaveRead | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 
 
@@ -228,7 +228,7 @@ class ServerRole:
             self._happen(AnswersRead(client, message.oldest))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
-        elif isinstance(message, Several):
+        elif isinstance(message, Batch):
             for request, part in apart(message, payload):
                 if self._parties[conn].client == client:  # not cut off by one before
                     self._request(conn, client, request, part)

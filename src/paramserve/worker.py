@@ -76,7 +76,7 @@ class Worker:
     Where `ps.connect` or a handle made it, it is a context manager that finishes at the end.
 
     Attributes:
-        client: the key-value face: define, push, pull, tick.
+        client: the key-value API: define, push, pull, tick.
         seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
             `rank`; a process that somebody else started does so itself.
         aliases: for each adopted optimizer's name, further names of tied tensors.

@@ -19,7 +19,7 @@ EXPECTED = {
     *("run", "start", "Job", "Result", "Worker", "Cluster", "Client", "Ticket"),
     *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
     *("Deadlines", "Limits", "BoundedStaleness", "DelayCompensated", "Buffered", "LocalSteps"),
-    *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "Standing"),
+    *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "GroupView"),
     *("Push", "Pull", "Apply", "Buffer", "Drop", "Admit", "Wait", "Table", "TablePush"),
     *("Adagrad", "RowAdagrad", "FTRL", "Uniform", "Normal", "Constant", "Zeros"),
     *("MinCount", "TTL", "LRU", "pytorch"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
-from tests.contract.town import Town
 
 from paramserve import server
 from paramserve.client import late, life
@@ -59,8 +59,8 @@ def remote(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: in
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def town(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Town]:
-    """A cluster whose citizen must be served after whatever the test does."""
-    town = Town(make_cluster(request.param))
-    yield town
-    town.goes_on()
+def harness(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Iterator[Harness]:
+    """A cluster whose member must be served after whatever the test does."""
+    harness = Harness(make_cluster(request.param))
+    yield harness
+    harness.goes_on()

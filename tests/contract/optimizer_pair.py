@@ -54,7 +54,7 @@ def gradient_of(name: str, seed: int) -> Tensor:
     return found.double() if name.startswith("second") else found
 
 
-class Towns:
+class Harnesses:
     """Clusters of two servers with a client of each rank, for one pair after the other."""
 
     def __init__(self, make_cluster: MakeCluster) -> None:
@@ -122,7 +122,7 @@ class Pair:
         options: of adoption.
     """
 
-    def __init__(self, towns: Towns, ranks: int, policy: Any, **options: Any) -> None:
+    def __init__(self, towns: Harnesses, ranks: int, policy: Any, **options: Any) -> None:
         self._towns = towns
         self._options = options
         self.clients = towns.of(ranks, policy)
@@ -316,7 +316,7 @@ def assert_close(given: Any, wanted: Any, where: str) -> None:
 
 
 @contextmanager
-def pairs(towns: Towns) -> Iterator[Callable[..., Pair]]:
+def pairs(towns: Harnesses) -> Iterator[Callable[..., Pair]]:
     """Gives a function that makes pairs, and closes them at the end."""
     made: list[Pair] = []
 

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import BlockPush, Client
-from paramserve.config import ConsistencySpec, Limits, PolicySpec
+from paramserve.config import ConsistencySpec, Limits, RuleSpec
 from paramserve.consistency.registry import build as build_policy
 from paramserve.errors import (
     ConnectTimeout,
@@ -250,7 +250,7 @@ def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> No
         (lambda: SGD(0.1, nesterov=True), "nesterov of SGD needs momentum"),
         (lambda: Adam(betas=(0.9, 1.0)), "beta"),
         (lambda: SGD(lr=0.1, speed=3), "speed"),
-        (lambda: build_rule(PolicySpec("SGD", {"lr": 0.1, "speed": 3.0})), "speed"),
+        (lambda: build_rule(RuleSpec("SGD", {"lr": 0.1, "speed": 3.0})), "speed"),
         (lambda: build_policy(ConsistencySpec("Sync", {"reduce": "most"})), "reduce must be"),
         (lambda: build_policy(ConsistencySpec("Async", {"bound": 3.0})), "bound"),
     ],

@@ -25,9 +25,9 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.optimizer_pair import (
     SHAPES,
     SPARE,
+    Harnesses,
     Pair,
     Side,
-    Towns,
     assert_close,
     pairs,
     raise_first,
@@ -457,7 +457,7 @@ IGNORED = ("ignore:.*lr_scheduler.step", "ignore:.*initial_lr", "ignore:To get t
 @pytest.mark.timeout(600)  # for making a failure small, which hypothesis ends after 300 s
 @pytest.mark.filterwarnings(*IGNORED)
 def test_optimizer_does_what_torch_does(make_cluster: MakeCluster) -> None:
-    with pairs(Towns(make_cluster)) as make_pair:
+    with pairs(Harnesses(make_cluster)) as make_pair:
         run_state_machine_as_test(lambda: OptimizerMachine(make_pair), settings=SHORT)
 
 
@@ -465,7 +465,7 @@ def test_optimizer_does_what_torch_does(make_cluster: MakeCluster) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_optimizer_does_what_torch_does_for_long(make_cluster: MakeCluster) -> None:
-    with pairs(Towns(make_cluster)) as make_pair:
+    with pairs(Harnesses(make_cluster)) as make_pair:
         run_state_machine_as_test(lambda: OptimizerMachine(make_pair), settings=LONG)
 
 
@@ -476,5 +476,5 @@ def test_machine_finds_a_rate_that_is_not_read_anew(
     """The machine is worth nothing if it finds nothing."""
     monkeypatch.setattr(hyper.HyperReader, "rule", lambda self, group: self.defined)
     once = settings(SHORT, phases=[Phase.generate], report_multiple_bugs=False)
-    with pairs(Towns(make_cluster)) as make_pair, pytest.raises(AssertionError):
+    with pairs(Harnesses(make_cluster)) as make_pair, pytest.raises(AssertionError):
         run_state_machine_as_test(lambda: OptimizerMachine(make_pair), settings=once)

@@ -15,7 +15,7 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 
 from paramserve.client import Client, changing
 from paramserve.config import NO_CREDENTIALS, ServerConfig
-from paramserve.consistency.base import APPLY, DROP, OnPush, Policy, Push, Standing
+from paramserve.consistency.base import APPLY, DROP, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,
@@ -51,7 +51,7 @@ class IgnoreStragglers(Policy):
 
     behind: int
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return DROP if max(group.clocks.values()) - push.clock > self.behind else APPLY
 
 

@@ -18,11 +18,11 @@ from paramserve.consistency.base import (
     Admission,
     Apply,
     Buffer,
+    GroupView,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
 )
 from paramserve.consistency.built_in import (
@@ -94,11 +94,11 @@ class WaitsForMost(Policy):
     bound: int = 2
     ignored: int = 1
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         ahead = max(group.clocks.values(), default=0)
         return DROP if ahead - push.clock > 3 * self.bound else Apply(push.factor)
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         needed = pull.clock - self.bound
         behind = tuple(rank for rank, clock in group.clocks.items() if clock < needed)
         return Wait(behind) if len(behind) > self.ignored else ADMIT
@@ -110,7 +110,7 @@ class Majority(Policy):
 
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         missing = tuple(rank for rank in group.clocks if rank not in group.brought)
         return Wait(missing) if 2 * len(missing) >= len(group.clocks) else ADMIT
 
@@ -119,7 +119,7 @@ class Majority(Policy):
 class RoundBuffer(Policy):
     """One update for each round of all workers."""
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Buffer(max(1, len(group.clocks)), push.factor)
 
 
@@ -140,7 +140,7 @@ class TestRoundBuffer(PolicySuite):
 
 @dataclass(frozen=True)
 class NeverAdmits(Policy):
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         others = tuple(rank for rank in group.clocks if rank != pull.worker)
         return Wait(others) if others else ADMIT
 
@@ -149,7 +149,7 @@ class NeverAdmits(Policy):
 class WaitsForTheFastest(Policy):
     """Two at the same clock wait for each other to pass."""
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         ahead = [rank for rank, clock in group.clocks.items() if clock > pull.clock]
         others = tuple(rank for rank in group.clocks if rank != pull.worker)
         return ADMIT if ahead or not others else Wait(others)
@@ -159,7 +159,7 @@ class WaitsForTheFastest(Policy):
 class StarvesRankZero(Policy):
     """The others move on for ever."""
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         others = tuple(rank for rank in group.clocks if rank > 0)
         return Wait(others) if pull.worker == 0 and others else ADMIT
 
@@ -168,7 +168,7 @@ class StarvesRankZero(Policy):
 class NeverDecides(Policy):
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         return Wait((), group.waited_s + 1.0) if len(group.clocks) > 1 else ADMIT
 
 
@@ -178,7 +178,7 @@ class NeedsThree(Policy):
 
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         return ADMIT if len(group.brought) >= 3 else Wait(tuple(group.clocks))
 
 
@@ -186,7 +186,7 @@ class NeedsThree(Policy):
 class DecidesOnNothing(Policy):
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         return ADMIT
 
 
@@ -199,7 +199,7 @@ class SaysItWaitsForAll(Majority):
 class NamesRankTwo(Policy):
     """Also when it has left."""
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         done = group.clocks.get(2, 0) >= pull.clock - 3
         return ADMIT if done or len(group.clocks) == 1 else Wait((2,))
 
@@ -210,7 +210,7 @@ class Asks(Policy):
 
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         missing = tuple(rank for rank in group.clocks if rank not in group.brought)
         return Wait(missing, group.waited_s) if missing or not group.brought else ADMIT
 
@@ -224,7 +224,7 @@ class ChangesTheStanding(Policy):
 
 @dataclass(frozen=True)
 class NaN(Policy):
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Apply(math.nan)
 
     def scale(self, weight: float) -> float:
@@ -233,7 +233,7 @@ class NaN(Policy):
 
 @dataclass(frozen=True)
 class Negative(Policy):
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Apply(1.0 - push.staleness)
 
 
@@ -241,34 +241,34 @@ class Negative(Policy):
 class Correcting(Policy):
     """Without the reads that it needs."""
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Apply(compensate=0.1)
 
 
 @dataclass(frozen=True)
 class NoBuffer(Policy):
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Buffer(0)
 
 
 @dataclass(frozen=True)
 class SaysTrue(Policy):
-    def on_push(self, push: Push, group: Standing) -> Any:
+    def on_push(self, push: Push, group: GroupView) -> Any:
         return True
 
 
 @dataclass(frozen=True)
 class LosesItsBuffer(Policy):
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Buffer(4)
 
-    def on_membership(self, group: Standing) -> bool:
+    def on_membership(self, group: GroupView) -> bool:
         return False
 
 
 @dataclass(frozen=True)
 class FlushesAlways(Policy):
-    def on_membership(self, group: Standing) -> bool:
+    def on_membership(self, group: GroupView) -> bool:
         return True
 
 
@@ -287,7 +287,7 @@ class Counts(Policy):
 
     asked: ClassVar[list[int]] = []
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         self.asked.append(1)
         return Apply(float(len(self.asked) % 7))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
 
-from paramserve.consistency.base import Admission, Policy, Pull, Standing, Wait
+from paramserve.consistency.base import Admission, GroupView, Policy, Pull, Wait
 from paramserve.errors import PushTimeout
 from paramserve.rules import Add
 
@@ -24,7 +24,7 @@ MakeCluster = Callable[..., RoleCluster]
 class ShutDoor(Policy):
     """Nobody reads."""
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         return Wait(tuple(rank for rank in group.clocks if rank != pull.worker))
 
 
@@ -34,7 +34,7 @@ class NeverEnough(Policy):
 
     collects: ClassVar[bool] = True
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         return Wait((1,))
 
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.contract.echo_host import frame
+from tests.contract.harness import HELLO, STRANGER, Harness
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
-from tests.contract.town import HELLO, STRANGER, Town
 
 from paramserve.client import Client, Ticket
-from paramserve.config import Limits, PolicySpec
+from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
@@ -42,16 +42,16 @@ from paramserve.messages import (
     Lookup,
     MarkDead,
     Piece,
-    Place,
     PlaceBlock,
-    Propose,
-    Ready,
+    Prepare,
+    ReadTarget,
     Record,
     Refused,
     Register,
     ServerBeat,
     Step,
     TakeSnapshot,
+    Vote,
     Watch,
     WorkerBeat,
     encode,
@@ -72,8 +72,8 @@ FUZZ = settings(
 
 @FUZZ
 @given(data=st.binary(max_size=200), known=st.booleans(), framed=st.booleans())
-def test_random_bytes_harm_nobody(town: Town, data: bytes, known: bool, framed: bool) -> None:
-    sock = town.cluster.peer()
+def test_random_bytes_harm_nobody(harness: Harness, data: bytes, known: bool, framed: bool) -> None:
+    sock = harness.cluster.peer()
     with contextlib.suppress(OSError):
         if known:
             sock.sendall(HELLO)
@@ -82,7 +82,7 @@ def test_random_bytes_harm_nobody(town: Town, data: bytes, known: bool, framed: 
         while sock.recv(4096):
             pass
     sock.close()
-    town.goes_on()
+    harness.goes_on()
 
 
 # --- messages that are well formed ------------------------------------------------------------
@@ -103,7 +103,7 @@ def tuples(each: st.SearchStrategy[Any], size: int = 3) -> st.SearchStrategy[Any
 
 actives = st.none() | tuples(integers)
 rules = st.none() | st.builds(
-    PolicySpec,
+    RuleSpec,
     st.sampled_from(["SGD", "Adam", "Add", "Evil", ""]),
     st.dictionaries(
         st.sampled_from(["lr", "momentum", "betas.0", "betas.x", "nesterov", "eps", "self"]),
@@ -130,7 +130,7 @@ specs = st.builds(
 gradients = tuples(
     st.builds(Gradient, integers, integers, integers, actives, st.none() | tuples(floats, 6))
 )
-places = tuples(st.builds(Place, integers, integers, integers))
+places = tuples(st.builds(ReadTarget, integers, integers, integers))
 fields = (integers, integers, integers, integers)
 requests = st.one_of(
     st.builds(
@@ -149,11 +149,11 @@ requests = st.one_of(
 refusals = st.none() | st.tuples(texts, texts, texts) | tuples(texts)
 peers = st.one_of(
     st.builds(
-        Ready,
+        Vote,
         *(st.integers(0, 1) | integers, integers, integers, tuples(integers)),
         *(st.booleans(), st.booleans(), floats, floats, floats, refusals),
     ),
-    st.builds(Propose, st.integers(0, 1), integers, tuples(integers)),
+    st.builds(Prepare, st.integers(0, 1), integers, tuples(integers)),
     st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, refusals),
 )
 
@@ -185,7 +185,7 @@ def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
         nonlocal number
         number += 1
         arena = Arena.create(8192, 1)
-        link = town.stranger(client=number, arenas=[arena] if kind == "unix" else [])
+        link = harness.stranger(client=number, arenas=[arena] if kind == "unix" else [])
         seq = 0
         for message, in_order, payload in steps:
             if in_order and hasattr(message, "seq"):
@@ -197,12 +197,12 @@ def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
                 break
         link.close()
         arena.close()
-        town.goes_on()
+        harness.goes_on()
 
     for kind in ("unix", "tcp"):
         for policy in (Async(), Sync()):
-            town, number = (
-                Town(make_cluster(kind, workers=1, policy=policy, limits=LIMITS), rank=0),
+            harness, number = (
+                Harness(make_cluster(kind, workers=1, policy=policy, limits=LIMITS), rank=0),
                 STRANGER,
             )
             run()
@@ -250,7 +250,7 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
     "message",
     [
         Commit(0, 0, (), 0.0, ("NonFinite",), (1, 2)),
-        Ready(0, 0, 0, (1, 2), True, False, 2.0, refusal=("NonFinite", "why")),
+        Vote(0, 0, 0, (1, 2), True, False, 2.0, refusal=("NonFinite", "why")),
     ],
     ids=["commit", "ready"],
 )
@@ -319,7 +319,7 @@ calls = st.one_of(
 
 
 def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
-    town = Town(make_cluster("unix"))
+    harness = Harness(make_cluster("unix"))
 
     @FUZZ
     @given(
@@ -327,7 +327,7 @@ def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
         role=st.sampled_from(["join", "register", "driver"]),
     )
     def run(messages: list[Any], role: str) -> None:
-        link = Link.connect([town.cluster.address], Hello(role), timeout_s=WAIT_S)
+        link = Link.connect([harness.cluster.address], Hello(role), timeout_s=WAIT_S)
         with contextlib.suppress(ConnectionError):
             for message in messages:
                 link.send(encode(message))
@@ -337,24 +337,24 @@ def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
                 if reply[:2] == ["status-is", -77]:
                     break
         link.close()
-        town.citizen.blocks()
-        assert town.cluster.coordinating.errors == []
-        town.goes_on()
+        harness.member.blocks()
+        assert harness.cluster.coordinating.errors == []
+        harness.goes_on()
 
     run()
 
 
 @FUZZ
 @given(data=st.binary(max_size=100), framed=st.booleans())
-def test_coordinator_survives_random_bytes(town: Town, data: bytes, framed: bool) -> None:
+def test_coordinator_survives_random_bytes(harness: Harness, data: bytes, framed: bool) -> None:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(WAIT_S)
-    sock.connect(town.cluster.address.removeprefix("unix:"))
+    sock.connect(harness.cluster.address.removeprefix("unix:"))
     with contextlib.suppress(OSError):
         sock.sendall(frame(encode(Hello("join"))) + (frame(data) if framed else data))
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
             pass
     sock.close()
-    town.citizen.blocks()
-    assert town.cluster.coordinating.errors == []
+    harness.member.blocks()
+    assert harness.cluster.coordinating.errors == []

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 from tests.contract.echo_host import assert_cut_off, frame, read_frame
+from tests.contract.harness import HELLO, Harness
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
-from tests.contract.town import HELLO, Town
 
 from paramserve.config import Credentials
 from paramserve.consistency.built_in import Sync
@@ -36,7 +36,7 @@ from paramserve.messages import (
     Gradient,
     Hello,
     Piece,
-    Place,
+    ReadTarget,
     Refused,
     Step,
     TakeSnapshot,
@@ -53,8 +53,8 @@ MakeCluster = Callable[..., RoleCluster]
 
 
 def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> None:
-    town = Town(make_cluster("tcp"))
-    listeners = town.cluster.servers[0].listeners
+    harness = Harness(make_cluster("tcp"))
+    listeners = harness.cluster.servers[0].listeners
     address = next(x.address for x in listeners if x.address.startswith("tcp"))
     stranger = Credentials(b"x" * 32)
     with pytest.raises(NotAuthenticated, match="refused this side's token"):
@@ -69,9 +69,9 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
             with contextlib.suppress(ConnectionResetError):
                 while part := sock.recv(4096):
                     received += part
-            assert town.cluster.token not in received
+            assert harness.cluster.token not in received
             assert len(received) <= 72  # the challenge, and at most a refusal
-    town.goes_on()
+    harness.goes_on()
 
 
 @pytest.mark.parametrize(
@@ -90,47 +90,47 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
     ],
 )
 def test_hello_that_is_not_allowed_is_refused(
-    town: Town, hello: dict[str, Any], error: type[ParamServeError], words: str
+    harness: Harness, hello: dict[str, Any], error: type[ParamServeError], words: str
 ) -> None:
-    parties = len(town.cluster.servers[0].role._parties)
+    parties = len(harness.cluster.servers[0].role._parties)
     for _ in range(3):
         with pytest.raises(error, match=words):
-            town.stranger(**hello)
-    assert len(town.cluster.servers[0].role._parties) == parties  # nothing is kept of them
+            harness.stranger(**hello)
+    assert len(harness.cluster.servers[0].role._parties) == parties  # nothing is kept of them
 
 
 def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("unix", workers=1)
     first = cluster.client(0)
     first.close()
-    town = Town(cluster)
+    harness = Harness(cluster)
     second = cluster.client(0)
     assert second.incarnation == 2
     wait_until(lambda: cluster.servers[0].role.shard.members[0].incarnation == 2)
     with pytest.raises(WorkerFenced, match=r"worker 0 \(incarnation 1\).*knows incarnation 2"):
-        town.stranger(client=first.id, rank=0, incarnation=1)
+        harness.stranger(client=first.id, rank=0, incarnation=1)
     assert second.push("w", np.zeros(8)).result().version == 1
-    town.goes_on()
+    harness.goes_on()
 
 
-def test_another_clients_number_does_not_shut_it_out(town: Town) -> None:
+def test_another_clients_number_does_not_shut_it_out(harness: Harness) -> None:
     """The newest connection counts, since a reconnect looks the same; the client takes it back."""
     for _ in range(3):
-        thief = town.stranger(client=town.citizen.id)
-        town.citizen.pull("w")
+        thief = harness.stranger(client=harness.member.id)
+        harness.member.pull("w")
         with pytest.raises(ConnectionError):
             thief.receive(WAIT_S)
         thief.close()
-        town.goes_on()
+        harness.goes_on()
 
 
 def test_attached_arena_of_another_incarnation_is_refused(make_cluster: MakeCluster) -> None:
-    town = Town(make_cluster("unix"))
+    harness = Harness(make_cluster("unix"))
     arena = Arena.create(4096, 1)
     with pytest.raises(ProtocolError, match="without a connection"):
-        town.stranger(role="attach", client=town.citizen.id, incarnation=3, arenas=[arena])
+        harness.stranger(role="attach", client=harness.member.id, incarnation=3, arenas=[arena])
     arena.close()
-    town.goes_on()
+    harness.goes_on()
 
 
 # --- frames that are none ---------------------------------------------------------------------
@@ -163,9 +163,9 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("case", BAD_FRAMES)
-def test_bad_frame_ends_its_connection_with_a_reason(town: Town, case: str) -> None:
+def test_bad_frame_ends_its_connection_with_a_reason(harness: Harness, case: str) -> None:
     data, reason = BAD_FRAMES[case]
-    sock = town.cluster.peer()
+    sock = harness.cluster.peer()
     sock.sendall(HELLO)
     read_frame(sock)
     sock.sendall(data)
@@ -178,8 +178,8 @@ def test_bad_frame_ends_its_connection_with_a_reason(town: Town, case: str) -> N
     assert_cut_off(sock)
 
 
-def test_hello_with_a_text_that_is_none_is_refused(town: Town) -> None:
-    sock = town.cluster.peer()
+def test_hello_with_a_text_that_is_none_is_refused(harness: Harness) -> None:
+    sock = harness.cluster.peer()
     sock.sendall(frame(b"\x92\xa5hello\xa1\xff"))
     told = msgspec.msgpack.decode(read_frame(sock), type=Refused)
     assert (told.seq, told.kind) == (0, "ProtocolError")
@@ -221,7 +221,7 @@ def bad_steps(seq: int) -> dict[str, tuple[Any, str, str]]:
     return {
         "unknown group": (Step(seq, 7, 0, False, (), ()), "UnknownName", "no group 7"),
         "pull past the arena": (
-            Step(seq, 0, 0, False, (), (Place(0, 1, 8192),)),
+            Step(seq, 0, 0, False, (), (ReadTarget(0, 1, 8192),)),
             "ShapeMismatch",
             "offset 8192",
         ),
@@ -261,9 +261,9 @@ def bad_requests(seq: int) -> dict[str, tuple[Any, str, str]]:
 def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
     make_cluster: MakeCluster, case: str
 ) -> None:
-    town = Town(make_cluster("unix"))
+    harness = Harness(make_cluster("unix"))
     arena = Arena.create(8192, 1)
-    link = town.stranger(arenas=[arena])
+    link = harness.stranger(arenas=[arena])
     for seq in (1, 2):
         message, kind, words = nonsense(seq)[case]
         link.send(encode(message))
@@ -274,12 +274,12 @@ def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
         assert words in refused.failed
     link.close()
     arena.close()
-    assert not town.citizen.pull("w").any()
-    assert town.citizen.push("w", np.zeros(8)).result().version == 1
+    assert not harness.member.pull("w").any()
+    assert harness.member.push("w", np.zeros(8)).result().version == 1
 
 
-def test_number_out_of_order_cuts_the_connection(town: Town) -> None:
-    link = town.stranger()
+def test_number_out_of_order_cuts_the_connection(harness: Harness) -> None:
+    link = harness.stranger()
     link.send(encode(Fetch(5, 0, 0, 0, 0)))
     with pytest.raises(ConnectionError):
         link.receive(WAIT_S)
@@ -287,12 +287,12 @@ def test_number_out_of_order_cuts_the_connection(town: Town) -> None:
 
 
 def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> None:
-    town = Town(make_cluster("unix", workers=1, policy=Sync()), rank=0)
-    town.cluster.mark_dead(0)
-    worker = town.cluster.client(0)
-    link = town.stranger(client=worker.id, rank=0, incarnation=worker.incarnation, window=2)
-    town.cluster.servers[0].role.shard.sessions[worker.id].requests = 4
-    held = Step(0, 0, 5, False, (), (Place(0, 0, 0),))
+    harness = Harness(make_cluster("unix", workers=1, policy=Sync()), rank=0)
+    harness.cluster.mark_dead(0)
+    worker = harness.cluster.client(0)
+    link = harness.stranger(client=worker.id, rank=0, incarnation=worker.incarnation, window=2)
+    harness.cluster.servers[0].role.shard.sessions[worker.id].requests = 4
+    held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 
     def flood() -> None:
         for seq in range(1, 10):

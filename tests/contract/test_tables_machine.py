@@ -85,7 +85,7 @@ who = st.sampled_from([0, 0, 1])
 shards = st.integers(0, 2)
 
 
-class Town:
+class Harness:
     """A cluster with a worker and a client without a rank, for one table after the other."""
 
     def __init__(self, cluster: RoleCluster) -> None:
@@ -103,26 +103,26 @@ class Town:
         self.clients[0] = self._client(0)
 
 
-class Towns:
-    """A town for each transport and number of servers, a new one when it has many tables."""
+class Harnesses:
+    """A harness for each transport and number of servers, a new one when it has many tables."""
 
     def __init__(self, make: MakeCluster) -> None:
         self._make = make
-        self._made: dict[tuple[str, int], Town] = {}
+        self._made: dict[tuple[str, int], Harness] = {}
 
-    def of(self, kind: str, servers: int) -> Town:
-        town = self._made.get((kind, servers))
-        if town is None or town.tables == TABLES_MAX:
+    def of(self, kind: str, servers: int) -> Harness:
+        harness = self._made.get((kind, servers))
+        if harness is None or harness.tables == TABLES_MAX:
             cluster = self._make(kind, servers=servers, workers=1, restarts=True)
-            town = self._made[kind, servers] = Town(cluster)
-        town.tables += 1
-        return town
+            harness = self._made[kind, servers] = Harness(cluster)
+        harness.tables += 1
+        return harness
 
 
 class TableMachine(RuleBasedStateMachine):
     """Does to a table and to the model what hypothesis draws."""
 
-    def __init__(self, towns: Towns, name_of_rule: str) -> None:
+    def __init__(self, towns: Harnesses, name_of_rule: str) -> None:
         super().__init__()
         self.towns = towns
         self.name_of_rule, self.rule = name_of_rule, RULES[name_of_rule]
@@ -152,7 +152,7 @@ class TableMachine(RuleBasedStateMachine):
     ) -> None:
         """A table that may be full, evict or admit late."""
         note(f"the rule is {self.name_of_rule}: {self.rule}")
-        self.town = self.towns.of(kind, servers)
+        self.harness = self.towns.of(kind, servers)
         self.servers = servers
         evict: Any = LRU(rows=lru * servers) if lru else None
         if ttl:
@@ -165,10 +165,10 @@ class TableMachine(RuleBasedStateMachine):
             "admit": MinCount(needed) if needed > 1 else None,
             "seed": seed,
         }
-        self.name = f"users {self.town.tables}"
+        self.name = f"users {self.harness.tables}"
         self.find_table()
         if full and not lru:  # as max_bytes does, of which few hundred bytes have room for no row
-            for server in self.town.cluster.servers:
+            for server in self.harness.cluster.servers:
                 store = server.role.shard.blocks[self.tables[0].block.id].store
                 store.room = store.rows_max = full
         limit = lru or full or 1 << 30
@@ -182,7 +182,7 @@ class TableMachine(RuleBasedStateMachine):
         ]
 
     def find_table(self) -> None:
-        self.tables = [client.table(self.name, **self.options) for client in self.town.clients]
+        self.tables = [client.table(self.name, **self.options) for client in self.harness.clients]
 
     # --- the model -------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(shard=shards, who=who)
     def cut(self, shard: int, who: int) -> None:
-        self.town.cluster.cut(self.town.clients[who], shard % self.servers)
+        self.harness.cluster.cut(self.harness.clients[who], shard % self.servers)
 
     @rule(keys=st.lists(key, min_size=1, max_size=9), at=st.integers(0, 8), who=who)
     def push_not_finite(self, keys: list[int], at: int, who: int) -> None:
@@ -295,14 +295,14 @@ class TableMachine(RuleBasedStateMachine):
     @rule(clocks=st.integers(1, 2))
     def tick(self, clocks: int) -> None:
         for _ in range(clocks):
-            self.town.clients[0].tick(self.name).result()
+            self.harness.clients[0].tick(self.name).result()
             self.clock += 1
 
     @rule()
     def restart_worker(self) -> None:
-        self.town.restart_worker()
+        self.harness.restart_worker()
         self.find_table()
-        assert self.town.clients[0].clock(self.name) == self.clock
+        assert self.harness.clients[0].clock(self.name) == self.clock
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ def _rules_ready() -> None:
 
 def check(make: MakeCluster, chosen: settings, rules: Iterable[str] = RULES) -> None:
     """Run the machine for each of these rules: with seeds of their own, unless others are drawn."""
-    towns = Towns(make)
+    towns = Harnesses(make)
     for number, name in enumerate(rules):
         machine = partial(TableMachine, towns, name)
         if chosen.derandomize:

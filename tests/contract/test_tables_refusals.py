@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.contract.harness import Harness
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
-from tests.contract.town import Town
 
 from paramserve.client import BlockPush, Client
 from paramserve.client.table import Table, TablePush
@@ -35,7 +35,7 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Refused, Several, Step, encode
+from paramserve.messages import Batch, Refused, Step, encode
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.custom import CustomRule
 from paramserve.transport.link import Link
@@ -355,21 +355,23 @@ def test_names_of_tables_and_of_groups_are_of_one_kind(two: RoleCluster) -> None
     [((0,), 0), ((0, -64), 0), ((64, 64), 64), ((1 << 60, 0), 0), ((), 0), ((0, 0, 0), 0)],
 )
 def test_frame_of_several_requests_with_wrong_sizes_ends_its_connection(
-    town: Town, sizes: tuple[int, ...], payload: int
+    harness: Harness, sizes: tuple[int, ...], payload: int
 ) -> None:
     step = Step(1, 0, 0, False, (), ())
-    link = town.stranger()
-    link.send(encode(Several((step, step), sizes)), [np.zeros(payload, np.uint8)] * bool(payload))
+    link = harness.stranger()
+    link.send(encode(Batch((step, step), sizes)), [np.zeros(payload, np.uint8)] * bool(payload))
     told = msgspec.msgpack.decode(link.receive(WAIT_S), type=Refused)
     assert (told.seq, told.kind, told.applied) == (0, "ProtocolError", "no")
     assert "2 requests name" in told.failed
     link.close()
 
 
-def test_requests_of_one_frame_behind_a_gap_cut_the_connection_and_harm_nobody(town: Town) -> None:
-    link = town.stranger()
+def test_requests_of_one_frame_behind_a_gap_cut_the_connection_and_harm_nobody(
+    harness: Harness,
+) -> None:
+    link = harness.stranger()
     steps = tuple(Step(seq, 0, 0, False, (), ()) for seq in (2, 1, 3, 9))
-    link.send(encode(Several(steps, (0,) * 4)))
+    link.send(encode(Batch(steps, (0,) * 4)))
     with pytest.raises(ConnectionError):
         _read_on(link)
     link.close()

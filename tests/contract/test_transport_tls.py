@@ -60,7 +60,7 @@ def host(make_host: MakeHost) -> Host:
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Authority:
-    """An authority that no peer of the town trusts."""
+    """An authority that no peer of the harness trusts."""
     directory = tmp_path / "stranger"
     directory.mkdir()
     return Authority(directory)

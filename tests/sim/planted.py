@@ -18,11 +18,11 @@ from paramserve.consistency.base import (
     Admission,
     Apply,
     Buffer,
+    GroupView,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
 )
 from paramserve.consistency.built_in import (
@@ -47,7 +47,7 @@ from paramserve.core.session import ClientSession, Operation
 from paramserve.core.shard import Shard
 from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
 from paramserve.errors import ParamServeError
-from paramserve.messages import Commit, Done, PeerMessage, Propose, Ready, ShardRequest, Step
+from paramserve.messages import Commit, Done, PeerMessage, Prepare, ShardRequest, Step, Vote
 from paramserve.rules import PushInfo
 from paramserve.testing import Faults, SimulatedCluster, slow
 from paramserve.testing import process as process_module
@@ -165,9 +165,9 @@ def one_shard_commits_without_the_lead(monkeypatch: pytest.MonkeyPatch) -> type[
     """Shard 1 applies a clock as soon as it has all gradients, and does not wait."""
 
     class Alone(Shard):
-        def _send_ready(self, group: Group, contributors: tuple[int, ...]) -> None:
+        def _send_vote(self, group: Group, contributors: tuple[int, ...]) -> None:
             clock = group.committed
-            super()._send_ready(group, contributors)
+            super()._send_vote(group, contributors)
             if self.number == 1:
                 self._commit(group, Commit(group.id, clock, contributors, 1.0))
 
@@ -211,7 +211,7 @@ def propose_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 
     class Insists(Shard):
         def _from_shard(self, message: PeerMessage) -> None:
-            if not isinstance(message, Propose):
+            if not isinstance(message, Prepare):
                 super()._from_shard(message)
 
     return with_shard(Insists)
@@ -221,10 +221,10 @@ def commit_not_repeated(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
     """The lead forgets its decision once it is sent."""
 
     class Forgets(Lead):
-        def on_ready(
-            self, ready: Ready, clock: int, *policy: Any
-        ) -> list[tuple[int, Commit | Propose]]:
-            decided = super().on_ready(ready, clock, *policy)
+        def on_vote(
+            self, ready: Vote, clock: int, *policy: Any
+        ) -> list[tuple[int, Commit | Prepare]]:
+            decided = super().on_vote(ready, clock, *policy)
             self.last = None
             return decided
 
@@ -311,10 +311,10 @@ def own_step_of_a_restarted_worker_refused(
 ) -> type[SimulatedCluster]:
     """Gradients that a dead incarnation left on one shard stay in the way of the next one's."""
 
-    def make_way(self: Collect, rank: int) -> None:
+    def supersede(self: Collect, rank: int) -> None:
         pass
 
-    monkeypatch.setattr(Collect, "make_way", make_way)
+    monkeypatch.setattr(Collect, "supersede", supersede)
     return SimulatedCluster
 
 
@@ -348,7 +348,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, hook: str, kind: type[Policy], answer
 def one_clock_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A read may be bound + 1 clocks ahead of the slowest worker."""
 
-    def on_pull(policy: BoundedStaleness, pull: Pull, group: Standing) -> Admission:
+    def on_pull(policy: BoundedStaleness, pull: Pull, group: GroupView) -> Admission:
         return BoundedStaleness(policy.bound + 1).on_pull(pull, group)
 
     asked(monkeypatch, "on_pull", BoundedStaleness, on_pull)
@@ -364,7 +364,7 @@ def reads_are_never_held(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClust
 def one_backup_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A clock is decided with one worker less than `backup` allows."""
 
-    def on_clock(policy: Sync, group: Standing) -> Admission:
+    def on_clock(policy: Sync, group: GroupView) -> Admission:
         return structs_of(policy, backup=policy.backup + 1).on_clock(group)
 
     asked(monkeypatch, "on_clock", Sync, on_clock)
@@ -374,7 +374,7 @@ def one_backup_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 def one_backup_less(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A clock waits for one worker more than `backup` asks for."""
 
-    def on_clock(policy: Sync, group: Standing) -> Admission:
+    def on_clock(policy: Sync, group: GroupView) -> Admission:
         return structs_of(policy, backup=max(0, policy.backup - 1)).on_clock(group)
 
     asked(monkeypatch, "on_clock", Sync, on_clock)
@@ -388,7 +388,7 @@ def structs_of(policy: Sync, backup: int) -> Sync:
 def deadline_half_as_long(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """`timeout_s` ends a clock in half the time."""
 
-    def on_clock(policy: Sync, group: Standing) -> Admission:
+    def on_clock(policy: Sync, group: GroupView) -> Admission:
         assert isinstance(policy.timeout_s, float)
         return Sync(reduce=policy.reduce, timeout_s=policy.timeout_s / 2).on_clock(group)
 
@@ -399,7 +399,7 @@ def deadline_half_as_long(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClus
 def staleness_one_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Staleness counts one less: a gradient of staleness drop_after + 1 is applied."""
 
-    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: Async, push: Push, group: GroupView) -> OnPush:
         return policy.on_push(push._replace(staleness=max(0, push.staleness - 1)), group)
 
     asked(monkeypatch, "on_push", Async, on_push)
@@ -409,7 +409,7 @@ def staleness_one_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 def staleness_one_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Staleness counts one more: a gradient of staleness drop_after is dropped."""
 
-    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: Async, push: Push, group: GroupView) -> OnPush:
         return policy.on_push(push._replace(staleness=push.staleness + 1), group)
 
     asked(monkeypatch, "on_push", Async, on_push)
@@ -419,7 +419,7 @@ def staleness_one_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> type[Simu
 def buffer_of_one_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """An update waits for size + 1 gradients."""
 
-    def on_push(policy: Buffered, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: Buffered, push: Push, group: GroupView) -> OnPush:
         answer = policy.on_push(push, group)
         assert isinstance(answer, Buffer)
         return answer._replace(size=answer.size + 1)
@@ -431,7 +431,7 @@ def buffer_of_one_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster
 def buffer_forgets_its_first(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The first gradient of each buffer is applied at once instead of kept."""
 
-    def on_push(policy: Buffered, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: Buffered, push: Push, group: GroupView) -> OnPush:
         return APPLY if not group.buffered else policy.on_push(push, group)
 
     asked(monkeypatch, "on_push", Buffered, on_push)
@@ -569,7 +569,7 @@ def dropped_but_reported_applied(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 class NobodyReads(Policy):
     """A user's policy that never lets anybody read."""
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         return Wait(tuple(group.clocks))
 
 
@@ -613,7 +613,7 @@ def lease_returned_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> type[S
 def deadline_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """An adaptive deadline is always the least that it may be."""
 
-    def on_clock(policy: Sync, group: Standing) -> Admission:
+    def on_clock(policy: Sync, group: GroupView) -> Admission:
         if isinstance(policy.timeout_s, Adaptive):
             policy = Sync(backup=policy.backup, timeout_s=policy.timeout_s.least_s)
         return policy.on_clock(group)
@@ -625,7 +625,7 @@ def deadline_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
 def deadline_before_a_median_is_known(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """An adaptive deadline leaves workers behind in the first clocks, when no time is known."""
 
-    def on_clock(policy: Sync, group: Standing) -> Admission:
+    def on_clock(policy: Sync, group: GroupView) -> Admission:
         answer, limit = policy.on_clock(group), policy.timeout_s
         if isinstance(limit, Adaptive) and isinstance(answer, Wait) and answer.until_s is None:
             return Sync(timeout_s=limit.least_s).on_clock(group)
@@ -638,10 +638,10 @@ def deadline_before_a_median_is_known(monkeypatch: pytest.MonkeyPatch) -> type[S
 def momentum_by_one_worker_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Momentum is corrected for one worker more than there are."""
 
-    def on_push(policy: Async, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: Async, push: Push, group: GroupView) -> OnPush:
         answer = policy.on_push(push, group)
         assert isinstance(answer, Apply)
-        return answer._replace(less_momentum=1.0 - 1.0 / (len(group.clocks) + 1))
+        return answer._replace(momentum_reduction=1.0 - 1.0 / (len(group.clocks) + 1))
 
     asked(monkeypatch, "on_push", Async, on_push)
     return SimulatedCluster
@@ -661,7 +661,7 @@ def compensated_from_the_newest_read(monkeypatch: pytest.MonkeyPatch) -> type[Si
 def compensated_with_half_of_lam(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The correction is half of what it should be."""
 
-    def on_push(policy: DelayCompensated, push: Push, group: Standing) -> OnPush:
+    def on_push(policy: DelayCompensated, push: Push, group: GroupView) -> OnPush:
         return Apply(push.factor, compensate=policy.lam / 2)
 
     asked(monkeypatch, "on_push", DelayCompensated, on_push)

@@ -9,11 +9,11 @@ from paramserve.consistency.base import (
     APPLY,
     DROP,
     Admission,
+    GroupView,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
 )
 from paramserve.consistency.built_in import (
@@ -36,11 +36,11 @@ class IgnoreStragglers(Policy):
 
     behind: int = 3
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         fastest = max(group.clocks.values(), default=0)
         return DROP if push.worker >= 0 and push.clock < fastest - self.behind else APPLY
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         fastest = max(group.clocks.values(), default=0)
         slow = [
             rank

@@ -63,7 +63,7 @@ def test_seeds_other_numbers_of_shards_keep_every_invariant(policy: str, servers
 @pytest.mark.parametrize(
     ("policy", "seed", "outstanding"),
     [
-        # Old proposals made each shard's `Ready` smaller in another way, for ever.
+        # Old proposals made each shard's `Vote` smaller in another way, for ever.
         (Sync(reduce="sum", backup=1), 30, 3),
         (Sync(reduce="sum", backup=2), 4, 3),
         # Whom a tick had released pushed as well: the read said an older version than it had.

@@ -22,9 +22,9 @@ from paramserve.messages import (
     Hello,
     PeerMessage,
     Piece,
-    Ready,
     ShardReply,
     Step,
+    Vote,
     decoder,
     encode,
 )
@@ -180,7 +180,7 @@ def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
     for rank in range(2):
         one.steps(rank, 0, clock=0)
     told = [message for _, _, message in one.others.sent]
-    assert [type(each) for each in told] == [Ready]
+    assert [type(each) for each in told] == [Vote]
     loop.clock.run(0.03)
     one.role.frame(lead, encode(Commit(0, 0, (1, 2), 1.0, decided=(1, 2))), None)
     loop.clock.run(0.1)

@@ -17,7 +17,7 @@ from paramserve import worker as worker_module
 from paramserve.config import Credentials
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
-from paramserve.consistency.registry import Terms
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.engine.child import Bootstrap
 from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
 
@@ -34,9 +34,9 @@ class RecordsCalls:
         self.calls: list[Any] = []
         self.policies: dict[str, Policy] = {}
 
-    def terms(self, group: str) -> Terms:
+    def terms(self, group: str) -> PolicyTraits:
         policy = self.policies.get(group, Async())
-        return Terms(policy.collects, policy.on_nonfinite == "refuse", policy)
+        return PolicyTraits(policy.collects, policy.on_nonfinite == "refuse", policy)
 
     def clock(self, group: str = "default") -> int:
         return self.clocks.get(group, 0)

@@ -25,7 +25,7 @@ import msgspec
 import numpy.typing as npt
 from msgspec import Struct
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.errors import ParamServeError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Told(Struct):
     dim: int
     dtype: str
     seed: int
-    rule: PolicySpec
+    rule: RuleSpec
 
 
 def schema_of(table: Table, width: int) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.arrow import FORMAT, METADATA, Told, part_rows, pyarrow, state_width
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.core.table.options import BEYOND
 from paramserve.core.table.parts import Records
 from paramserve.errors import (
@@ -297,7 +297,7 @@ class Taking:
         )
 
 
-def _kind(rule: PolicySpec) -> tuple[str, Any]:
+def _kind(rule: RuleSpec) -> tuple[str, Any]:
     """What a rule is: its name, and for torch's optimizers which one."""
     return rule.name, rule.options.get("kind")
 

@@ -1,6 +1,6 @@
 """The client by block: one step of a group in one message, and a block's values and state.
 
-`client.Client` adds the key-value face. A client checks everything before it sends anything, and
+`client.Client` adds the key-value API. A client checks everything before it sends anything, and
 decides nothing about consistency: it knows the terms of each group's policy, and goes by them.
 """
 
@@ -98,7 +98,7 @@ class BlockClient(TablesClient):
             except BaseException as error:
                 self._unsent(before, [each.table.name for each in tables] if tick else (), error)
                 raise
-            if clip_norm and not skip and not self._steps.terms_of(first).collects:
+            if clip_norm and not skip and not self._steps.traits_of(first).collects:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
             options = StepOptions(tick, weight, skip, clip_norm, note)

@@ -79,7 +79,7 @@ class Client(WatchingClient):
     def _collects(self, block: Block) -> bool:
         """Whether pushes to a block's group are put together until its tick; also the rest of a
         step that was begun so, before its policy changed."""
-        return self._steps.terms_of(block).collects or self._gradients.has_staged(block.group_name)
+        return self._steps.traits_of(block).collects or self._gradients.has_staged(block.group_name)
 
     def _stage(
         self, blocks: Sequence[Block], arrays: Mapping[str, Array], weight: float | None

@@ -10,9 +10,9 @@ from paramserve.client.exchange import done
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
-from paramserve.consistency.registry import Terms
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.errors import ParamServeError, Timeout
-from paramserve.messages import GroupPolicy, Rest, SetPolicy, Step
+from paramserve.messages import GroupPolicy, SetPolicy, Step, SuspendMembership
 
 CHANGE_POLL_S = 0.01
 """How often is asked whether the shards have decided a change of policy."""
@@ -21,13 +21,13 @@ CHANGE_POLL_S = 0.01
 class ChangingClient(DefiningClient):
     """The part of a client that changes policies, and rests; see `client.Client`."""
 
-    def terms(self, group: str = "default") -> Terms:
+    def terms(self, group: str = "default") -> PolicyTraits:
         """What this client's next step of a group goes by; the cluster's policy if it knows of
         nothing that is defined there."""
         with self._lock:
             for block in self._exchange.blocks.values():
                 if block.group_name == group:
-                    return self._steps.terms_of(block)
+                    return self._steps.traits_of(block)
         return self._terms.cluster
 
     def set_consistency(self, name: str, policy: Policy, *, timeout_s: float | None = None) -> int:
@@ -60,7 +60,7 @@ class ChangingClient(DefiningClient):
         with self._lock:
             block = self._defined_in(name)
             _check_changeable(policy)
-            _check_changeable(self._steps.terms_of(block).policy)
+            _check_changeable(self._steps.traits_of(block).policy)
             try:  # No shard begins before all have said that they can.
                 self._ask_for(SetPolicy(0, block.group, described, check=True), limit)
             except ParamServeError as error:
@@ -106,7 +106,7 @@ class ChangingClient(DefiningClient):
         with self._lock:
             block = self._defined_in(group)
             self.drain(timeout_s)
-            requests = [Rest(0, block.group)] * len(self._exchange.shards)
+            requests = [SuspendMembership(0, block.group)] * len(self._exchange.shards)
             self._steps.finish("rest", requests, timeout_s, ())
             self._steps.rests(group)
 
@@ -128,7 +128,7 @@ class ChangingClient(DefiningClient):
         self._check()
         with self._lock:
             block = self._defined_in(group)
-            if self._steps.is_guest(group) and not self._steps.terms_of(block).collects:
+            if self._steps.is_pending(group) and not self._steps.traits_of(block).collects:
                 clock, number = self.clock(group), block.group
                 enters = Step(0, number, clock, False, (), (), enters=(number,))
                 requests = [enters] * len(self._exchange.shards)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from paramserve.consistency.registry import Terms
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.partition import Block
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
-from paramserve.messages import UNDER_WAY, GroupPolicy
+from paramserve.messages import CURRENT_CLOCK, GroupPolicy
 
 
 class ClientClocks:
@@ -24,7 +24,7 @@ class ClientClocks:
     which the worker goes on, another policy, that it is to end.
     """
 
-    def __init__(self, terms: GroupTerms) -> None:
+    def __init__(self, terms: GroupTraits) -> None:
         self.clocks: dict[str, int] = {}
         self.missed = 0
         """Clocks that this client had no part in, because the others went on without it."""
@@ -51,12 +51,12 @@ class ClientClocks:
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
 
-    def is_guest(self, group: str) -> bool:
+    def is_pending(self, group: str) -> bool:
         """Whether nobody waits for this worker in a group: it came late there, or rests."""
         return group in self._resting or group in self._came_late
 
     @property
-    def _may_be_guest(self) -> bool:
+    def _may_be_pending(self) -> bool:
         return bool(self._came_late or self._resting)
 
     def came_late(self, group: str) -> None:
@@ -74,7 +74,7 @@ class ClientClocks:
         for each in blocks:
             if each.group_name in self._came_back:
                 self._came_back.discard(each.group_name)
-                policy = self.terms_of(each).policy
+                policy = self.traits_of(each).policy
                 if policy is not None and policy.collects and not policy.partial:
                     self._ask_clock(each.group_name)
 
@@ -100,13 +100,13 @@ class ClientClocks:
             return self.clocks.get(group, 0)
         with self._heard_lock:
             self._asking[group] = self._asking.get(group, 0) + 1
-        return UNDER_WAY
+        return CURRENT_CLOCK
 
     def _hear(self, operation: Operation, group: str | None, after: int) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.
 
         Args:
-            after: the clock after it, as this client knows; or `UNDER_WAY`.
+            after: the clock after it, as this client knows; or `CURRENT_CLOCK`.
         """
         replies = operation.replies.values()
         with self._heard_lock:
@@ -120,10 +120,10 @@ class ClientClocks:
             at = max((reply.at for reply in replies), default=-1)
             if at > own:
                 self.clocks[group] = at
-                known = group not in self._asking and not self.is_guest(group)
+                known = group not in self._asking and not self.is_pending(group)
                 if any(reply.skipped for reply in replies) and known:
                     self.missed += at - own
-            if after == UNDER_WAY and group in self._asking:
+            if after == CURRENT_CLOCK and group in self._asking:
                 self._asking[group] -= 1
                 if not self._asking[group] and at >= 0:
                     del self._asking[group]
@@ -139,6 +139,6 @@ class ClientClocks:
         with self._heard_lock:
             self._terms.changed(news)
 
-    def terms_of(self, block: Block) -> Terms:
+    def traits_of(self, block: Block) -> PolicyTraits:
         """What holds for this client's next step of a block's group."""
         return self._terms.at(block.group, self.clocks.get(block.group_name, 0))

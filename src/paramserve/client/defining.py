@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paramserve.client.life import ClientLife
 from paramserve.client.names import Tensor, as_tensors
 from paramserve.client.steps import offset_of
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.partition import Block
@@ -251,7 +251,7 @@ class DefiningClient(ClientLife):
         return block
 
 
-def _spec(rule: Rule | None, group: str) -> PolicySpec | None:
+def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
     """A rule as it travels, after a look at what a define was given.
 
     Raises:

@@ -1,8 +1,8 @@
 """How a worker that joined late, or rests, begins to be waited for in the groups of its calls.
 
-Where gradients are collected, a guest's step counts only if all shards have it in time. In one
-group, an empty step goes first, again until it was in time: then nobody goes on there without this
-worker, and no gradient is dropped on the way in.
+Where gradients are collected, a pending member's step counts only if all shards have it in time. In
+one group, an empty step goes first, again until it was in time: then nobody goes on there without
+this worker, and no gradient is dropped on the way in.
 
 In several groups it could not do so one after the other: in the first one the others would wait for
 its next step, before they come to the clock that it waits for in the second. So it goes on from
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.errors import ParamServeError, PushTimeout, Timeout
 
 
 @dataclass
 class Coming:
-    """What a guest does to enter a group."""
+    """What a pending member does to enter a group."""
 
     group: int
     left: deque[Block]
@@ -43,7 +43,7 @@ class Coming:
 class Entering(ClientClocks):
     """The part of `steps.Steps` that takes part in groups again."""
 
-    def __init__(self, terms: GroupTerms) -> None:
+    def __init__(self, terms: GroupTraits) -> None:
         super().__init__(terms)
         self._coming: Coming | None = None
         """What an error has interrupted: the others may wait for the rest of it."""
@@ -54,7 +54,7 @@ class Entering(ClientClocks):
         self._coming = None
 
     @abstractmethod
-    def _knock(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
+    def _send_join(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
         """Send a step that ends a clock of a group with nothing, and names others."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Entering(ClientClocks):
 
     def enter(self, blocks: Sequence[Block], limit_s: float | None) -> tuple[Block, ...]:
         """Before a call that ends clocks of these groups, in this order: be waited for in them, and
-        in those where this worker is a guest as well and has not rested longer.
+        in those where this worker is a pending member as well and has not rested longer.
 
         Returns:
             A block of each group that the first step of the call is to name; `named` follows, when
@@ -76,20 +76,20 @@ class Entering(ClientClocks):
         """
         if self._came_back:
             self._ask_first_clocks(blocks)
-        if not self._may_be_guest:
+        if not self._may_be_pending:
             return ()
         self._enter_at_once(blocks)
-        collecting = [each for each in blocks if self.terms_of(each).collects]
+        collecting = [each for each in blocks if self.traits_of(each).collects]
         if not collecting:
             return ()
         first, until = collecting[0], until_of(limit_s)
-        guests = self._guests(collecting)
-        if self.is_guest(first.group_name):
-            guests = tuple(each for each in guests if each.group != first.group)
+        pending = self._pending_in(collecting)
+        if self.is_pending(first.group_name):
+            pending = tuple(each for each in pending if each.group != first.group)
             self._come_in(first, self._round(collecting), until)
-        for each in guests:
+        for each in pending:
             self._ask_clock(each.group_name)
-        return guests
+        return pending
 
     def _come_in(self, first: Block, others: Sequence[Block], until: float | None) -> None:
         """Enter the first group of a call. Where the others wait for this worker in their round of
@@ -101,7 +101,7 @@ class Entering(ClientClocks):
             while not self._has_come(coming, until):
                 here = coming.left[0] if coming.left else first
                 names = (first,) if len(coming.left) == 1 else ()
-                coming.ticket = self._knock(here, until, names)
+                coming.ticket = self._send_join(here, until, names)
                 if coming.left:
                     coming.left.popleft()
         except PushTimeout as error:
@@ -126,9 +126,9 @@ class Entering(ClientClocks):
         # Where it is waited for it was in the clock, also of one that came to nothing.
         return not coming.left and (coming.named or not outcome.skipped)
 
-    def named(self, guests: Sequence[Block]) -> None:
+    def named(self, pending: Sequence[Block]) -> None:
         """A step that names these groups is on its way."""
-        for each in guests:
+        for each in pending:
             self._entered(each.group_name)
 
     def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
@@ -136,20 +136,20 @@ class Entering(ClientClocks):
         collects could come first.
 
         Returns:
-            Whether this worker was a guest.
+            Whether this worker was a pending member.
         Raises:
             PushTimeout: as `enter`.
         """
         name, until = block.group_name, until_of(limit_s)
-        if not self.is_guest(name):
+        if not self.is_pending(name):
             return False
         self._enter_at_once([block])
         others = any(
-            each.group != block.group and each.rule is not None and self.terms_of(each).collects
+            each.group != block.group and each.rule is not None and self.traits_of(each).collects
             for each in self._defined()
         )
         comes_first = self._stepped.get(name) == 0 if self._stepped else not others
-        if self.is_guest(name) and comes_first and not self._round([block]):
+        if self.is_pending(name) and comes_first and not self._round([block]):
             self._come_in(block, (), until)
         return True
 
@@ -157,16 +157,16 @@ class Entering(ClientClocks):
         """This worker ends a clock of a block's group."""
         self._rested = False
         name = block.group_name
-        if name not in self._stepped and self.terms_of(block).collects:
+        if name not in self._stepped and self.traits_of(block).collects:
             self._stepped[name] = len(self._stepped)
 
     def _enter_at_once(self, blocks: Sequence[Block]) -> None:
         """Where gradients are not collected, the first step enters."""
         for each in blocks:
-            if not self.terms_of(each).collects:
+            if not self.traits_of(each).collects:
                 self._entered(each.group_name)
 
-    def _guests(self, stepped: Sequence[Block]) -> tuple[Block, ...]:
+    def _pending_in(self, stepped: Sequence[Block]) -> tuple[Block, ...]:
         """One block of each group that collects and where nobody waits for this worker: of those
         that are stepped, and of those that it has not rested in for longer than in these."""
         since = [self._resting.get(each.group_name) for each in stepped]
@@ -174,7 +174,7 @@ class Entering(ClientClocks):
         for each in (*stepped, *self._defined()):
             name = each.group_name
             known = each in stepped or self._resting.get(name) in (None, *since)
-            if known and self.is_guest(name) and self.terms_of(each).collects:
+            if known and self.is_pending(name) and self.traits_of(each).collects:
                 found.setdefault(each.group, each)
         return tuple(found.values())
 
@@ -199,7 +199,7 @@ class Entering(ClientClocks):
         return [
             each
             for each in (*stepped, *later)
-            if not self.is_guest(each.group_name) and self.terms_of(each).collects
+            if not self.is_pending(each.group_name) and self.traits_of(each).collects
         ]
 
 

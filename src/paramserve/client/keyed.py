@@ -96,7 +96,7 @@ class KeyedClient(ReadingClient):
 
     def _collects_rows(self, block: Block) -> bool:
         staged = block.group_name in self._staged_rows
-        return staged or self._steps.terms_of(block).collects
+        return staged or self._steps.traits_of(block).collects
 
     def _to_keep(self, push: TablePush, weight: float | None) -> TablePush:
         """Checked copies of gradients that wait for their table's tick; raises as `Table.push`."""

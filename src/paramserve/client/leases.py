@@ -247,11 +247,11 @@ class LeasedWork:
     def _enter(self) -> None:
         """Take part in the groups again: a step of a clock that is over would be dropped, with its
         samples. The others may have gone on, so the present values are taken, too."""
-        was_guest = False
+        was_pending = False
         for group in self._worker.groups:
             with contextlib.suppress(UnknownName):
-                was_guest = self._client.enter(group) or was_guest
-        for refresh in self._worker.refreshers if was_guest else ():
+                was_pending = self._client.enter(group) or was_pending
+        for refresh in self._worker.refreshers if was_pending else ():
             refresh()
 
     def _await(self) -> bool:

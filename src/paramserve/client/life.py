@@ -21,7 +21,7 @@ from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.consistency.base import number
 from paramserve.core.group import outside, resume, undecided
 from paramserve.core.partition import Block
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
@@ -98,7 +98,7 @@ class ClientLife:
         try:
             self._exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
             self._names = Names()
-            self._terms = GroupTerms(joined.consistency)
+            self._terms = GroupTraits(joined.consistency)
             self._steps = Steps(self._exchange, rank, deadlines.request_s, self._terms)
             self._steps.busy_s, self._steps.stall_s = deadlines.busy_s, deadlines.stall_s
             self._steps.all_live = self._all_live
@@ -303,7 +303,7 @@ class ClientLife:
         self._steps.next_mark = value
 
     def _refuses(self, block: Block) -> bool:
-        return self._steps.terms_of(block).refuses
+        return self._steps.traits_of(block).refuses
 
     def reports(self) -> list[ServerBeat]:
         """What each shard has done so far, in shard order: versions, clocks, staleness."""

@@ -33,9 +33,9 @@ from paramserve.errors import (
     rebuild,
 )
 from paramserve.messages import (
+    Batch,
     Hello,
     Joined,
-    Several,
     ShardRequest,
     encode,
 )
@@ -374,12 +374,12 @@ class Links:
         if link is None:
             raise ConnectionError("not connected")
         if link.shared:
-            link.send(encode(Several(tuple(messages), (0,) * len(messages))))
+            link.send(encode(Batch(tuple(messages), (0,) * len(messages))))
             return
         inline = [self.payloads.inline(shard.number, message) for message in messages]
         sizes = tuple(sum(padded(part.nbytes) for part in parts) for _, parts in inline)
         link.io_timeout_s = self.io_timeout_s
-        several = Several(tuple(message for message, _ in inline), sizes)
+        several = Batch(tuple(message for message, _ in inline), sizes)
         link.send(encode(several), [part for _, parts in inline for part in parts])
 
     # --- polling ---------------------------------------------------------------------------

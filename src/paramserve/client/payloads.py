@@ -18,8 +18,8 @@ from paramserve.messages import (
     Fetch,
     Gradient,
     Keys,
-    Place,
     Put,
+    ReadTarget,
     Scan,
     ShardRequest,
     Step,
@@ -113,7 +113,7 @@ class Payloads:
             number, arena, offset = message.block, message.arena, message.offset
             link.read_payload([self._part(shard, number, arena, offset)])
 
-    def _landing(self, shard: int, place: Place) -> Bytes:
+    def _landing(self, shard: int, place: ReadTarget) -> Bytes:
         """Where the values of a place are read to."""
         if place.keys is None:
             return self._part(shard, place.block, place.arena, place.offset)
@@ -121,7 +121,7 @@ class Payloads:
         assert table is not None
         return np.empty(4 * table.dim * place.keys.rows, np.uint8)
 
-    def _spread(self, place: Place, keys: Keys, rows: Bytes) -> None:
+    def _spread(self, place: ReadTarget, keys: Keys, rows: Bytes) -> None:
         """Rows that came in the order of their keys, to their places."""
         table = self._blocks[place.block].table
         assert table is not None
@@ -131,7 +131,7 @@ class Payloads:
         values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
 
 
-def _inline_place(place: Place) -> Place:
+def _inline_place(place: ReadTarget) -> ReadTarget:
     keys = place.keys
     within = None if keys is None else structs.replace(keys, arena=0, offset=0)
     return structs.replace(place, arena=0, keys=within)

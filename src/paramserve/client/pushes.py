@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
 from paramserve.rules.base import Hyper
@@ -30,7 +30,7 @@ class BlockPush(NamedTuple):
     hyper: Hyper | None = None
 
 
-def check_rule(block: Block) -> PolicySpec:
+def check_rule(block: Block) -> RuleSpec:
     """The block's rule. Raises `ParamServeError` if it has none: it cannot be pushed to."""
     if block.rule is None:
         raise ParamServeError(

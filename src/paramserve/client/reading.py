@@ -152,7 +152,7 @@ class ReadingClient(ChangingClient):
     def _cache(self, block: Block) -> RowCache | None:
         """The copies of a table's rows, if they may be used: not while its clocks are in step."""
         cache = self._caches.get(block.id)
-        return None if cache is None or self._steps.terms_of(block).collects else cache
+        return None if cache is None or self._steps.traits_of(block).collects else cache
 
     def _begin(self, reads: list[RowRead], timeout_s: float | None) -> list[RowRead]:
         """Send reads in one message to each shard."""
@@ -270,7 +270,7 @@ class ReadingClient(ChangingClient):
         """The prefetches of a table that a pull may use at this clock; older ones are let go."""
         kept = self._prefetched.setdefault(block.id, deque())
         if kept:
-            clocks = 0 if self._steps.terms_of(block).collects else AHEAD_CLOCKS_MAX
+            clocks = 0 if self._steps.traits_of(block).collects else AHEAD_CLOCKS_MAX
             oldest = self._steps.clocks.get(block.group_name, 0) - clocks
             while kept and kept[0].clock < oldest:
                 self._forget_read(kept.popleft())
@@ -301,7 +301,7 @@ class ReadingClient(ChangingClient):
         self._check()
         assert block.table is not None
         with self._lock:
-            if self._steps.terms_of(block).collects:
+            if self._steps.traits_of(block).collects:
                 raise ValueError(
                     f"table {block.group_name!r} has a policy whose workers all read the values of "
                     "the same clock: copies that are older would break that. Give the table "

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paramserve.client.links import Links, Slot
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
-from paramserve.messages import Gradient, Keys, Place
+from paramserve.messages import Gradient, Keys, ReadTarget
 from paramserve.rules.base import Hyper
 
 Array = npt.NDArray[Any]
@@ -39,7 +39,7 @@ class RowPull(NamedTuple):
     """A read of one table's rows."""
 
     block: Block
-    places: tuple[Place, ...]
+    places: tuple[ReadTarget, ...]
     """For each shard."""
     keys: Slot
     values: Slot
@@ -112,7 +112,7 @@ def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPul
         raise
     routing.lay_keys(keys, counts, offsets, asked.bytes)
     places = tuple(
-        Place(
+        ReadTarget(
             block.id,
             values.arena,
             values.offset,

@@ -16,10 +16,10 @@ from paramserve.client.pushes import BlockPush, check_push
 from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, Timeout
-from paramserve.messages import UNDER_WAY, Gradient, Place, ShardRequest, Step
+from paramserve.messages import CURRENT_CLOCK, Gradient, ReadTarget, ShardRequest, Step
 
 ENTERING_WEIGHT = 1e-30
 """Of an empty step: it counts for nothing in a mean, and must be above 0."""
@@ -33,7 +33,7 @@ class Steps(Entering):
     `versions` has the version read last by group number and shard.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, timeout_s: float, terms: GroupTerms) -> None:
+    def __init__(self, exchange: Exchange, rank: int, timeout_s: float, terms: GroupTraits) -> None:
         super().__init__(terms)
         self.timeout_s = timeout_s
         self.versions: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ class Steps(Entering):
         self._forgotten = deque[Ticket]()
         """Tickets that nobody waits for any more, and whose slots are still to go back."""
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
-        self._places: dict[Any, tuple[Place, ...]] = {}
+        self._places: dict[Any, tuple[ReadTarget, ...]] = {}
 
     def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:
         """Before anything is captured or sent: raise what was not read, and wait for room, with
@@ -192,7 +192,7 @@ class Steps(Entering):
             enters: groups that it names if it ends a clock that collects.
         """
         block, options = parts.block, parts.options
-        if not (options.tick and enters and self.terms_of(block).collects):
+        if not (options.tick and enters and self.traits_of(block).collects):
             enters = ()
         push_parts = [] if options.skip else [self._gradient_parts(*each) for each in parts.pushes]
         push_parts += [] if options.skip else [each.headers for each in parts.row_pushes]
@@ -222,7 +222,7 @@ class Steps(Entering):
         what: str,
         block: Block,
         push_parts: Sequence[tuple[Gradient, ...]],
-        pull_parts: Sequence[tuple[Place, ...]],
+        pull_parts: Sequence[tuple[ReadTarget, ...]],
         options: StepOptions,
         captured: list[Slot],
         places: Sequence[tuple[Block, Slot]],
@@ -267,7 +267,7 @@ class Steps(Entering):
         operation = Operation(self._shards)
         ticket = Ticket(self, what, group, places)
         ticket.operation = operation
-        after = clock + tick if clock != UNDER_WAY else UNDER_WAY
+        after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
         self._bind(ticket, operation, captured, name, after)
         return Prepared(ticket, requests, operation, name, clock, tick)
 
@@ -281,7 +281,7 @@ class Steps(Entering):
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
 
-    def _knock(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
+    def _send_join(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
         """As `Entering` says; the step takes no leased samples either."""
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self._make_room(left_until(until), "step", 1)
@@ -318,7 +318,7 @@ class Steps(Entering):
             if slots:
                 self._exchange.give_back(slots)
             replies = operation.replies.values()
-            if after == UNDER_WAY or any(r.at >= 0 or r.retire or r.news for r in replies):
+            if after == CURRENT_CLOCK or any(r.at >= 0 or r.retire or r.news for r in replies):
                 self._hear(operation, group, after)
             if operation.error is not None and ticket.what != "pull":
                 self._unread[ticket] = None  # a pull that failed has changed nothing
@@ -344,14 +344,14 @@ class Steps(Entering):
             )
         return parts
 
-    def places(self, block: Block, slot: Slot) -> tuple[Place, ...]:
+    def places(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
         """Where each shard writes its part of a block."""
         key = (block.id, slot.arena, slot.offset)
         parts = self._places.get(key)
         if parts is None:
             _bound(self._places)
             parts = self._places[key] = tuple(
-                Place(block.id, slot.arena, offset_of(block, slot, shard))
+                ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
                 for shard in range(self._shards)
             )
         return parts

@@ -7,7 +7,7 @@ from typing import Any
 from paramserve.client.keyed import KeyedClient
 from paramserve.client.table import Table
 from paramserve.client.table import TablePush as TablePush
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core.partition import Block
@@ -95,7 +95,7 @@ class TablesClient(KeyedClient):
     def _placed(
         self,
         name: str,
-        described: PolicySpec,
+        described: RuleSpec,
         spec: TableSpec,
         policy: ConsistencySpec | None,
         limit: float,
@@ -147,7 +147,7 @@ class TablesClient(KeyedClient):
         return [self.table(name) for name in names]
 
 
-def _described(name: str, rule: Rule | None, spec: TableSpec, options: TableOptions) -> PolicySpec:
+def _described(name: str, rule: Rule | None, spec: TableSpec, options: TableOptions) -> RuleSpec:
     """A table's rule for the servers, and that it and the options go with the table's rows."""
     if rule is None:
         raise ValueError(f"table {name!r} needs a rule, as in rule=ps.Adagrad(lr=0.05)")

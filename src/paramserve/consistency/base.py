@@ -36,7 +36,7 @@ class Pull(NamedTuple):
     """Steps that it has finished, with the one that this very request ends."""
 
 
-class Standing(Protocol):
+class GroupView(Protocol):
     """How a group stands on a shard. A policy reads it and changes nothing."""
 
     @property
@@ -81,7 +81,7 @@ class Apply(NamedTuple):
 
     scale: float = 1.0
     """Multiplies the gradient, finite and not negative."""
-    less_momentum: float = 0.0
+    momentum_reduction: float = 0.0
     """Is subtracted from the rule's momentum (SGD's `momentum`, Adam's `beta1`), not below 0."""
     compensate: float = 0.0
     """lambda of the correction g + lambda * g * g * (value now - value that the worker read)."""
@@ -112,7 +112,7 @@ class Wait(NamedTuple):
     workers: tuple[int, ...]
     """Ranks that are waited for, for messages."""
     until_s: float | None = None
-    """Ask again when `Standing.waited_s` reaches this, too. Only from `on_clock`."""
+    """Ask again when `GroupView.waited_s` reaches this, too. Only from `on_clock`."""
 
 
 APPLY = Apply()
@@ -147,15 +147,15 @@ class Policy:
         """Whether a clock may be decided without the gradients of some live workers."""
         return type(self).on_clock is not Policy.on_clock
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         """What to do with a gradient."""
         return APPLY if push.factor == 1.0 else Apply(push.factor)
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         """Whether a worker may read now. A client without a rank always may."""
         return ADMIT
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         """Whether a clock may be decided with the gradients that are here: only if it `collects`.
 
         Asked when one has come, when a worker has left, and at `Wait.until_s`.
@@ -163,7 +163,7 @@ class Policy:
         missing = tuple(rank for rank in group.clocks if rank not in group.brought)
         return Wait(missing) if missing else ADMIT
 
-    def on_membership(self, group: Standing) -> bool:
+    def on_membership(self, group: GroupView) -> bool:
         """Workers have come or gone: whether to update with what is in the buffer now.
 
         Without this, a buffer that nobody fills any more would never be applied.

@@ -17,12 +17,12 @@ from paramserve.consistency.base import (
     Admission,
     Apply,
     Buffer,
+    GroupView,
     OnNonFinite,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
     number,
     whole,
@@ -112,7 +112,7 @@ class Sync(Policy):
     def partial(self) -> bool:
         return self.backup > 0 or self.timeout_s is not None
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         brought = group.brought
         missing = tuple(rank for rank in group.clocks if rank not in brought)
         if brought and len(missing) <= self.backup:
@@ -122,14 +122,14 @@ class Sync(Policy):
             return ADMIT
         return Wait(missing, limit)
 
-    def _limit_s(self, group: Standing) -> float | None:
+    def _limit_s(self, group: GroupView) -> float | None:
         if isinstance(self.timeout_s, Adaptive):
             if group.step_s == 0.0:
                 return None
             return max(self.timeout_s.least_s, self.timeout_s.factor * group.step_s)
         return self.timeout_s
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         if group.slowest >= pull.clock:
             return ADMIT
         return Wait(tuple(rank for rank, clock in group.clocks.items() if clock < pull.clock))
@@ -169,7 +169,7 @@ class Async(Policy):
         if self.momentum not in ("given", "corrected"):
             raise ValueError(f'momentum must be "given" or "corrected", not {self.momentum!r}')
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         if self.drop_after is not None and push.staleness > self.drop_after:
             return DROP
         if self.damping is None and self.momentum == "given":
@@ -200,7 +200,7 @@ class BoundedStaleness(Policy):
         whole("bound of BoundedStaleness", self.bound, 0)
         _check_nonfinite(self.on_nonfinite)
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         needed = pull.clock - self.bound
         if group.slowest >= needed:
             return ADMIT
@@ -230,7 +230,7 @@ class DelayCompensated(Policy):
         number("lam of DelayCompensated", self.lam)
         _check_nonfinite(self.on_nonfinite)
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return Apply(push.factor, compensate=self.lam)
 
 
@@ -259,7 +259,7 @@ class Buffered(Policy):
         _check_damping(self.damping)
         _check_nonfinite(self.on_nonfinite)
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         weight = push.factor
         if self.damping is not None:
             weight *= self.damping(push.staleness)
@@ -329,5 +329,5 @@ class ElasticAverage(Policy):
         whole("every of ElasticAverage", self.every, 1)
         _check_nonfinite(self.on_nonfinite)
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return APPLY

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -54,7 +54,7 @@ Registered = Mapping[str, Any]
 NONE: Registered = MappingProxyType({})
 
 
-class Terms(NamedTuple):
+class PolicyTraits(NamedTuple):
     """What a client needs to know of a group's policy, built in or not."""
 
     collects: bool
@@ -192,7 +192,7 @@ def _part(name: str, value: Any, options: dict[str, Any], registered: Registered
     if inspect.isfunction(found):
         return found
     if value in BUILT_IN_RULES or isinstance(found, type):
-        return build_rule(PolicySpec(value, options), registered)
+        return build_rule(RuleSpec(value, options), registered)
     raise UnknownRule(
         f"the servers know no function {value!r} for {name}",
         fix=f"start them with policies=[{value}] (or rules=, if it is a rule), or use "
@@ -200,7 +200,7 @@ def _part(name: str, value: Any, options: dict[str, Any], registered: Registered
     )
 
 
-def terms(described: ConsistencySpec) -> Terms:
+def terms(described: ConsistencySpec) -> PolicyTraits:
     """What a client needs to know; it may not have the class of a registered policy."""
     policy = None
     if described.name in BUILT_IN:
@@ -208,7 +208,7 @@ def terms(described: ConsistencySpec) -> Terms:
             policy = build(described)
         except UnknownRule:  # its damping is a function that the servers know
             policy = None
-    return Terms(described.collects, not described.skips, policy)
+    return PolicyTraits(described.collects, not described.skips, policy)
 
 
 # --- registration ------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from paramserve.messages import (
     Assign,
     Done,
     Fetch,
-    Place,
     Put,
+    ReadTarget,
     Refused,
     Scan,
     Step,
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
-def inline_keys(place: Place) -> int:
+def inline_keys(place: ReadTarget) -> int:
     """Bytes that the keys of a read take in its request's payload."""
     keys = place.keys
     return padded(8 * keys.rows) if keys is not None and keys.arena == 0 else 0
@@ -89,7 +89,7 @@ def _values(
 
 
 def _rows(
-    shard: ShardMembers, block: KeyedBlock, place: Place, step: Step, memory: Memory
+    shard: ShardMembers, block: KeyedBlock, place: ReadTarget, step: Step, memory: Memory
 ) -> list[Array]:
     """Write the rows that are asked for to their places, or give them as one part."""
     cursor = 0
@@ -237,7 +237,7 @@ def take_snapshot(
     return Answer(taken, gathered(inline, shard.allocate) if inline else None)
 
 
-def _snapshot_of(values: dict[int, Array], place: Place) -> Array:
+def _snapshot_of(values: dict[int, Array], place: ReadTarget) -> Array:
     value = values.get(place.block)
     if value is None:
         raise UnknownName(

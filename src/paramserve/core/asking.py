@@ -12,21 +12,21 @@ from paramserve.consistency.base import (
     Apply,
     Buffer,
     Drop,
+    GroupView,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
 )
 from paramserve.core.guard import where
-from paramserve.core.policy_changes import Since
+from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.errors import PolicyFailed
 
 T = TypeVar("T")
 
 
-def on_push(since: Since, push: Push, group: Standing) -> OnPush:
+def on_push(since: PolicyEpoch, push: Push, group: GroupView) -> OnPush:
     """What to do with a gradient.
 
     Raises:
@@ -52,7 +52,7 @@ def on_push(since: Since, push: Push, group: Standing) -> OnPush:
     return given
 
 
-def on_pull(since: Since, pull: Pull, group: Standing) -> Admission:
+def on_pull(since: PolicyEpoch, pull: Pull, group: GroupView) -> Admission:
     """Whether a worker may read.
 
     Raises:
@@ -63,7 +63,7 @@ def on_pull(since: Since, pull: Pull, group: Standing) -> Admission:
     return _admission(since, "on_pull", lambda: since.policy.on_pull(pull, group))
 
 
-def on_clock(since: Since, group: Standing) -> Admission:
+def on_clock(since: PolicyEpoch, group: GroupView) -> Admission:
     """Whether a clock may be decided.
 
     Raises:
@@ -74,7 +74,7 @@ def on_clock(since: Since, group: Standing) -> Admission:
     return _admission(since, "on_clock", lambda: since.policy.on_clock(group))
 
 
-def on_membership(since: Since, group: Standing) -> bool:
+def on_membership(since: PolicyEpoch, group: GroupView) -> bool:
     """Whether to apply what is in the buffer. A policy that fails here loses no gradient: yes."""
     try:
         return bool(since.policy.on_membership(group))
@@ -84,7 +84,7 @@ def on_membership(since: Since, group: Standing) -> bool:
         return True
 
 
-def scale(since: Since, weight: float) -> float:
+def scale(since: PolicyEpoch, weight: float) -> float:
     """What the sum of a clock's gradients is multiplied by.
 
     Raises:
@@ -113,7 +113,7 @@ def check(policy: Policy, workers: int) -> None:
         raise PolicyFailed(f"check of {policy!r} failed: {text}", fix=_FIX) from None
 
 
-def _admission(since: Since, hook: str, call: Callable[[], Any]) -> Admission:
+def _admission(since: PolicyEpoch, hook: str, call: Callable[[], Any]) -> Admission:
     answer = _call(since, hook, call)
     if not isinstance(answer, Admit | Wait):
         raise _wrong(since, hook, answer, "Admit or Wait")
@@ -135,7 +135,7 @@ def _good(value: Any) -> bool:
     )
 
 
-def _call(since: Since, hook: str, call: Callable[[], T]) -> T:
+def _call(since: PolicyEpoch, hook: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -143,7 +143,7 @@ def _call(since: Since, hook: str, call: Callable[[], T]) -> T:
         raise PolicyFailed(f"{hook} of {since.policy!r} failed: {text}", fix=_FIX) from None
 
 
-def _wrong(since: Since, hook: str, answer: Any, expected: str) -> PolicyFailed:
+def _wrong(since: PolicyEpoch, hook: str, answer: Any, expected: str) -> PolicyFailed:
     text = f"{hook} of {since.policy!r} answered {answer!r}, expected {expected}"
     return PolicyFailed(text, fix=_FIX)
 

@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.errors import ProtocolError
-from paramserve.messages import Define, Several, ShardRequest
+from paramserve.messages import Batch, Define, ShardRequest
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def apart(message: Several, payload: Bytes | None) -> list[tuple[ShardRequest, Bytes | None]]:
+def apart(message: Batch, payload: Bytes | None) -> list[tuple[ShardRequest, Bytes | None]]:
     """Each request with its bytes, if it has any, in order.
 
     Raises:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paramserve.core.guard import Draft, guarded
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
 from paramserve.core.shard_session import Memory
-from paramserve.core.shard_storage import Ruled
+from paramserve.core.shard_storage import ShardStorage
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
@@ -62,7 +62,7 @@ def check_whole(spec: BlockSpec) -> None:
         )
 
 
-class ShardBlock(Ruled):
+class ShardBlock(ShardStorage):
     """The part of a block that one shard holds.
 
     `counts` has the updates of each piece, as torch counts steps for each parameter: a piece that

@@ -25,7 +25,7 @@ from paramserve.errors import (
     TableFull,
     rebuild,
 )
-from paramserve.messages import Commit, Done, Ready, Refused, Step
+from paramserve.messages import Commit, Done, Refused, Step, Vote
 from paramserve.rules.base import PushInfo
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def collect(
     session: ShardSession,
     request: Request,
     parts: list[Part],
-    guest: bool,
+    pending: bool,
     refusal: Refusal | None = None,
 ) -> None:
     """Keep a worker's gradients of the present clock, unapplied (Sync).
 
     Args:
-        guest: whether the worker is not waited for yet.
+        pending: whether the worker is not waited for yet.
         refusal: why this shard refuses the step, which then has no parts.
 
     Raises:
@@ -69,7 +69,7 @@ def collect(
     step = request.message
     assert isinstance(step, Step)
     rank = session.rank
-    if not guest and rank not in group.clocks:
+    if not pending and rank not in group.clocks:
         raise NotAMember(
             f"client {session.client} (rank {rank}) pushed to group {group.name!r}, "
             f"which steps in Sync with the live workers {sorted(group.clocks)}",
@@ -90,7 +90,7 @@ def collect(
     group.collect.held[rank] = held
 
 
-def alone(
+def commit_single_worker(
     shard: ShardMembers, group: Group, session: ShardSession, request: Request, parts: list[Part]
 ) -> Answer | None:
     """What the whole of a clock comes to where one worker steps on the only shard: nothing to
@@ -119,7 +119,7 @@ def alone(
     return with_values(shard, step, request.memory, done, written)
 
 
-def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
+def vote(group: Group, shard: int, contributors: tuple[int, ...]) -> Vote:
     """What this shard can say about these contributions."""
     chosen = [
         (r, each) for r, each in sorted(group.collect.held.items()) if each.client in contributors
@@ -159,7 +159,7 @@ def ready(group: Group, shard: int, contributors: tuple[int, ...]) -> Ready:
             refusal = (type(error).__name__, error.failed, error.fix)
         except MemoryError:
             refusal = (type(full := _full(group)).__name__, full.failed, full.fix)
-    return Ready(
+    return Vote(
         group.id,
         group.committed,
         shard,
@@ -231,7 +231,7 @@ def _key(group: Group, scale: float, contributors: list[Contribution]) -> object
 def apply_commit(group: Group, commit: Commit, held: dict[int, Contribution]) -> None:
     """Do what the lead decided about the present clock.
 
-    Guarded rules have mostly computed their updates before (`ready`), and what failed there was
+    Guarded rules have mostly computed their updates before (`vote`), and what failed there was
     refused on all shards. With clipping the scale is known only now: where a rule fails here, this
     shard applies nothing and refuses the clock to its contributors (`ShardBlock.failure`), although
     others may have applied theirs, which a client tells from their answers.

@@ -1,12 +1,12 @@
 """Sync over several shards: collect on each, one decision by the lead, commit on all.
 
-A shard that holds a clock's gradients tells the group's lead shard (`Ready`); the lead answers all
+A shard that holds a clock's gradients tells the group's lead shard (`Vote`); the lead answers all
 with one `Commit`; only then does a value change. Whatever could differ between shards (a worker
 that died between two of its messages, a NaN, clipping by the global norm, a hyper-parameter that
 does not match, a step that a shard refuses) is decided here, once. One shard is its own lead.
 
-Both messages may be lost, repeated or late: `Ready` is repeated until its `Commit` arrives, and a
-`Ready` for the clock committed last is answered with that `Commit` again.
+Both messages may be lost, repeated or late: `Vote` is repeated until its `Commit` arrives, and a
+`Vote` for the clock committed last is answered with that `Commit` again.
 
 A worker that is started again may find its own gradients of the present clock on some shards and
 not on others. Then it brings them again to all. A shard that has told the lead of the older ones
@@ -27,10 +27,10 @@ from msgspec import structs
 from paramserve.core import asking
 from paramserve.core.block import ShardBlock
 from paramserve.core.overflow import LARGEST, usual
-from paramserve.core.policy_changes import Since
+from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import PolicyFailed
-from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
@@ -75,7 +75,7 @@ class Collect:
     promised: list[tuple[int, Contribution]] = field(default_factory=list)
     """By rank, what a newer incarnation has brought again after this shard had told the lead of it:
     the lead may still decide for it."""
-    sent: Ready | None = None
+    sent: Vote | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
     since: float | None = None
@@ -101,7 +101,7 @@ class Collect:
         """All that is kept, those first that a newer incarnation has brought again."""
         return [each for _, each in [*self.promised, *sorted(self.held.items())]]
 
-    def make_way(self, rank: int) -> None:
+    def supersede(self, rank: int) -> None:
         """A newer incarnation brings its own for this clock: forget the older one's, unless the
         lead was told of it."""
         older = self.held.pop(rank)
@@ -123,57 +123,57 @@ class Collect:
 
 
 class Lead:
-    """The lead's side: gathers `Ready` of all shards for one clock and decides."""
+    """The lead's side: gathers `Vote` of all shards for one clock and decides."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._ready: dict[int, Ready] = {}
+        self._votes: dict[int, Vote] = {}
         self.last: Commit | None = None
         """The last decision."""
 
-    def on_ready(
-        self, ready: Ready, clock: int, since: Since, enough: Callable[[frozenset[int]], bool]
-    ) -> list[tuple[int, Commit | Propose]]:
-        """Take one shard's `Ready`; return what to send to which shard.
+    def on_vote(
+        self, vote: Vote, clock: int, since: PolicyEpoch, enough: Callable[[frozenset[int]], bool]
+    ) -> list[tuple[int, Commit | Prepare]]:
+        """Take one shard's `Vote`; return what to send to which shard.
 
         Args:
-            ready: from any shard, this one included.
+            vote: from any shard, this one included.
             clock: the first clock that is not committed yet.
             since: the policy of that clock.
             enough: whether it may be decided with only these contributors, where the shards have
                 more, but not the same. If not, more of them are on their way to all.
         """
-        if self.last is not None and ready.clock == self.last.clock:
-            return [(ready.shard, self.last)]
-        if ready.clock != clock:
+        if self.last is not None and vote.clock == self.last.clock:
+            return [(vote.shard, self.last)]
+        if vote.clock != clock:
             return []
-        repeated = ready.shard in self._ready
-        self._ready[ready.shard] = ready
-        missing = [shard for shard in range(self._shards) if shard not in self._ready]
+        repeated = vote.shard in self._votes
+        self._votes[vote.shard] = vote
+        missing = [shard for shard in range(self._shards) if shard not in self._votes]
         if missing:
             # The clock's last workers may have died on their way to these: they would never ask.
-            proposal = Propose(ready.group, clock, ready.contributors)
+            proposal = Prepare(vote.group, clock, vote.contributors)
             return [(shard, proposal) for shard in missing] if repeated else []
-        sets = [frozenset(each.contributors) for each in self._ready.values()]
+        sets = [frozenset(each.contributors) for each in self._votes.values()]
         agreed = frozenset.intersection(*sets)
         if all(each == agreed for each in sets):
             return self._commit(since)
         if not enough(agreed):
             return []
-        proposal = Propose(ready.group, clock, tuple(sorted(agreed)))
-        differing = [s for s, each in self._ready.items() if set(each.contributors) != agreed]
+        proposal = Prepare(vote.group, clock, tuple(sorted(agreed)))
+        differing = [s for s, each in self._votes.items() if set(each.contributors) != agreed]
         for shard in differing:
-            del self._ready[shard]
+            del self._votes[shard]
         return [(shard, proposal) for shard in sorted(differing)]
 
-    def _commit(self, since: Since) -> list[tuple[int, Commit | Propose]]:
-        parts = [self._ready[shard] for shard in sorted(self._ready)]
-        self._ready = {}
+    def _commit(self, since: PolicyEpoch) -> list[tuple[int, Commit | Prepare]]:
+        parts = [self._votes[shard] for shard in sorted(self._votes)]
+        self._votes = {}
         self.last = decide(parts, since)
         return [(shard, self.last) for shard in range(self._shards)]
 
 
-def decide(parts: Sequence[Ready], since: Since) -> Commit:
+def decide(parts: Sequence[Vote], since: PolicyEpoch) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
     nothing = Commit(first.group, first.clock, (), 0.0, decided=first.contributors)

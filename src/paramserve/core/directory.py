@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
@@ -234,7 +234,7 @@ def _is_table(call: PlaceBlock) -> bool:
     return fits and call.rule is not None and call.dtype == "float32"
 
 
-def _texts(rule: PolicySpec) -> dict[str, str]:
+def _texts(rule: RuleSpec) -> dict[str, str]:
     """The options that no push brings anew."""
     return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 

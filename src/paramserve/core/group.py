@@ -15,7 +15,7 @@ from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.buffering import GradientBuffer
 from paramserve.core.commit import Collect, Lead
-from paramserve.core.policy_changes import Changes, Changing, Since, since
+from paramserve.core.policy_changes import Changes, Changing, PolicyEpoch, since
 from paramserve.core.reads import Reads
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import GroupReport
@@ -56,7 +56,7 @@ class Watching:
 
 
 class Group:
-    """A group's whole state on one shard; to its policy it is a `Standing`.
+    """A group's whole state on one shard; to its policy it is a `GroupView`.
 
     `version` counts the updates that the group has had here. `committed` is the first clock that is
     not committed yet, of those whose policy collects.
@@ -147,11 +147,11 @@ class Group:
 
     # --- policies --------------------------------------------------------------------------------
 
-    def at(self, clock: int) -> Since:
+    def at(self, clock: int) -> PolicyEpoch:
         """The policy of steps of a clock."""
         return self.changes.at(clock) if self.changes.later else self.changes.first
 
-    def of(self, rank: int, clock: int) -> Since:
+    def of(self, rank: int, clock: int) -> PolicyEpoch:
         """The policy of a client's step. One without a rank has no clock: it goes with the slowest
         worker, and where there is none, by the newest policy."""
         if rank >= 0:
@@ -201,7 +201,8 @@ class Group:
         self.reads.only(ranks)
 
     def never_came(self, rank: int) -> None:
-        """This rank is waited for no more, before it ever came: a guest if it comes later."""
+        """This rank is waited for no more, before it ever came: a pending member if it comes
+        later."""
         self._first -= {rank}
         self._ended.pop(rank, None)
 

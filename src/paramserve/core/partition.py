@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
 SPLIT_BYTES_MIN = 64 << 10
@@ -91,7 +91,7 @@ class Block:
         return np.dtype(self.spec.dtype)
 
     @cached_property
-    def rule(self) -> PolicySpec | None:
+    def rule(self) -> RuleSpec | None:
         return self.spec.rule
 
     @cached_property

@@ -23,7 +23,7 @@ CHANGES_MAX = 16
 another begins."""
 
 
-class Since(NamedTuple):
+class PolicyEpoch(NamedTuple):
     """A policy, and the first clock that it holds for."""
 
     clock: int
@@ -32,17 +32,17 @@ class Since(NamedTuple):
     """Whether it has code of a user's, which may raise or answer anything."""
 
 
-def since(clock: int, policy: Policy) -> Since:
+def since(clock: int, policy: Policy) -> PolicyEpoch:
     """A policy from a clock on."""
-    return Since(clock, policy, not is_built_in(policy))
+    return PolicyEpoch(clock, policy, not is_built_in(policy))
 
 
 @dataclass
 class Changes:
     """The policies of one group on one shard, and what this shard knows of a change."""
 
-    first: Since
-    later: list[Since] = field(default_factory=list)
+    first: PolicyEpoch
+    later: list[PolicyEpoch] = field(default_factory=list)
     """Policies that came after, in order."""
     taken: list[GroupPolicy] = field(default_factory=list)
     """All changes, in order."""
@@ -50,7 +50,7 @@ class Changes:
     """What this shard has told the lead, until the lead decides."""
     repeat_at: float = 0.0
 
-    def at(self, clock: int) -> Since:
+    def at(self, clock: int) -> PolicyEpoch:
         """What holds for steps of a clock."""
         for each in reversed(self.later):
             if clock >= each.clock:
@@ -58,7 +58,7 @@ class Changes:
         return self.first
 
     @property
-    def newest(self) -> Since:
+    def newest(self) -> PolicyEpoch:
         """What holds in the end, when all clocks of before are over."""
         return self.later[-1] if self.later else self.first
 

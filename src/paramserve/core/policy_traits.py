@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.registry import Terms, terms
+from paramserve.consistency.registry import PolicyTraits, terms
 from paramserve.core.policy_changes import CHANGES_MAX
 from paramserve.messages import GroupPolicy
 
 
-class GroupTerms:
+class GroupTraits:
     """Terms by group and clock: the cluster's, the group's own, and what they were changed to.
 
     Args:
@@ -17,8 +17,8 @@ class GroupTerms:
 
     def __init__(self, cluster: ConsistencySpec) -> None:
         self.cluster = terms(cluster)
-        self._own: dict[int, Terms] = {}
-        self._changes: dict[int, tuple[tuple[int, int, Terms], ...]] = {}
+        self._own: dict[int, PolicyTraits] = {}
+        self._changes: dict[int, tuple[tuple[int, int, PolicyTraits], ...]] = {}
         """By group: (number, first clock, terms), newest first; replaced whole, never altered."""
 
     def defined(self, group: int, described: ConsistencySpec | None) -> None:
@@ -39,7 +39,7 @@ class GroupTerms:
         newest_first = sorted((*known, new), key=lambda each: each[0], reverse=True)
         self._changes[news.group] = tuple(newest_first[:CHANGES_MAX])
 
-    def at(self, group: int, clock: int) -> Terms:
+    def at(self, group: int, clock: int) -> PolicyTraits:
         """The terms of a step of a group that begins at `clock`."""
         for _, first, changed in self._changes.get(group, ()):
             if clock >= first:

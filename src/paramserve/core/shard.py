@@ -40,7 +40,7 @@ from paramserve.errors import (
 )
 from paramserve.ids import NO_RANK
 from paramserve.messages import (
-    UNDER_WAY,
+    CURRENT_CLOCK,
     Assign,
     Define,
     Done,
@@ -48,10 +48,10 @@ from paramserve.messages import (
     Forgetting,
     GroupReport,
     Put,
-    Rest,
     Scan,
     SetPolicy,
     Step,
+    SuspendMembership,
     TakeSnapshot,
     Undefine,
     Watch,
@@ -186,7 +186,7 @@ class Shard(ShardChanges):
                 return self._watch(session, message)
             case TakeSnapshot() as message:
                 return answering.take_snapshot(self, session.client, message, request.memory)
-            case Rest() as message:
+            case SuspendMembership() as message:
                 return self._rest(session, message)
             case SetPolicy() as message:
                 return self._set_policy(message)
@@ -263,7 +263,7 @@ class Shard(ShardChanges):
             group.watching[session.client] = Watching(message.every, keep)
         return Answer(Done(message.seq, group.version))
 
-    def _rest(self, session: ShardSession, message: Rest) -> Answer:
+    def _rest(self, session: ShardSession, message: SuspendMembership) -> Answer:
         group = self.group(message.group)
         if session.rank in group.clocks:
             group.rest(session.rank)
@@ -278,7 +278,7 @@ class Shard(ShardChanges):
             group.table.clock = group.slowest
             group.table.collects = group.collects
         asked = request
-        if step.clock == UNDER_WAY:
+        if step.clock == CURRENT_CLOCK:
             session.asks_clock.add(group.id)
             session.asked = request
             step = structs.replace(step, clock=group.clocks.get(session.rank, group.start))
@@ -295,31 +295,31 @@ class Shard(ShardChanges):
         if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
             self._hold(group, session, asked)
             return None
-        guest = session.rank not in group.clocks and self._may_enter(session)
+        pending = session.rank not in group.clocks and self._may_enter(session)
         steps = bool(step.push or step.tick or step.skip)
         collects = group.collects
         rests = session.rank in group.resting and not (steps or group.id in step.enters)
-        if guest and not (collects or rests):
+        if pending and not (collects or rests):
             if wrong is not None:
                 raise wrong
             group.enter(session.rank)
-        elif guest and collects and step.clock > group.start and self.shards > 1:
+        elif pending and collects and step.clock > group.start and self.shards > 1:
             self._hold(group, session, request)  # until the clocks before are decided here, too
             return None
         if wrong is None and step.note and step.tick and session.rank >= 0:
             group.keep_note(session.rank, step.clock, step.note)
         self._catch_up(group, session, step)
-        since = group.of(session.rank, max(step.clock, group.start) if guest else step.clock)
-        if guest and steps and step.clock < since.clock:
+        since = group.of(session.rank, max(step.clock, group.start) if pending else step.clock)
+        if pending and steps and step.clock < since.clock:
             # Of before a change of policy, which other shards may have handled the old way.
             if wrong is not None:
                 raise wrong
             late = collecting.late(self, group, request, session, group.start)
-            return self._with_news(group, session, late, guest)
+            return self._with_news(group, session, late, pending)
         if not steps:
             answer = self._read(session, group, request)
         elif since.policy.collects:
-            answer = self._bring(group, session, request, parts, guest, wrong)
+            answer = self._bring(group, session, request, parts, pending, wrong)
         else:
             try:
                 if wrong is not None:
@@ -336,7 +336,7 @@ class Shard(ShardChanges):
                 self._release_waiting(group)
         if answer is None or not isinstance(answer.message, Done):
             return answer
-        return self._with_news(group, session, answer, guest)
+        return self._with_news(group, session, answer, pending)
 
     def _catch_up(self, group: Group, session: ShardSession, step: Step) -> None:
         """A worker that has entered on another shard at a later clock goes on from there: on this
@@ -367,10 +367,10 @@ class Shard(ShardChanges):
             group.now = self._now
             collect, changes, changing = group.collect, group.changes, group.changing
             if collect.sent is not None and collect.repeat_at <= self._now:
-                self._repeat_ready(group, collect.sent)
+                self._repeat_vote(group, collect.sent)
             if collect.due is not None and collect.due <= self._now:
                 collect.due = None
-                self._maybe_ready(group)
+                self._maybe_vote(group)
             undecided = changing is not None and changing.decided is None
             if changing is not None and undecided and changing.repeat_at <= self._now:
                 self._pause_all(group, changing)

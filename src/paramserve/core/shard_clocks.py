@@ -14,7 +14,7 @@ from paramserve.consistency.base import ADMIT, Admit
 from paramserve.core import asking, collecting, stepping
 from paramserve.core.commit import Contribution, lead_of
 from paramserve.core.group import Group, Proposed
-from paramserve.core.policy_changes import Since
+from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.shard_members import AWAITED
 from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
@@ -25,10 +25,10 @@ from paramserve.messages import (
     Pause,
     Paused,
     PeerMessage,
-    Propose,
-    Ready,
+    Prepare,
     Step,
     Switch,
+    Vote,
 )
 
 ASK_AGAIN_S = 1e-4
@@ -53,7 +53,7 @@ class ShardClocks(ShardWaiting):
         session: ShardSession,
         request: Request,
         parts: list[stepping.Part],
-        guest: bool,
+        pending: bool,
         wrong: Exception | None = None,
     ) -> Answer | None:
         """Collect a step for the present clock; answered when the clock is decided.
@@ -61,16 +61,16 @@ class ShardClocks(ShardWaiting):
         A step that this shard refuses (`wrong`) is collected as well, with its refusal: then the
         clock is refused to all its workers, and none of them waits for this one.
 
-        A guest is not waited for, and counts from the clock on that it is in. A step of the next
-        clock waits: the present one was decided without this worker, and the
-        news is on its way. One of an older clock came too late. The first step of a newer
-        incarnation may find the clock with its predecessor's gradients, or just closed with them,
-        or without any while the rank had ended.
+        A pending member is not waited for, and counts from the clock on that it is in. A step of
+        the next clock waits: the present one was decided without this worker, and the news is on
+        its way. One of an older clock came too late. The first step of a newer incarnation may find
+        the clock with its predecessor's gradients, or just closed with them, or without any while
+        the rank had ended.
         """
         step, rank = request.message, session.rank
         assert isinstance(step, Step)
         collect = group.collect
-        if step.tick and (guest or rank in group.clocks):
+        if step.tick and (pending or rank in group.clocks):
             if step.clock < group.committed:
                 group.brought_by[rank] = session.client
                 if wrong is not None:
@@ -82,7 +82,7 @@ class ShardClocks(ShardWaiting):
                 return None
             answer = None
             if wrong is None:
-                answer = collecting.alone(self, group, session, request, parts)
+                answer = collecting.commit_single_worker(self, group, session, request, parts)
             if answer is not None:
                 group.brought_by[rank] = session.client
                 self._release_waiting(group)
@@ -90,7 +90,7 @@ class ShardClocks(ShardWaiting):
             older = collect.held.get(rank)
             first = session.incarnation > 1 and group.brought_by.get(rank) != session.client
             if first and older is not None and step.clock == group.committed:
-                collect.make_way(rank)
+                collect.supersede(rank)
                 forgotten = self.sessions.get(older.client)
                 if forgotten is not None:
                     self._let_go(forgotten, self.members[rank])
@@ -98,17 +98,17 @@ class ShardClocks(ShardWaiting):
         refusal = None
         if wrong is not None:
             refusal = collecting.refusal_with(group, self.number, rank, wrong)
-        collecting.collect(group, session, request, parts, guest, refusal)
+        collecting.collect(group, session, request, parts, pending, refusal)
         group.brought_by[rank] = session.client
         group.came(rank)
         session.held = request
         partial = group.at(group.committed).policy.partial
         if collect.sent is not None and (partial or collect.has(group.clocks)):
             collect.sent = None  # The lead is told of what has come since.
-        self._maybe_ready(group)
+        self._maybe_vote(group)
         return None
 
-    def _maybe_ready(self, group: Group) -> None:
+    def _maybe_vote(self, group: Group) -> None:
         """Tell the lead that the gradients of this clock that its policy waits for are here."""
         collect = group.collect
         if not collect.held or collect.sent is not None:
@@ -118,13 +118,13 @@ class ShardClocks(ShardWaiting):
             return
         group.now = self._now
         try:
-            # Guests alone wait for nobody.
+            # Pending members alone wait for nobody.
             admission = asking.on_clock(since, group) if group.clocks else ADMIT
         except PolicyFailed as error:
-            self._send_ready(group, collect.clients(), error)
+            self._send_vote(group, collect.clients(), error)
             return
         if isinstance(admission, Admit):
-            self._send_ready(group, collect.clients())
+            self._send_vote(group, collect.clients())
         else:
             collect.missing = admission.workers
             collect.due = None
@@ -132,24 +132,24 @@ class ShardClocks(ShardWaiting):
                 later = self._now + ASK_AGAIN_S  # rounding may put its time a little too early
                 collect.due = max(collect.since + admission.until_s, later)
 
-    def _send_ready(
+    def _send_vote(
         self, group: Group, contributors: tuple[int, ...], failed: PolicyFailed | None = None
     ) -> None:
-        ready = collecting.ready(group, self.number, contributors)
-        if failed is not None and not ready.refusal:
+        vote = collecting.vote(group, self.number, contributors)
+        if failed is not None and not vote.refusal:
             text = (type(failed).__name__, failed.failed, failed.fix)
-            ready = structs.replace(ready, refusal=text)
-        group.collect.sent = ready
+            vote = structs.replace(vote, refusal=text)
+        group.collect.sent = vote
         group.collect.due = None
         group.collect.repeat_at = self._now + self.resend_s
-        self._to_shard(lead_of(group.id, self.shards), ready)
+        self._to_shard(lead_of(group.id, self.shards), vote)
 
-    def _repeat_ready(self, group: Group, sent: Ready) -> None:
+    def _repeat_vote(self, group: Group, sent: Vote) -> None:
         """Tell the lead again. Proposals of before may have made each shard's part smaller in
         another way, until what all have is too little for the clock: so all that is here by now."""
         clients = group.collect.clients()
         if set(sent.contributors) != set(clients):
-            self._send_ready(group, clients)
+            self._send_vote(group, clients)
             return
         group.collect.repeat_at = self._now + self.resend_s
         self._to_shard(lead_of(group.id, self.shards), sent)
@@ -164,7 +164,7 @@ class ShardClocks(ShardWaiting):
         for shard, message in messages.items():
             self._to_shard(shard, message)
 
-    def _on_ready(self, group: Group, message: Ready) -> None:
+    def _on_vote(self, group: Group, message: Vote) -> None:
         if group.lead is None:
             return
         since = group.at(group.committed)
@@ -172,10 +172,10 @@ class ShardClocks(ShardWaiting):
         def enough(clients: frozenset[int]) -> bool:
             return self._enough(group, since, clients)
 
-        for shard, answer in group.lead.on_ready(message, group.committed, since, enough):
+        for shard, answer in group.lead.on_vote(message, group.committed, since, enough):
             self._to_shard(shard, answer)
 
-    def _enough(self, group: Group, since: Since, clients: frozenset[int]) -> bool:
+    def _enough(self, group: Group, since: PolicyEpoch, clients: frozenset[int]) -> bool:
         """Whether a clock that does not wait for everybody may be decided with only these."""
         if not since.policy.partial:
             return True
@@ -188,9 +188,9 @@ class ShardClocks(ShardWaiting):
         try:
             return isinstance(asking.on_clock(since, Proposed(group, brought)), Admit)
         except PolicyFailed:
-            return True  # which its own `Ready` says
+            return True  # which its own `Vote` says
 
-    def _on_propose(self, group: Group, message: Propose) -> None:
+    def _on_propose(self, group: Group, message: Prepare) -> None:
         collect = group.collect
         partial = group.at(group.committed).policy.partial
         settled = collect.sent is not None or collect.has(group.clocks)
@@ -201,7 +201,7 @@ class ShardClocks(ShardWaiting):
         )
         if message.clock == group.committed and settled and not differs:
             agreed = (c for c in collect.clients() if c in message.contributors)
-            self._send_ready(group, tuple(agreed))
+            self._send_vote(group, tuple(agreed))
 
     def _commit(self, group: Group, commit: Commit) -> None:
         if commit.clock != group.committed:
@@ -260,9 +260,9 @@ class ShardClocks(ShardWaiting):
             return  # Its define is still on the way; the sender repeats.
         group.now = self._now
         match message:
-            case Ready():
-                self._on_ready(group, message)
-            case Propose():
+            case Vote():
+                self._on_vote(group, message)
+            case Prepare():
                 self._on_propose(group, message)
             case Commit():
                 self._commit(group, message)

@@ -18,7 +18,7 @@ from paramserve.rules.base import Hyper, Rule
 Array = npt.NDArray[Any]
 
 
-class Ruled(ABC):
+class ShardStorage(ABC):
     """Base of what a group holds on one shard."""
 
     guarded: bool

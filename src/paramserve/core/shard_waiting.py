@@ -27,10 +27,10 @@ class ShardWaiting(ShardMembers):
     def _execute(self, session: ShardSession, request: Request) -> None: ...
 
     @abstractmethod
-    def _maybe_ready(self, group: Group) -> None: ...
+    def _maybe_vote(self, group: Group) -> None: ...
 
     def _with_news(
-        self, group: Group, session: ShardSession, answer: Answer, guest: bool = False
+        self, group: Group, session: ShardSession, answer: Answer, pending: bool = False
     ) -> Answer:
         """Tell a client that did not count yet, or asks, where it goes on, and each one that its
         group has another policy."""
@@ -38,7 +38,7 @@ class ShardWaiting(ShardMembers):
         assert isinstance(message, Done)
         asks = group.id in session.asks_clock
         session.asks_clock.discard(group.id)
-        if (guest or asks) and message.at < 0:
+        if (pending or asks) and message.at < 0:
             message = structs.replace(message, at=group.clock_of(session.rank))
         told = session.told.get(group.id, 0)
         if told < group.changes.number:
@@ -92,7 +92,7 @@ class ShardWaiting(ShardMembers):
         return answering.with_values(self, step, request.memory, done, written)
 
     def _clocks_changed(self, group: Group) -> None:
-        self._maybe_ready(group)
+        self._maybe_vote(group)
         self._release_waiting(group)
 
     def _release_waiting(self, group: Group) -> None:

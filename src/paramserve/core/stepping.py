@@ -18,7 +18,7 @@ from paramserve.core.answering import check_payload, inline_keys
 from paramserve.core.block import ShardBlock
 from paramserve.core.group import Group, Staleness
 from paramserve.core.overflow import addable
-from paramserve.core.policy_changes import Since
+from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.shard_session import Memory, ShardSession
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
@@ -106,7 +106,7 @@ def apply_now(
     step: Step,
     parts: list[Part],
     memory: Memory,
-    since: Since,
+    since: PolicyEpoch,
 ) -> tuple[Done, Collection[int]]:
     """Do with a push what its policy says, by itself (all policies but those that collect).
 
@@ -159,7 +159,7 @@ def apply_now(
     return Done(step.seq, group.version, group.slowest, staleness, dropped), written
 
 
-def _overflown(group: Group, session: ShardSession, step: Step, since: Since) -> Done:
+def _overflown(group: Group, session: ShardSession, step: Step, since: PolicyEpoch) -> Done:
     """A gradient is left out, as its policy says of NaN and Inf: with it, the buffer would hold
     some."""
     if since.policy.on_nonfinite == "refuse":
@@ -179,7 +179,12 @@ def _skip(group: Group, session: ShardSession, step: Step) -> Done:
 
 
 def _corrected(
-    group: Group, session: ShardSession, step: Step, parts: list[Part], how: Apply, since: Since
+    group: Group,
+    session: ShardSession,
+    step: Step,
+    parts: list[Part],
+    how: Apply,
+    since: PolicyEpoch,
 ) -> list[Part] | None:
     """The gradients, corrected by what the values have changed since they were read, if asked to;
     None: they cannot be applied.
@@ -269,14 +274,14 @@ def adapted(
 ) -> tuple[Hyper | None, PushInfo]:
     """What a policy makes of a push's hyper-parameters, and of its scale where the rule has none
     that would do."""
-    if not how.less_momentum and how.lr_scale == 1.0:
+    if not how.momentum_reduction and how.lr_scale == 1.0:
         return hyper, push
     assert block.rule is not None, "check() comes first"
     names, chosen = block.rule.hyper_names, list(hyper if hyper is not None else block.hyper)
     for name in MOMENTA:
-        if how.less_momentum and name in names:
+        if how.momentum_reduction and name in names:
             at = names.index(name)
-            chosen[at] = chosen[at] and max(chosen[at] - how.less_momentum, MOMENTUM_MIN)
+            chosen[at] = chosen[at] and max(chosen[at] - how.momentum_reduction, MOMENTUM_MIN)
             break
     if "lr" in names:
         chosen[names.index("lr")] *= how.lr_scale

@@ -1,4 +1,4 @@
-"""`Cluster`: servers without workers, for the key-value face in a script, notebook or test."""
+"""`Cluster`: servers without workers, for the key-value API in a script, notebook or test."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ LAST_ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadTarget:
     """Where a server is reached, and which cluster it belongs to."""
 
     bind: str
@@ -86,7 +86,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Terms:
+class PolicyTraits:
     """What a whole cluster consists of, and how it trains; only its first server says so."""
 
     servers: int
@@ -100,8 +100,8 @@ class Terms:
 class Settings:
     """How a server is started; see `serve`."""
 
-    place: Place
-    terms: Terms
+    place: ReadTarget
+    terms: PolicyTraits
     registered: Registered
     until_done: bool
     limits: Limits
@@ -400,8 +400,8 @@ def serve(
     if until_done and join is None and not workers:
         raise ValueError("until_done needs the number of workers: without any it would never end")
     _check_advertise(advertise)
-    place = Place(bind, advertise, credentials_of(token_file, tls), join)
-    terms = Terms(servers, workers, described, restarts=restart_s is not None)
+    place = ReadTarget(bind, advertise, credentials_of(token_file, tls), join)
+    terms = PolicyTraits(servers, workers, described, restarts=restart_s is not None)
     warn_if_open(bind, tls)
     asyncio.run(_serve(Settings(place, terms, registered, until_done, bounds, waits), ready))
 

@@ -50,12 +50,13 @@ from paramserve.messages.coordinator import (
 )
 from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, LeaseReport
 from paramserve.messages.opening import Hello, Welcome
-from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Propose, Ready, Switch
+from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Prepare, Switch, Vote
 from paramserve.messages.requests import (
+    CURRENT_CLOCK,
     NOTE_BYTES_MAX,
-    UNDER_WAY,
     AskReport,
     Assign,
+    Batch,
     Bye,
     Define,
     Fetch,
@@ -64,14 +65,13 @@ from paramserve.messages.requests import (
     HaveRead,
     Inquire,
     Keys,
-    Place,
     Put,
-    Rest,
+    ReadTarget,
     Scan,
     SetPolicy,
-    Several,
     ShardRequest,
     Step,
+    SuspendMembership,
     TakeSnapshot,
     Undefine,
     Watch,
@@ -82,7 +82,7 @@ Message = (
     Hello
     | Welcome
     | ShardRequest
-    | Several
+    | Batch
     | Inquire
     | AskReport
     | HaveRead
@@ -98,7 +98,7 @@ Message = (
 __all__ = [
     # how they lie in bytes
     "PROTOCOL_VERSION",
-    "UNDER_WAY",
+    "CURRENT_CLOCK",
     "ALIGN",
     "Message",
     "encode",
@@ -114,12 +114,12 @@ __all__ = [
     # client to shard
     "Gradient",
     "Keys",
-    "Place",
+    "ReadTarget",
     "Define",
     "Undefine",
     "Step",
     "NOTE_BYTES_MAX",
-    "Rest",
+    "SuspendMembership",
     "SetPolicy",
     "Assign",
     "Fetch",
@@ -129,7 +129,7 @@ __all__ = [
     "TakeSnapshot",
     "ShardRequest",
     "Forgetting",
-    "Several",
+    "Batch",
     "Inquire",
     "AskReport",
     "HaveRead",
@@ -144,8 +144,8 @@ __all__ = [
     "ServerBeat",
     "ShardReply",
     # shard to shard
-    "Ready",
-    "Propose",
+    "Vote",
+    "Prepare",
     "Commit",
     "Pause",
     "Paused",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 
 VALUE = 0
 """`field` of a block that holds its values; 1, 2, ... are its rule's state arrays."""
@@ -25,7 +25,7 @@ class TableSpec(Struct, frozen=True, array_like=True):
     dtype: str
     """In which values are kept: float32, bfloat16 or float16."""
     seed: int
-    options: PolicySpec
+    options: RuleSpec
 
 
 class BlockSpec(Struct, frozen=True, array_like=True):
@@ -39,7 +39,7 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     group: int
     group_name: str
     dtype: str
-    rule: PolicySpec | None
+    rule: RuleSpec | None
     pieces: tuple[Piece, ...]
     cuts: tuple[int, ...]
     consistency: ConsistencySpec | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.messages.answers import ServerBeat
 from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
 from paramserve.messages.leases import GiveBack, Lease, Leased, LeaseReport
@@ -100,7 +100,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     call: int
     group: str
     dtype: str
-    rule: PolicySpec | None
+    rule: RuleSpec | None
     pieces: tuple[Piece, ...]
     define: bool
     wait_s: float

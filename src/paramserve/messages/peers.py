@@ -7,7 +7,7 @@ from msgspec import Struct
 from paramserve.messages.answers import GroupPolicy
 
 
-class Ready(Struct, frozen=True, array_like=True, tag="ready"):
+class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     """Collect: this shard holds, unapplied, what `contributors` brought for `clock`.
 
     Contributors are clients, in the order of their ranks: two incarnations of one rank may have
@@ -31,8 +31,8 @@ class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     refusal: tuple[str, str, str] | None = None
 
 
-class Propose(Struct, frozen=True, array_like=True, tag="propose"):
-    """The shards hold different sets: bring `Ready` for those of these contributors that you hold.
+class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
+    """The shards hold different sets: bring `Vote` for those of these contributors that you hold.
 
     A shard that still waits for a live worker does not answer.
     """
@@ -82,4 +82,4 @@ class Switch(Struct, frozen=True, array_like=True, tag="switch"):
     change: GroupPolicy
 
 
-PeerMessage = Ready | Propose | Commit | Pause | Paused | Switch
+PeerMessage = Vote | Prepare | Commit | Pause | Paused | Switch

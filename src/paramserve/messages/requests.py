@@ -39,7 +39,7 @@ class Keys(Struct, frozen=True, array_like=True):
     create: bool
 
 
-class Place(Struct, frozen=True, array_like=True):
+class ReadTarget(Struct, frozen=True, array_like=True):
     """Where a block's values are to be written; of a table, the rows of `keys`."""
 
     block: int
@@ -67,7 +67,7 @@ class Undefine(Struct, frozen=True, array_like=True, tag="undefine"):
     attempt: int
 
 
-UNDER_WAY = -1
+CURRENT_CLOCK = -1
 """As the clock of a step: the one at which this worker is waited for. The answer says `at`."""
 
 
@@ -91,7 +91,7 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     clock: int
     tick: bool
     push: tuple[Gradient, ...]
-    pull: tuple[Place, ...]
+    pull: tuple[ReadTarget, ...]
     base: int = 0
     weight: float = 1.0
     skip: bool = False
@@ -107,7 +107,7 @@ NOTE_BYTES_MAX = 64 * 1024
 """Of a step's note: a message to a reader has those of all ranks."""
 
 
-class Rest(Struct, frozen=True, array_like=True, tag="rest"):
+class SuspendMembership(Struct, frozen=True, array_like=True, tag="suspend"):
     """This worker takes no further steps of a group until its next one: nobody waits for it."""
 
     seq: int
@@ -196,19 +196,29 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     seq: int
     group: int
     after: int
-    pull: tuple[Place, ...]
+    pull: tuple[ReadTarget, ...]
     oldest: int = 0
 
 
 ShardRequest = (
-    Define | Undefine | Step | Rest | SetPolicy | Assign | Fetch | Scan | Put | Watch | TakeSnapshot
+    Define
+    | Undefine
+    | Step
+    | SuspendMembership
+    | SetPolicy
+    | Assign
+    | Fetch
+    | Scan
+    | Put
+    | Watch
+    | TakeSnapshot
 )
 
 Forgetting = Step | Assign | Fetch | Scan | Put | TakeSnapshot
 """Requests that may have large answers: their `oldest` says which of these can go."""
 
 
-class Several(Struct, frozen=True, array_like=True, tag="several"):
+class Batch(Struct, frozen=True, array_like=True, tag="batch"):
     """Numbered requests of one call in one frame, executed in this order; each is answered by
     itself. `sizes`: bytes of each one's part of the payload."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from paramserve.planning.group_view import ShardGroupView
 from paramserve.planning.processor import Processor
 from paramserve.planning.setting import Compute
-from paramserve.planning.standing import ShardStanding
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Shard:
     def __init__(self, number: int, cpu: Processor, workers: int) -> None:
         self.number = number
         self.cpu = cpu
-        self.standing = ShardStanding(workers)
+        self.standing = ShardGroupView(workers)
         self.in_at = self.out_at = 0.0
         """When its link will be free, in each direction."""
         self.waiting: list[Worker] = []

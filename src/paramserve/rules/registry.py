@@ -10,7 +10,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.errors import UnknownRule
 from paramserve.rules.adagrad import Adagrad, RowAdagrad
 from paramserve.rules.adam import Adam
@@ -30,7 +30,7 @@ TORCH = "torch"
 """Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""
 
 
-def spec(rule: Rule) -> PolicySpec:
+def spec(rule: Rule) -> RuleSpec:
     """Describe a rule: its name, and its fields as options.
 
     A field is a number, a bool, a str, or a tuple of these, which becomes one option for each
@@ -51,10 +51,10 @@ def spec(rule: Rule) -> PolicySpec:
             options |= {f"{field.name}.{i}": _option(each) for i, each in enumerate(value)}
         else:
             options[field.name] = _option(value)
-    return PolicySpec(type(rule).name, options)
+    return RuleSpec(type(rule).name, options)
 
 
-def build(described: PolicySpec, registered: Mapping[str, type[Any]] = NONE) -> Rule:
+def build(described: RuleSpec, registered: Mapping[str, type[Any]] = NONE) -> Rule:
     """Make the rule that `spec` described, from the built-in ones and the registered ones.
 
     Args:
@@ -100,7 +100,7 @@ def is_built_in(rule: Rule) -> bool:
     return type(rule) in BUILT_IN.values()
 
 
-def described_by(rule: Rule, rows: bool = False) -> PolicySpec:
+def described_by(rule: Rule, rows: bool = False) -> RuleSpec:
     """As `spec`, after a look at what a client wants to define with.
 
     Servers may know rules that are not registered here, so an unknown one passes.

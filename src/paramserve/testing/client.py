@@ -13,7 +13,15 @@ from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation, SlotPool
-from paramserve.messages import UNDER_WAY, Define, Gradient, Place, Rest, SetPolicy, Step
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Define,
+    Gradient,
+    ReadTarget,
+    SetPolicy,
+    Step,
+    SuspendMembership,
+)
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ARENA, ClientProcess
@@ -111,7 +119,7 @@ class SimulatedClient(ClientProcess):
         call.samples = samples
         sources = self._gradients(push, number, spoiled)
         targets = self._targets(pull)
-        clock = UNDER_WAY if call.asks else self.clock
+        clock = CURRENT_CLOCK if call.asks else self.clock
         plain = Step(0, self.group, clock, tick, (), (), skip=skip, mark=mark)
         requests = self._for_each_shard(plain, call.bases, sources, targets)
         if wrong:
@@ -171,7 +179,7 @@ class SimulatedClient(ClientProcess):
         requests = []
         for shard, base in enumerate(bases):
             push = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
-            pull = tuple(Place(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
+            pull = tuple(ReadTarget(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
             requests.append(structs.replace(step, push=push, pull=pull, base=base))
         return requests
 
@@ -182,9 +190,9 @@ class SimulatedClient(ClientProcess):
 
     def rest(self) -> None:
         """Nobody is to wait for this worker until its next step."""
-        self._ask_all([Rest(0, self.group) for _ in self.connections])
+        self._ask_all([SuspendMembership(0, self.group) for _ in self.connections])
 
-    def _ask_all(self, requests: Sequence[Rest] | Sequence[SetPolicy]) -> None:
+    def _ask_all(self, requests: Sequence[SuspendMembership] | Sequence[SetPolicy]) -> None:
         operation = Operation(len(requests))
 
         def complete() -> None:
@@ -218,7 +226,7 @@ class SimulatedClient(ClientProcess):
     def _each_shard_judges(self) -> bool:
         """Whether a shard may apply the next step though another one refuses it. A worker that has
         come later may not know the policy."""
-        return self.late or not self.terms_at(self.clock).collects
+        return self.late or not self.traits_at(self.clock).collects
 
     @staticmethod
     def _offset(block: Block, slot: int, shard: int) -> int:

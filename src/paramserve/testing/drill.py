@@ -33,8 +33,8 @@ LATER_MAX = 50
 
 
 @dataclass
-class PlainStanding:
-    """How a group stands, as plain data (`paramserve.consistency.base.Standing`)."""
+class PlainGroupView:
+    """How a group stands, as plain data (`paramserve.consistency.base.GroupView`)."""
 
     clocks: dict[int, int]
     version: int = 0
@@ -47,7 +47,7 @@ class PlainStanding:
     def slowest(self) -> int:
         return min(self.clocks.values(), default=0)
 
-    def copy(self) -> PlainStanding:
+    def copy(self) -> PlainGroupView:
         return replace(self, clocks=dict(self.clocks))
 
 
@@ -86,7 +86,7 @@ def check_push(answer: Any, policy: Policy, why: str) -> None:
         check_factor(answer.weight, f"{why} {answer}")
 
 
-def check_admission(answer: Any, standing: PlainStanding, why: str) -> None:
+def check_admission(answer: Any, standing: PlainGroupView, why: str) -> None:
     """Require an answer that `on_pull` and `on_clock` may give."""
     assert isinstance(answer, Admit | Wait), f"{why} {answer!r}: neither Admit nor Wait"
     if isinstance(answer, Admit):
@@ -135,7 +135,7 @@ class Drill:
         spread = 0 if self.policy.collects else random.choice((0, 1, 12))
         clocks = {rank: first + random.randint(0, spread) for rank in range(self.workers)}
         step_s = random.choice((0.0, 0.01, 0.2))
-        self.group = PlainStanding(clocks, sum(clocks.values()), step_s=step_s)
+        self.group = PlainGroupView(clocks, sum(clocks.values()), step_s=step_s)
         self.own = dict(clocks)
         """The clock at which each worker is by itself; a late one is behind the group's."""
         self.read_at = dict.fromkeys(clocks, 0)

@@ -106,7 +106,7 @@ class Decided(NamedTuple):
     late_s: float = 0.0
     """Since as many steps as the policy asks for had come to every shard."""
     step_s: float | None = None
-    """The median time of a step that the lead went by (`Standing.step_s`); None: not recorded."""
+    """The median time of a step that the lead went by (`GroupView.step_s`); None: not recorded."""
 
 
 class Answered(NamedTuple):

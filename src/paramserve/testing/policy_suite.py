@@ -23,18 +23,18 @@ from paramserve.consistency.base import (
     Admit,
     Apply,
     Buffer,
+    GroupView,
     OnPush,
     Policy,
     Pull,
     Push,
-    Standing,
     Wait,
 )
 from paramserve.consistency.built_in import Buffered
 from paramserve.consistency.registry import Registered, build, check_registered, spec
 from paramserve.testing.drill import (
     Drill,
-    PlainStanding,
+    PlainGroupView,
     Question,
     check_admission,
     check_factor,
@@ -44,7 +44,7 @@ from paramserve.testing.drill import (
 __all__ = [
     "PolicySuite",
     "Drill",
-    "PlainStanding",
+    "PlainGroupView",
     "Question",
     "check_admission",
     "check_push",
@@ -150,7 +150,7 @@ class PolicySuite:
         random = Random(2)
         for _ in range(50):
             rank, clock = random.randrange(5), random.randrange(50)
-            alone = PlainStanding({rank: clock}, random.randrange(50))
+            alone = PlainGroupView({rank: clock}, random.randrange(50))
             answer = self.policy.on_pull(Pull(rank, clock), alone)
             assert isinstance(answer, Admit), f"worker {rank} alone at clock {clock}: {answer}"
             if self.policy.collects:
@@ -161,7 +161,7 @@ class PolicySuite:
 
     def test_buffer_is_applied_when_nobody_is_there(self) -> None:
         for buffered in (1, 2, 50):
-            left = PlainStanding({}, version=7, buffered=buffered)
+            left = PlainGroupView({}, version=7, buffered=buffered)
             assert self.policy.on_membership(left), f"{left}: the buffer is never applied"
 
     def test_buffer_is_kept_while_workers_are_there(self) -> None:
@@ -235,18 +235,18 @@ class PolicySuite:
                 if standing.brought:
                     yield Question("on_clock", (standing,))
 
-    def _standing(self, random: Random, count: int) -> PlainStanding:
+    def _standing(self, random: Random, count: int) -> PlainGroupView:
         ranks = sorted(random.sample(range(self.workers + 2), count))
         version = random.choice((0, 1, 50, 10**9))
         if not self.policy.collects:
             clocks = {rank: random.choice((0, 3, 4, random.randrange(50))) for rank in ranks}
-            return PlainStanding(clocks, version, random.randrange(4))
+            return PlainGroupView(clocks, version, random.randrange(4))
         clock = random.randrange(50)
         # One that has left may have brought its gradients before.
         brought = tuple(r for r in range(self.workers + 2) if random.random() < 0.5 and count)
         waited_s = random.choice((0.0, 0.01, 1.0, 1e6)) if brought else 0.0
         step_s = random.choice((0.0, 0.02, 10.0))
-        return PlainStanding(dict.fromkeys(ranks, clock), version, 0, brought, waited_s, step_s)
+        return PlainGroupView(dict.fromkeys(ranks, clock), version, 0, brought, waited_s, step_s)
 
     def _counts(self) -> list[int]:
         """Numbers of workers that it can work with."""
@@ -271,7 +271,7 @@ def counted(policy: Policy) -> Policy:
     if policy.collects:
         return policy  # the cluster's rule leaves out the sum's scale
 
-    def on_push(self: Policy, push: Push, group: Standing) -> OnPush:
+    def on_push(self: Policy, push: Push, group: GroupView) -> OnPush:
         answer = kind.on_push(self, push, group)
         if isinstance(answer, Apply):
             return Apply()

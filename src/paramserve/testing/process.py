@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paramserve.client.payloads import Payloads
-from paramserve.consistency.registry import Terms
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.answering import gathered
 from paramserve.core.group import outside, resume, undecided
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
 from paramserve.core.table.parts import padded
 from paramserve.errors import ParamServeError, rebuild
@@ -114,7 +114,7 @@ class ClientProcess(ABC):
         """Told that the run will do without it."""
         self.versions = [0] * cluster.scenario.servers
         """Read last from each shard."""
-        self.terms = GroupTerms(cluster.described)
+        self.terms = GroupTraits(cluster.described)
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
         self.connections = [
@@ -141,7 +141,7 @@ class ClientProcess(ABC):
         """For ways that are cut or slow."""
         return worker_place(self.rank)
 
-    def terms_at(self, clock: int) -> Terms:
+    def traits_at(self, clock: int) -> PolicyTraits:
         """What this client takes to hold for its step of a clock."""
         return self.terms.at(0, clock)
 
@@ -278,7 +278,7 @@ class ClientProcess(ABC):
                     self.learn(change)
             found = resume(reports, self.rank)
             self.clock = max((each.clock for each in found.values()), default=0)
-            policy = self.terms_at(self.clock).policy
+            policy = self.traits_at(self.clock).policy
             waits_for_all = policy is not None and policy.collects and not policy.partial
             self.asks = self._returned and waits_for_all and bool(undecided(reports, self.rank))
             self.going_on(bool(outside(reports, self.rank)))

@@ -27,7 +27,7 @@ MOVE_S = 5.0
 """After healing a live client has a call answered at least this often."""
 PROMPT_DELAYS = 6
 """In this many times the longest delay a clock is decided that can be: the decision before may
-still be on its way to another shard, whose `Ready` then comes back."""
+still be on its way to another shard, whose `Vote` then comes back."""
 
 
 def new_history(scenario: Scenario, faults: Faults) -> History:

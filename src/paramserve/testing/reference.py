@@ -51,12 +51,12 @@ class Plain(Protocol):
     """A rule with its state inside."""
 
     def step(
-        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+        self, value: Array, gradient: Array, momentum_reduction: float = 0.0, lr_scale: float = 1.0
     ) -> Array:
         """The new value.
 
         Args:
-            less_momentum: is subtracted from the momentum, for this step.
+            momentum_reduction: is subtracted from the momentum, for this step.
             lr_scale: multiplies the learning rate, for this step.
         """
         ...
@@ -73,12 +73,12 @@ class PlainSGD:
     buffer: Array | None = None
 
     def step(
-        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+        self, value: Array, gradient: Array, momentum_reduction: float = 0.0, lr_scale: float = 1.0
     ) -> Array:
         lr = self.lr * lr_scale
         if self.momentum == 0.0:
             return value - lr * gradient
-        momentum = max(0.0, self.momentum - less_momentum)
+        momentum = max(0.0, self.momentum - momentum_reduction)
         if self.buffer is None:
             self.buffer = gradient.copy()
         else:
@@ -100,9 +100,9 @@ class PlainAdam:
     square: Array | None = None
 
     def step(
-        self, value: Array, gradient: Array, less_momentum: float = 0.0, lr_scale: float = 1.0
+        self, value: Array, gradient: Array, momentum_reduction: float = 0.0, lr_scale: float = 1.0
     ) -> Array:
-        beta1, beta2 = max(0.0, self.betas[0] - less_momentum), self.betas[1]
+        beta1, beta2 = max(0.0, self.betas[0] - momentum_reduction), self.betas[1]
         mean = self.mean if self.mean is not None else np.zeros_like(value)
         square = self.square if self.square is not None else np.zeros_like(value)
         self.steps += 1

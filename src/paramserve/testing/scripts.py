@@ -157,7 +157,7 @@ class SimulatedWorker(ScriptedClient):
         """How many clocks a read shows that is answered with, or (`step`) ends with, a clock."""
         if self.enters or self.asks:
             return None
-        policies = (self.terms_at(clock - step).policy, self.terms_at(max(0, clock - 1)).policy)
+        policies = (self.traits_at(clock - step).policy, self.traits_at(max(0, clock - 1)).policy)
         if not all(isinstance(policy, Sync) for policy in policies):
             return None
         alone = not step and any(
@@ -187,7 +187,7 @@ class SimulatedWorker(ScriptedClient):
         super().answered(call, operation)
 
     def _step_of(self, kind: float) -> None:
-        every, collects = self.every, self.terms_at(self.clock).collects
+        every, collects = self.every, self.traits_at(self.clock).collects
         after = self._shown(self.clock + 1, step=True)
         if kind < 0.68:
             self.step(every, every, tick=True, state=after, then=self.answered)
@@ -230,7 +230,7 @@ class LeasingWorker(SimulatedWorker):
             return False
         leased = self._leased
         if leased is not None and self._used < leased.stop - leased.start:
-            if self.enters and self.terms_at(self.clock).collects:
+            if self.enters and self.traits_at(self.clock).collects:
                 self._rests = False
                 self.step(tick=True, then=self.answered)  # No samples are risked until it counts.
                 return False

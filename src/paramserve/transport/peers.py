@@ -21,7 +21,7 @@ logger = logging.getLogger("paramserve")
 
 QUEUE_MAX = 1024
 """Messages kept for a shard that is still being connected to, or that takes nothing; the oldest
-go, `Ready` repeats."""
+go, `Vote` repeats."""
 LOOK_S = 0.01
 """How often is tried whether a shard that took nothing takes more."""
 

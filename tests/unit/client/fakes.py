@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from paramserve.client.exchange import Slot
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.core.partition import Block, cut
 from paramserve.core.session import Operation
 from paramserve.messages import (
@@ -42,7 +42,7 @@ def block_of(
     """A block as the coordinator would place it."""
     pieces = tuple(Piece(name, shape) for name, shape in shapes.items())
     size = sum(int(np.prod(shape, dtype=int)) for shape in shapes.values())
-    described: PolicySpec | None = None if rule is None else rule_spec(rule)
+    described: RuleSpec | None = None if rule is None else rule_spec(rule)
     cuts = cut(size, np.dtype(dtype).itemsize, [0] * shards)
     return Block(BlockSpec(number, len(group), group, dtype, described, pieces, cuts))
 

@@ -15,7 +15,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.partition import Block
-from paramserve.core.policy_traits import GroupTerms
+from paramserve.core.policy_traits import GroupTraits
 from paramserve.errors import (
     ClientClosed,
     DefineTimeout,
@@ -24,7 +24,7 @@ from paramserve.errors import (
     PushTimeout,
     ServerGone,
 )
-from paramserve.messages import Done, Fetch, GroupPolicy, Rest, Step, Waiting
+from paramserve.messages import Done, Fetch, GroupPolicy, Step, SuspendMembership, Waiting
 from paramserve.rules import SGD, Adam
 
 BLOCK = block_of({"a": (30_000,)}, shards=2)
@@ -36,7 +36,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.memory = Memory(shards=2)
-        self.terms = GroupTerms(ConsistencySpec("Async"))
+        self.terms = GroupTraits(ConsistencySpec("Async"))
         self.steps = Steps(self.memory, 7, 5.0, self.terms)  # a fake
         self.steps.versions[BLOCK.group] = [0, 0]
 
@@ -322,11 +322,11 @@ def test_news_hold_from_their_clock_on(
         monkeypatch.setattr(
             bench.memory, "wait", lambda *_: bench.memory.answer(news=(news,)) or True
         )
-        bench.steps.finish("rest", [Rest(0, BLOCK.group)] * 2, 1.0, ())
+        bench.steps.finish("rest", [SuspendMembership(0, BLOCK.group)] * 2, 1.0, ())
         bench.send(tick=True)
-    assert not bench.steps.terms_of(BLOCK).collects
+    assert not bench.steps.traits_of(BLOCK).collects
     bench.send(tick=True)
-    assert bench.steps.terms_of(BLOCK).collects
+    assert bench.steps.traits_of(BLOCK).collects
 
 
 def test_mark_is_asked_for_once_a_tick_and_factor_is_in_every_step(bench: Bench) -> None:

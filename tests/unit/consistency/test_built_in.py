@@ -36,14 +36,14 @@ from paramserve.consistency.damping import Exponential, Inverse, Polynomial
 from paramserve.consistency.registry import BUILT_IN, build, check_registered, spec, terms
 from paramserve.errors import UnknownRule
 from paramserve.rules import SGD
-from paramserve.testing.policy_suite import PlainStanding
+from paramserve.testing.policy_suite import PlainGroupView
 
 PUSH = Push(worker=0, clock=3, staleness=0)
 
 
-def standing(*clocks: int, **fields: Any) -> PlainStanding:
+def standing(*clocks: int, **fields: Any) -> PlainGroupView:
     """Ranks 0, 1, ... at these clocks."""
-    return PlainStanding(dict(enumerate(clocks)), **fields)
+    return PlainGroupView(dict(enumerate(clocks)), **fields)
 
 
 def stale(staleness: int, factor: float = 1.0) -> Push:

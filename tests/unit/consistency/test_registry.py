@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.base import APPLY, OnPush, Policy, Push, Standing
+from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import Adaptive, Async, Buffered, LocalSteps, Sync
 from paramserve.consistency.damping import Exponential, Inverse
 from paramserve.consistency.registry import build, check_registered, is_built_in, spec, terms
@@ -150,7 +150,7 @@ class ForgetsTheGroup(Policy):
 
 @dataclass(frozen=True)
 class WantsMore(Policy):
-    def on_push(self, push: Push, group: Standing, more: int) -> OnPush:  # the very mistake
+    def on_push(self, push: Push, group: GroupView, more: int) -> OnPush:  # the very mistake
         return APPLY
 
 

@@ -25,7 +25,7 @@ from paramserve.messages import (
     Members,
     PeerMessage,
     Piece,
-    Place,
+    ReadTarget,
     Refused,
     ShardRequest,
     Step,
@@ -174,7 +174,7 @@ class Rig:
         arrays = [np.asarray(g, self.dtype(shard, block)) for block, g in push.items()]
         pieces = None if active is None else tuple(active)
         headers = tuple(Gradient(block, 0, 0, pieces, hyper) for block in push)
-        places = tuple(Place(block, 0, 0) for block in pull)
+        places = tuple(ReadTarget(block, 0, 0) for block in pull)
         message = Step(0, group, clock, tick, headers, places, **options)
         memory = {0: gathered(arrays)} if arrays else {}
         return self.send(client, message, shard, memory)

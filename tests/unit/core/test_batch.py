@@ -7,15 +7,15 @@ import pytest
 
 from paramserve.core.batch import apart
 from paramserve.errors import ProtocolError
-from paramserve.messages import BlockSpec, Define, Rest, Several, Step
+from paramserve.messages import Batch, BlockSpec, Define, Step, SuspendMembership
 
-FIRST, SECOND = Step(1, 0, 0, True, (), ()), Rest(2, 1)
+FIRST, SECOND = Step(1, 0, 0, True, (), ()), SuspendMembership(2, 1)
 DEFINE = Define(3, BlockSpec(0, 0, "g", "float32", None, (), ()), 1, 0, 0)
 
 
 def test_each_request_gets_its_part() -> None:
     payload = np.arange(192, dtype=np.uint8)
-    (first, one), (second, two) = apart(Several((FIRST, SECOND), (128, 64)), payload)
+    (first, one), (second, two) = apart(Batch((FIRST, SECOND), (128, 64)), payload)
     assert (first, second) == (FIRST, SECOND)
     assert one is not None
     assert two is not None
@@ -23,20 +23,20 @@ def test_each_request_gets_its_part() -> None:
 
 
 def test_frame_without_a_payload_has_no_parts() -> None:
-    assert apart(Several((FIRST, SECOND), (0, 0)), None) == [(FIRST, None), (SECOND, None)]
+    assert apart(Batch((FIRST, SECOND), (0, 0)), None) == [(FIRST, None), (SECOND, None)]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Several((FIRST, SECOND), (128,)),
-        Several((FIRST, SECOND), (128, 128)),
-        Several((FIRST, SECOND), (256, -64)),
-        Several((FIRST, DEFINE), (128, 64)),
-        Several((), ()),
+        Batch((FIRST, SECOND), (128,)),
+        Batch((FIRST, SECOND), (128, 128)),
+        Batch((FIRST, SECOND), (256, -64)),
+        Batch((FIRST, DEFINE), (128, 64)),
+        Batch((), ()),
     ],
     ids=["too few sizes", "too many bytes", "a size below 0", "a definition", "nothing"],
 )
-def test_frame_that_does_not_fit_is_refused_whole(message: Several) -> None:
+def test_frame_that_does_not_fit_is_refused_whole(message: Batch) -> None:
     with pytest.raises(ProtocolError, match="payload has 192"):
         apart(message, np.zeros(192, np.uint8))

@@ -20,14 +20,14 @@ from paramserve.core.commit import (
     total,
 )
 from paramserve.core.policy_changes import since
-from paramserve.messages import Commit, Gradient, Propose, Ready, Step
+from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
 from paramserve.rules import Add
 
 SUM = Sync(reduce="sum")
 
 
-def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Ready:
-    plain = Ready(0, clock, shard, contributors, True, False, float(len(contributors)))
+def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Vote:
+    plain = Vote(0, clock, shard, contributors, True, False, float(len(contributors)))
     return structs.replace(plain, **changes)
 
 
@@ -37,8 +37,8 @@ def commit(
     return Commit(0, clock, contributors, scale, decided=decided or contributors)
 
 
-def told(lead: Lead, message: Ready, clock: int) -> list[tuple[int, Commit | Propose]]:
-    return lead.on_ready(message, clock, since(0, SUM), lambda clients: True)
+def told(lead: Lead, message: Vote, clock: int) -> list[tuple[int, Commit | Prepare]]:
+    return lead.on_vote(message, clock, since(0, SUM), lambda clients: True)
 
 
 # --- who decides, and when
@@ -72,7 +72,7 @@ def test_lead_differing_shards_are_asked_for_the_intersection() -> None:
     lead = Lead(3)
     told(lead, ready(0, 5, 6), 0)
     told(lead, ready(1, 5), 0)
-    proposal = Propose(0, 0, (5,))
+    proposal = Prepare(0, 0, (5,))
     assert told(lead, ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
     assert told(lead, ready(2, 5), 0) == []
     assert [shard for shard, _ in told(lead, ready(0, 5), 0)] == [0, 1, 2]
@@ -81,7 +81,7 @@ def test_lead_differing_shards_are_asked_for_the_intersection() -> None:
 def test_lead_late_copy_of_an_older_ready_is_asked_again() -> None:
     lead = Lead(2)
     told(lead, ready(0, 5), 0)
-    proposal = [(1, Propose(0, 0, (5,)))]
+    proposal = [(1, Prepare(0, 0, (5,)))]
     assert told(lead, ready(1, 5, 6), 0) == proposal
     assert told(lead, ready(1, 5, 6), 0) == proposal
     assert told(lead, ready(1, 5), 0)[0] == (0, commit(5))
@@ -90,14 +90,14 @@ def test_lead_late_copy_of_an_older_ready_is_asked_again() -> None:
 def test_lead_repeated_ready_asks_the_shards_that_are_silent() -> None:
     lead = Lead(3)
     assert told(lead, ready(1, 5), 0) == []
-    proposal = Propose(0, 0, (5,))
+    proposal = Prepare(0, 0, (5,))
     assert told(lead, ready(1, 5), 0) == [(0, proposal), (2, proposal)]
 
 
 def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
     lead = Lead(2)
     told(lead, ready(1, 5), 0)
-    assert told(lead, ready(0), 0) == [(1, Propose(0, 0, ()))]
+    assert told(lead, ready(0), 0) == [(1, Prepare(0, 0, ()))]
     assert told(lead, ready(1), 0)[0] == (0, commit(scale=0.0))
 
 

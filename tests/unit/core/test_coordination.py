@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, PolicySpec
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, RuleSpec
 from paramserve.core import coordination as module
 from paramserve.core.coordination import (
     Called,
@@ -54,7 +54,7 @@ class Cluster:
     ) -> None:
         deadlines = Deadlines(start_s=START_S, stall_s=STALL_S, restart_s=RESTART_S)
         limits = Limits(log_records_max=2)
-        policy = PolicySpec("Async")
+        policy = RuleSpec("Async")
         self.one = Coordination(
             CoordinatorConfig(
                 servers,
@@ -317,7 +317,7 @@ def test_enlist_gives_a_free_shard_and_what_the_server_needs_to_know() -> None:
     cluster = Cluster(servers=2, up=False)
     cluster.call(SERVER, Register(1, 0, 1, ("unix:0",)))
     enlisted = cluster.call(50, Enlist(4))
-    assert enlisted == Enlisted(4, 1, 2, 2, PolicySpec("Async"), heartbeat_s=1.0)
+    assert enlisted == Enlisted(4, 1, 2, 2, RuleSpec("Async"), heartbeat_s=1.0)
     assert cluster.call(50, Enlist(5)).shard == 1, "the same server asks again"
     refused = cluster.call(51, Enlist(6))
     assert isinstance(refused, Failed)

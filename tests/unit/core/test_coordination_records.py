@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserve.config import CoordinatorConfig, Limits, PolicySpec
+from paramserve.config import CoordinatorConfig, Limits, RuleSpec
 from paramserve.core.coordination import Called, Coordination, Noticed
 from paramserve.messages import AskStatus, Record, Status, WorkerBeat, encode
 
@@ -12,7 +12,7 @@ DRIVER = 99
 
 def coordination(**limits: int) -> Coordination:
     told = Limits(header_bytes_max=4 * PAGE_BYTES, **limits)
-    return Coordination(CoordinatorConfig(1, 1, "", PolicySpec("Async"), limits=told))
+    return Coordination(CoordinatorConfig(1, 1, "", RuleSpec("Async"), limits=told))
 
 
 def record(number: int, names: int = 10) -> Record:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paramserve.config import ConsistencySpec, PolicySpec
+from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.core.directory import Directory
 from paramserve.core.partition import SPLIT_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import Piece, PlaceBlock
 
-SGD = PolicySpec("SGD", {"lr": 0.1})
+SGD = RuleSpec("SGD", {"lr": 0.1})
 
 
 def place(*shapes: tuple[int, ...], **changes: Any) -> PlaceBlock:
@@ -66,9 +66,9 @@ def test_defined_unknown_block_is_ignored() -> None:
     ("changes", "what"),
     [
         ({"dtype": "float64"}, "dtype"),
-        ({"rule": PolicySpec("SGD", {"lr": 0.2})}, "rule"),
+        ({"rule": RuleSpec("SGD", {"lr": 0.2})}, "rule"),
         ({"rule": None, "define": False}, "rule"),
-        ({"rule": PolicySpec("Adam"), "define": False}, "rule"),
+        ({"rule": RuleSpec("Adam"), "define": False}, "rule"),
         ({"pieces": (Piece("p0", (4,)), Piece("p1", (2,)))}, "names and shapes"),
         ({"pieces": (Piece("p0", (3,)),)}, "names and shapes"),
     ],
@@ -92,7 +92,7 @@ def test_place_waiting_client_may_bring_other_hyper_parameters() -> None:
     directory = Directory(1)
     directory.place(place((3,)), client=1)
     directory.defined(0, 1)
-    other = PolicySpec("SGD", {"lr": 0.2})
+    other = RuleSpec("SGD", {"lr": 0.2})
     assert directory.place(place((3,), rule=other, define=False), client=2) is not None
 
 
@@ -198,11 +198,11 @@ def test_place_whole_tensors_are_not_cut() -> None:
 def test_place_waiting_rank_must_have_the_same_fixed_options() -> None:
     """Numbers travel with each push; what a torch class is called does not."""
     directory = Directory(1)
-    rule = PolicySpec("torch", {"kind": "Adagrad", "numbers.0": 0.1})
+    rule = RuleSpec("torch", {"kind": "Adagrad", "numbers.0": 0.1})
     directory.place(place((3,), rule=rule), client=1)
-    faster = PolicySpec("torch", {"kind": "Adagrad", "numbers.0": 0.5})
+    faster = RuleSpec("torch", {"kind": "Adagrad", "numbers.0": 0.5})
     assert directory.place(place((3,), rule=faster, define=False), client=2) is None
-    other = PolicySpec("torch", {"kind": "RMSprop", "numbers.0": 0.1})
+    other = RuleSpec("torch", {"kind": "RMSprop", "numbers.0": 0.1})
     with pytest.raises(DefineMismatch, match="RMSprop"):
         directory.place(place((3,), rule=other, define=False), client=2)
 

@@ -13,7 +13,7 @@ from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Buffered, DelayCompensated, Sync
-from paramserve.messages import Gradient, Place, Step
+from paramserve.messages import Gradient, ReadTarget, Step
 from paramserve.rules import Add
 
 ARENA = 3
@@ -32,7 +32,7 @@ class Worker:
 
     def steps(self, blocks: Sequence[int] = (0,), **options: float) -> None:
         push = tuple(Gradient(block, ARENA, 64 * block) for block in blocks)
-        pull = tuple(Place(block, 0, 0) for block in blocks)
+        pull = tuple(ReadTarget(block, 0, 0) for block in blocks)
         known = [each.version for each in self._rig.answers(self._client) if each.seq > 2]
         step = Step(0, 0, self._clock, True, push, pull, *known[-1:], **options)
         self._rig.send(self._client, step, 0, {ARENA: self.arena.view(np.uint8)})

@@ -12,7 +12,7 @@ from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
 from paramserve.core.group import resume
 from paramserve.core.shard import SESSION_KEEP_S
-from paramserve.messages import Commit, Define, Done, GroupReport, Refused, Rest
+from paramserve.messages import Commit, Define, Done, GroupReport, Refused, SuspendMembership
 
 FIRST, OTHER, SECOND = 1, 2, 3
 """Clients: rank 0, rank 1, and rank 0 again."""
@@ -140,7 +140,9 @@ def test_joiner_whose_first_step_comes_too_late_is_told_the_clock() -> None:
 def test_rest_lets_the_others_go_on_until_the_next_step() -> None:
     one = rig(Sync(reduce="sum"))
     assert one.step(FIRST, {0: [1.0]}).replies == []
-    assert len(one.send(OTHER, Rest(0, 0)).replies) == 2, "the clock waited for it only"
+    assert len(one.send(OTHER, SuspendMembership(0, 0)).replies) == 2, (
+        "the clock waited for it only"
+    )
     one.step(FIRST, {0: [1.0]}, clock=1)
     assert one.value() == [2.0]
     assert done(one.step(OTHER, pull=[0], tick=False)).at == 2

@@ -7,7 +7,7 @@ from tests.unit.core.rig import Rig
 
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec
-from paramserve.messages import UNDER_WAY, Rest, SetPolicy
+from paramserve.messages import CURRENT_CLOCK, SetPolicy, SuspendMembership
 
 
 def notes(one: Rig, rank: int = 0) -> list[tuple[int, bytes]]:
@@ -23,14 +23,14 @@ def test_step_that_is_held_and_made_again_at_a_later_clock_leaves_one_note() -> 
     for clock in range(3):
         push(one, B, clock)
     for shard in (0, 1):
-        one.send(A, Rest(0, 0), shard)
+        one.send(A, SuspendMembership(0, 0), shard)
     one.join(9)
     for shard in (0, 1):
         one.send(9, SetPolicy(0, 0, spec(SUM)), shard)
     kept, one.wire = one.wire, []
     before = len(one.replies)
     one.step(B, {0: [1.0]}, clock=3)
-    one.step(A, {0: [1.0]}, clock=UNDER_WAY, note=b"late")
+    one.step(A, {0: [1.0]}, clock=CURRENT_CLOCK, note=b"late")
     assert len(one.replies) == before, "the group is paused"
     one.wire = kept
     one.deliver()

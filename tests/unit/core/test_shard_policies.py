@@ -10,7 +10,16 @@ import pytest
 from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
-from paramserve.consistency.base import Admission, Apply, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.base import (
+    Admission,
+    Apply,
+    GroupView,
+    OnPush,
+    Policy,
+    Pull,
+    Push,
+    Wait,
+)
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
@@ -24,7 +33,7 @@ from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
 from paramserve.core.policy_changes import CHANGES_MAX
 from paramserve.core.stepping import adapted
-from paramserve.messages import Done, Inquire, Refused, Rest, SetPolicy, Waiting
+from paramserve.messages import Done, Inquire, Refused, SetPolicy, SuspendMembership, Waiting
 from paramserve.rules import SGD
 from paramserve.rules.base import PushInfo
 from paramserve.rules.torch_rule import TorchRule
@@ -204,14 +213,14 @@ class Moody(Policy):
 
     answer: str = "nan"
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         if self.answer == "raise":
             raise KeyError("nobody")
         if self.answer == "none":
             return None  # the very mistake
         return Apply(float(self.answer))
 
-    def on_pull(self, pull: Pull, group: Standing) -> Admission:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         return Wait(tuple(group.clocks))
 
 
@@ -393,7 +402,7 @@ class Garbled(Policy):
     collects: ClassVar[bool] = True
     until_s: float = float("nan")
 
-    def on_clock(self, group: Standing) -> Admission:
+    def on_clock(self, group: GroupView) -> Admission:
         return Wait((), self.until_s)
 
 
@@ -420,7 +429,7 @@ def test_worker_that_rests_reads_at_its_own_clock_while_all_others_are_behind() 
     for clock in range(5):
         push(one, A, clock)
     for shard in (0, 1):
-        done(one.send(A, Rest(0, 0), shard))
+        done(one.send(A, SuspendMembership(0, 0), shard))
         assert done(one.step(A, pull=[0], shard=shard, clock=5, tick=False)).at == 5
 
 
@@ -501,7 +510,7 @@ def test_corrected_momentum_knows_the_name_that_torchs_rules_give_it() -> None:
     one = rig(Async(), workers=2, rule=rule)
     block = one.shards[0].blocks[0]
     push = PushInfo(0, 0, 0, 0, 1.0, 1.0)
-    hyper, same = adapted(block, None, push, Apply(less_momentum=0.5, lr_scale=0.5))
+    hyper, same = adapted(block, None, push, Apply(momentum_reduction=0.5, lr_scale=0.5))
     assert hyper is not None
     asked = dict(zip(rule.hyper_names, hyper, strict=True))
     assert asked["betas.0"] == pytest.approx(0.4)

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
-from paramserve.config import Limits, PolicySpec
+from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.answering import gathered
@@ -22,7 +22,7 @@ from paramserve.messages import (
     Done,
     Fetch,
     Gradient,
-    Place,
+    ReadTarget,
     ShardRequest,
     Step,
     TakeSnapshot,
@@ -160,7 +160,7 @@ def test_push_pull_in_shared_memory_writes_at_its_places(active: Any) -> None:
         0,
         True,
         (Gradient(0, 3, 64, active),),
-        (Place(0, 1, 64), Place(1, 3, 128)),
+        (ReadTarget(0, 1, 64), ReadTarget(1, 3, 128)),
     )
     effects = one.send(WORKER, message, memory=arenas)
     assert effects.replies[0][1].payload is None
@@ -215,9 +215,9 @@ def test_define_of_the_higher_attempt_stands() -> None:
         (block_spec((4,)), "DefineMismatch"),
         (block_spec((4,), number=1, group=8, cuts=(0, 3)), "ShapeMismatch"),
         (block_spec((4,), number=1, group=8, dtype="int64"), "DtypeMismatch"),
-        (structs.replace(block_spec((4,), number=1), rule=PolicySpec("Magic")), "UnknownRule"),
+        (structs.replace(block_spec((4,), number=1), rule=RuleSpec("Magic")), "UnknownRule"),
         (
-            structs.replace(block_spec((4,), number=1), rule=PolicySpec("SGD", {"lr": -1.0})),
+            structs.replace(block_spec((4,), number=1), rule=RuleSpec("SGD", {"lr": -1.0})),
             "ParamServeError",
         ),
         (block_spec((9,), number=1, group=8), "ShapeMismatch"),
@@ -262,7 +262,7 @@ def test_fetch_state_that_is_not_there_is_refused() -> None:
 def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() -> None:
     one = rig()
     done(one.send(READER, Watch(0, 0, 2, 2)))
-    take = TakeSnapshot(0, 0, 0, (Place(0, 0, 0),))
+    take = TakeSnapshot(0, 0, 0, (ReadTarget(0, 0, 0),))
     nothing = one.send(READER, take)
     assert (done(nothing).taken, nothing.replies[0][1].payload) == (-1, None)
     for clock in range(7):
@@ -270,7 +270,7 @@ def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() ->
     first = one.send(READER, take)
     assert (done(first).taken, done(first).dropped, payload(first)[0]) == (4, 1, 4.0)
     arena = np.zeros(64, np.uint8)
-    second = structs.replace(take, after=4, pull=(Place(0, 1, 0),))
+    second = structs.replace(take, after=4, pull=(ReadTarget(0, 1, 0),))
     assert done(one.send(READER, second, memory={1: arena})).taken == 6
     assert arena.view(np.float64)[:4].tolist() == [6.0] * 4
     assert done(one.send(READER, structs.replace(take, after=6))).taken == -1
@@ -289,14 +289,14 @@ def test_snapshot_of_a_block_defined_later_is_refused() -> None:
     one.send(READER, Watch(0, 0, 1, 5))
     one.step(WORKER, {0: [1] * 4})
     one.define(WORKER, block_spec((2,), number=1))
-    error = refused(one.send(READER, TakeSnapshot(0, 0, 0, (Place(1, 0, 0),))))
+    error = refused(one.send(READER, TakeSnapshot(0, 0, 0, (ReadTarget(1, 0, 0),))))
     assert type(error).__name__ == "UnknownName"
 
 
 # --- bad input is refused whole
 
 
-def push(*headers: Gradient, pull: tuple[Place, ...] = (), **changes: Any) -> Step:
+def push(*headers: Gradient, pull: tuple[ReadTarget, ...] = (), **changes: Any) -> Step:
     return structs.replace(Step(0, 0, 0, True, headers, pull), **changes)
 
 
@@ -316,8 +316,8 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
     (push(Gradient(0, 0, 0)), {0: np.zeros(128, np.uint8)}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, (0, 5))), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, None, (0.5,))), {1: ARENA}, "ParamServeError"),
-    (push(GOOD, pull=(Place(7, 1, 0),)), {1: ARENA}, "UnknownName"),
-    (push(GOOD, pull=(Place(0, 1, 250),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(7, 1, 0),)), {1: ARENA}, "UnknownName"),
+    (push(GOOD, pull=(ReadTarget(0, 1, 250),)), {1: ARENA}, "ShapeMismatch"),
     (push(GOOD, weight=0.0), {1: ARENA}, "ParamServeError"),
     (push(GOOD, weight=math.nan), {1: ARENA}, "ParamServeError"),
     (push(GOOD, clip_norm=-1.0), {1: ARENA}, "ParamServeError"),

@@ -17,10 +17,10 @@ from paramserve.messages import (
     Done,
     Gradient,
     Inquire,
-    Propose,
-    Ready,
+    Prepare,
     Refused,
     Step,
+    Vote,
     Waiting,
 )
 from paramserve.rules import SGD
@@ -87,7 +87,7 @@ def test_clock_is_applied_when_all_workers_and_shards_have_it() -> None:
     both(one, A, 1.0)
     assert one.wire == []
     one.step(B, {0: [2.0]}, [0], shard=1)
-    assert [(to, type(message)) for to, message in one.wire] == [(0, Ready)]
+    assert [(to, type(message)) for to, message in one.wire] == [(0, Vote)]
     one.deliver()
     assert values(one) == ([0.0], [0.0]), "the lead has not seen B yet"
     one.step(B, {0: [2.0]}, [0], shard=0)
@@ -258,15 +258,15 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
     one = rig()
     both(one, A, 1.0)
     for message in (
-        Ready(7, 0, 1, (A,), True, False, 1.0),
+        Vote(7, 0, 1, (A,), True, False, 1.0),
         Commit(0, 5, (A,), 1.0),
-        Propose(0, 5, (A,)),
-        Propose(0, 0, (A,)),
+        Prepare(0, 5, (A,)),
+        Prepare(0, 0, (A,)),
     ):
         for shard in (0, 1):
             effects = one.happen(FromShard(message), shard)
             assert (effects.replies, effects.peers) == ([], [])
-    one.happen(FromShard(Ready(0, 0, 0, (A,), True, False, 1.0)), 1)
+    one.happen(FromShard(Vote(0, 0, 0, (A,), True, False, 1.0)), 1)
     assert one.wire == [], "only the lead takes what is ready"
 
 

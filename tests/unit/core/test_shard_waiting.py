@@ -8,7 +8,7 @@ from tests.unit.core.rig import Rig, block_spec, done, payload
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import BoundedStaleness
-from paramserve.messages import Done, Gradient, Place, Step
+from paramserve.messages import Done, Gradient, ReadTarget, Step
 
 FAST, SLOW, READER = 1, 2, 9
 
@@ -53,7 +53,7 @@ def test_bound_held_read_in_shared_memory_is_written_at_its_release() -> None:
     one = rig(0)
     arena = np.zeros(128, np.uint8)
     arena.view(np.float64)[0] = 1.0
-    step = Step(0, 0, 0, True, (Gradient(0, 1, 0),), (Place(0, 1, 64),))
+    step = Step(0, 0, 0, True, (Gradient(0, 1, 0),), (ReadTarget(0, 1, 64),))
     assert one.send(FAST, step, memory={1: arena}).replies == []
     one.step(SLOW, {0: [10.0]})
     assert arena.view(np.float64)[8] == 11.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
 
-from paramserve.config import Limits, PolicySpec
+from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.answering import gathered
@@ -34,8 +34,8 @@ from paramserve.messages import (
     Gradient,
     Keys,
     Piece,
-    Place,
     Put,
+    ReadTarget,
     Refused,
     Scan,
     SetPolicy,
@@ -91,7 +91,7 @@ def push(
 def rows_of(one: Rig, keys: list[int], shard: int = 0) -> list[float]:
     """The first value of each row, read without a trace."""
     block = one.shards[shard].blocks[0]
-    place = Place(0, 0, 0, Keys(len(keys), 0, 0, len(keys), False))
+    place = ReadTarget(0, 0, 0, Keys(len(keys), 0, 0, len(keys), False))
     message = Step(0, 0, 0, False, (), (place,))
     memory = {0: gathered([np.array(keys, np.int64)])}
     effects = one.send(ME, message, shard, memory)
@@ -124,7 +124,7 @@ def test_push_of_no_rows_without_a_payload_is_good() -> None:
 
 def test_push_and_pull_of_one_step_in_one_frame_reads_what_was_pushed() -> None:
     one = rig()
-    place = Place(0, 0, 0, Keys(2, 0, 0, 2, True))
+    place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2, True))
     message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=1),), (place,))
     gradient = pushed([5])[0]
     memory = {0: np.concatenate([gradient, gathered([np.array([6, 5], np.int64)])])}
@@ -142,7 +142,7 @@ def test_push_over_shared_memory_reads_to_the_places_named() -> None:
     keys[:], places[:] = [8, 9], [2, 0]
     pushed_keys, pushed_values = gradient_at(arena, 512, 1, DIM)
     pushed_keys[:], pushed_values[:] = 9, 4.0
-    place = Place(0, 1, 1024, Keys(2, 1, 64, 3, True))
+    place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 3, True))
     message = Step(0, 0, 0, True, (Gradient(0, 1, 512, rows=1),), (place,))
     done(one.send(ME, message, 0, {1: arena}))
     out = np.frombuffer(arena, np.float32, 3 * DIM, 1024).reshape(3, DIM)
@@ -156,7 +156,7 @@ def test_held_pull_is_checked_again_when_it_is_let_go() -> None:
         arena = np.full(4096, 7, np.uint8)
         keys, places = keys_at(arena, 64, 2)
         keys[:], places[:] = [8, 9], [0, 1]
-        place = Place(0, 1, 1024, Keys(2, 1, 64, 2, True))
+        place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 2, True))
         done(push(one, [8], tick=False))
         done(one.send(ME, Step(0, 0, int(bad), True, (), ())))
         pull = Step(0, 0, 1 + bad, False, (), (place,))
@@ -176,7 +176,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
     arena = np.full(1 << 16, 7, np.uint8)
     keys, places = keys_at(arena, 64, 2)
     keys[:], places[:] = [8, 9], [1000, -1000]
-    block.read({1: arena}, Place(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)), 0, None)
+    block.read({1: arena}, ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)), 0, None)
     end = (1 << 15) + 2 * DIM * 4
     assert (arena[256 : 1 << 15] == 7).all()
     assert (arena[end:] == 7).all()
@@ -237,7 +237,7 @@ def test_read_whose_keys_or_places_do_not_lie_there_is_refused(keys: Keys | None
     keys_at(arena, 64, 2)[1][:] = [0, 1]
     keys_at(arena, 192, 2)[1][:] = [0, -1]
     error = refused(
-        one.send(ME, Step(0, 0, 0, False, (), (Place(0, 1, 1024, keys),)), 0, {1: arena})
+        one.send(ME, Step(0, 0, 0, False, (), (ReadTarget(0, 1, 1024, keys),)), 0, {1: arena})
     )
     assert isinstance(error, ShapeMismatch)
     assert len(one.shards[0].blocks[0].store) == 0
@@ -245,7 +245,7 @@ def test_read_whose_keys_or_places_do_not_lie_there_is_refused(keys: Keys | None
 
 def test_read_of_keys_in_a_frame_that_are_not_there_is_refused() -> None:
     one = rig()
-    place = Place(0, 0, 0, Keys(2, 0, 0, 2, True))
+    place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2, True))
     for memory in ({}, {0: np.zeros(128, np.uint8)}):
         assert isinstance(
             refused(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, memory)), ShapeMismatch
@@ -255,7 +255,9 @@ def test_read_of_keys_in_a_frame_that_are_not_there_is_refused() -> None:
 def test_read_of_a_tensor_by_keys_and_of_a_table_without_is_refused() -> None:
     one = rig()
     one.define(ME, block_spec((4,), number=1, group=1))
-    error = refused(one.send(ME, Step(0, 0, 0, False, (), (Place(0, 1, 0),)), 0, {1: np.zeros(64)}))
+    error = refused(
+        one.send(ME, Step(0, 0, 0, False, (), (ReadTarget(0, 1, 0),)), 0, {1: np.zeros(64)})
+    )
     assert "names no keys" in error.failed
     for block, group in ((0, 1), (1, 0)):
         message = Step(0, group, 0, True, (Gradient(block, 0, 0, rows=1),), ())
@@ -291,8 +293,8 @@ def test_scan_from_anywhere_gives_rows_or_nothing() -> None:
 def test_read_of_no_rows_is_good_wherever_they_were_to_go() -> None:
     one = rig()
     for place in (
-        Place(0, 99, -64, Keys(0, 99, 7, 0, True)),
-        Place(0, 1, 0, Keys(0, 1, 0, 5, True)),
+        ReadTarget(0, 99, -64, Keys(0, 99, 7, 0, True)),
+        ReadTarget(0, 1, 0, Keys(0, 1, 0, 5, True)),
     ):
         done(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, {1: np.zeros(64, np.uint8)}))
 
@@ -333,9 +335,9 @@ def test_table_has_no_fields_and_no_snapshots() -> None:
         (table_spec(None), "has no rule"),
         (table_spec(options=TableOptions(Constant(1.0), max_bytes=10)), "no room for a row"),
         (table_spec(as_=TableSpec(DIM, "float64", 0, OPTIONS.to_spec())), "float64"),
-        (table_spec(as_=TableSpec(DIM, "float32", 0, PolicySpec("TableOptions"))), "needs|needed"),
+        (table_spec(as_=TableSpec(DIM, "float32", 0, RuleSpec("TableOptions"))), "needs|needed"),
         (
-            table_spec(as_=TableSpec(DIM, "float32", 0, PolicySpec("TableOptions", {"init": "X"}))),
+            table_spec(as_=TableSpec(DIM, "float32", 0, RuleSpec("TableOptions", {"init": "X"}))),
             "'X' is no option",
         ),
         (table_spec(policy=LocalSteps()), "LocalSteps cannot be the policy of table 'users'"),

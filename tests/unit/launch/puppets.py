@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.engine.base import Ended, Event, Process, Reported, Role
 from paramserve.errors import CannotPlace
 from paramserve.launch.plan import Plan
@@ -16,7 +16,7 @@ from paramserve.launch.plan import Plan
 PLAN = Plan(
     servers=1,
     workers=2,
-    consistency=PolicySpec("Async"),
+    consistency=RuleSpec("Async"),
     worker_payload=lambda rank, addresses: f"{rank} at {addresses}".encode(),
     worker_code=b"the function",
     threads_per_worker=3,

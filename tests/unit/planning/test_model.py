@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from paramserve.consistency.base import DROP, OnPush, Policy, Pull, Push, Standing, Wait
+from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
+from paramserve.planning.group_view import ShardGroupView
 from paramserve.planning.model import Model, bundles_of, clocks_of
 from paramserve.planning.prediction import Prediction, staleness_figures
 from paramserve.planning.setting import MB, Compute, Costs, Network, Setting
-from paramserve.planning.standing import ShardStanding
 
 CLASSIC = Setting(100, 1, 100 * MB, compute=Compute(0.0))
 """100 workers, 100 MB, 10 Gb/s."""
@@ -108,12 +108,12 @@ def test_shared_cores_make_servers_and_workers_wait_for_each_other() -> None:
 
 
 class NeverReads(Policy):
-    def on_pull(self, pull: Pull, group: Standing) -> Wait:
+    def on_pull(self, pull: Pull, group: GroupView) -> Wait:
         return Wait(())
 
 
 class DropsAll(Policy):
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return DROP
 
 
@@ -133,7 +133,7 @@ def test_policy_that_does_not_go_with_the_workers_is_refused() -> None:
 
 
 def test_standing_knows_the_slowest() -> None:
-    standing = ShardStanding(3)
+    standing = ShardGroupView(3)
     risen = [standing.tick(rank) for rank in (0, 0, 1, 2, 2, 1)]
     assert risen == [False, False, False, True, False, True]
     assert standing.slowest == min(standing.clocks.values()) == 2

@@ -21,7 +21,7 @@ import numpy as np
 from paramserve.client import BlockPush
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.consistency.registry import Terms
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
 from paramserve.rules import PushInfo, Run
@@ -278,9 +278,9 @@ class FakeClient:
     def notes(self, group: str) -> dict[int, dict[int, bytes]]:
         return {}
 
-    def terms(self, group: str) -> Terms:
+    def terms(self, group: str) -> PolicyTraits:
         policy = self._cluster.policy_of(group)
-        return Terms(policy.collects, policy.on_nonfinite == "refuse", policy)
+        return PolicyTraits(policy.collects, policy.on_nonfinite == "refuse", policy)
 
     def define(
         self,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.errors import UnknownRule
 from paramserve.rules import SGD, Adam, Add, Rule
 from paramserve.rules.registry import BUILT_IN, build, spec
@@ -33,7 +33,7 @@ class Mine:
 
 
 def test_spec_names_the_rule_and_its_options() -> None:
-    assert spec(SGD(lr=1, nesterov=True, momentum=0.9)) == PolicySpec(
+    assert spec(SGD(lr=1, nesterov=True, momentum=0.9)) == RuleSpec(
         "SGD",
         {
             "lr": 1.0,
@@ -51,7 +51,7 @@ def test_spec_names_the_rule_and_its_options() -> None:
 )
 def test_build_after_the_wire_gives_an_equal_rule(rule: Rule) -> None:
     wire = msgspec.msgpack.encode(spec(rule))
-    assert build(msgspec.msgpack.decode(wire, type=PolicySpec)) == rule
+    assert build(msgspec.msgpack.decode(wire, type=RuleSpec)) == rule
 
 
 def test_build_registered_rule_with_tuple_of_any_length() -> None:
@@ -63,11 +63,11 @@ def test_build_unknown_name_says_which_are_known() -> None:
     with pytest.raises(
         UnknownRule, match=r"'Mine'.*Adagrad, Adam, Add, FTRL, RowAdagrad, SGD and.*one of these"
     ):
-        build(PolicySpec("Mine"))
+        build(RuleSpec("Mine"))
 
 
 def test_build_registered_rule_replaces_no_built_in_one() -> None:
-    assert type(build(PolicySpec("SGD", {"lr": 0.1}), {"SGD": Imposter})) is SGD
+    assert type(build(RuleSpec("SGD", {"lr": 0.1}), {"SGD": Imposter})) is SGD
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_build_registered_rule_replaces_no_built_in_one() -> None:
 )
 def test_build_wrong_options_name_rule_and_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="SGD does not take"):
-        build(PolicySpec("SGD", options))
+        build(RuleSpec("SGD", options))
 
 
 def test_spec_of_numpy_numbers_is_of_floats() -> None:

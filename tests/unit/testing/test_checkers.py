@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paramserve.consistency.base import DROP, OnPush, Policy, Push, Standing
+from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
@@ -316,7 +316,7 @@ def test_samples_are_used(
 class Drops(Policy):
     """A user's own."""
 
-    def on_push(self, push: Push, group: Standing) -> OnPush:
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
         return DROP
 
 

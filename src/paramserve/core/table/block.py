@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from paramserve.core.guard import guarded
 from paramserve.core.shard_session import Memory
-from paramserve.core.shard_storage import Ruled
+from paramserve.core.shard_storage import ShardStorage
 from paramserve.core.table import parts, routing
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
-from paramserve.messages import BlockSpec, Gradient, Place, Put, Scan, TableReport
+from paramserve.messages import BlockSpec, Gradient, Put, ReadTarget, Scan, TableReport
 from paramserve.rules.base import Hyper, PushInfo, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
@@ -52,7 +52,7 @@ class Draft(NamedTuple):
     """Keys that are counted, and get no row."""
 
 
-class KeyedBlock(Ruled):
+class KeyedBlock(ShardStorage):
     """The part of a table that one shard holds.
 
     Attributes:
@@ -110,7 +110,8 @@ class KeyedBlock(Ruled):
         )
 
     def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
-        """As `Ruled.check`; rows may also lack the count of updates that hyper-parameters need."""
+        """As `ShardStorage.check`; rows may also lack the count of updates that hyper-parameters
+        need."""
         if hyper is not None and hyper != self._checked and self.rule is not None:
             about = self._about("failed to check its hyper-parameters")
             with guarded(about, self.rule, (ValueError, ParamServeError)):
@@ -281,7 +282,7 @@ class KeyedBlock(Ruled):
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def check_place(self, memory: Memory, place: Place, offset: int) -> None:
+    def check_place(self, memory: Memory, place: ReadTarget, offset: int) -> None:
         """Refuse a read whose keys or places do not lie in its memory; nothing is written.
 
         Args:
@@ -303,7 +304,7 @@ class KeyedBlock(Ruled):
                 fix="name places within the array",
             )
 
-    def _keys(self, memory: Memory, place: Place, offset: int) -> tuple[Array, Array | None]:
+    def _keys(self, memory: Memory, place: ReadTarget, offset: int) -> tuple[Array, Array | None]:
         """The keys of a read, and where their rows go (None: in order into the answer)."""
         asked = place.keys
         if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
@@ -318,7 +319,7 @@ class KeyedBlock(Ruled):
         whole = parts.within(memory.get(asked.arena), asked.offset, nbytes, what)
         return parts.keys_at(whole, asked.offset, asked.rows)
 
-    def read(self, memory: Memory, place: Place, offset: int, inline: Array | None) -> None:
+    def read(self, memory: Memory, place: ReadTarget, offset: int, inline: Array | None) -> None:
         """Write the rows of the keys asked for to their places, or in order to `inline`.
 
         A full table gives new keys their initial values, and no rows. So does one whose rows are

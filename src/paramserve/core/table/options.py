@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 
 FLOAT32_MAX = 3.4028234663852886e38
 BEYOND: Mapping[str, float] = {
@@ -252,7 +252,7 @@ class TableOptions:
         part = LRU(-(-lru.rows // shards))
         return replace(self, evict=part if self.ttl is None else self.ttl | part)
 
-    def to_spec(self) -> PolicySpec:
+    def to_spec(self) -> RuleSpec:
         """All options as data, for a message: "init" is "Normal", "init.std" is 0.01, and so on."""
         options: dict[str, float | str | bool] = {"max_bytes": float(self.max_bytes)}
         for slot in _SLOTS:
@@ -263,10 +263,10 @@ class TableOptions:
                     value = getattr(option, each.name)
                     if value is not None:
                         options[f"{slot}.{each.name}"] = float(value)
-        return PolicySpec(type(self).__name__, options)
+        return RuleSpec(type(self).__name__, options)
 
     @classmethod
-    def from_spec(cls, spec: PolicySpec) -> TableOptions:
+    def from_spec(cls, spec: RuleSpec) -> TableOptions:
         """What `to_spec` described.
 
         Args:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from paramserve.config import PolicySpec
+from paramserve.config import RuleSpec
 from paramserve.core.table.options import (
     LRU,
     TTL,
@@ -30,7 +30,7 @@ ALL = [
 @pytest.mark.parametrize("options", ALL)
 def test_options_survive_a_message(options: TableOptions) -> None:
     data = msgspec.msgpack.encode(options.to_spec())
-    assert TableOptions.from_spec(msgspec.msgpack.decode(data, type=PolicySpec)) == options
+    assert TableOptions.from_spec(msgspec.msgpack.decode(data, type=RuleSpec)) == options
 
 
 def test_ttl_and_lru_compose_in_either_order() -> None:
@@ -109,7 +109,7 @@ def test_option_of_another_kind_is_a_type_error(make: Any) -> None:
 )
 def test_spec_from_a_stranger_that_makes_no_sense_is_a_value_error(options: Any) -> None:
     with pytest.raises(ValueError):
-        TableOptions.from_spec(PolicySpec("TableOptions", options))
+        TableOptions.from_spec(RuleSpec("TableOptions", options))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_spec_from_a_stranger_that_makes_no_sense_is_a_value_error(options: Any)
 )
 def test_spec_from_a_stranger_with_other_arguments_is_a_type_error(options: Any) -> None:
     with pytest.raises(TypeError):
-        TableOptions.from_spec(PolicySpec("TableOptions", options))
+        TableOptions.from_spec(RuleSpec("TableOptions", options))
 
 
 @pytest.mark.parametrize("init", [Constant(65520.0), Uniform(-7e4, 0), Normal(0.0, 1e4)])

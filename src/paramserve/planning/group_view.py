@@ -9,8 +9,8 @@ RECENT = 64
 """Steps whose time `step_s` is the median of."""
 
 
-class ShardStanding:
-    """A `core.decisions.Standing`."""
+class ShardGroupView:
+    """A `core.decisions.GroupView`."""
 
     def __init__(self, workers: int) -> None:
         self.clocks: dict[int, int] = dict.fromkeys(range(workers), 0)

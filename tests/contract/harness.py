@@ -18,18 +18,18 @@ STRANGER = 1000
 HELLO = frame(encode(Hello("client", client=STRANGER)))
 
 
-class Town:
-    """A cluster and its citizen. Under Sync the citizen is the only worker: it waits for nobody."""
+class Harness:
+    """A cluster and its member. Under Sync the member is the only worker: it waits for nobody."""
 
     def __init__(self, cluster: RoleCluster, rank: int = -1) -> None:
         self.cluster = cluster
-        self.citizen: Client = cluster.client(rank)
-        self.citizen.define({"w": np.zeros(8), "b": np.zeros(3)}, rule=SGD(1.0))
+        self.member: Client = cluster.client(rank)
+        self.member.define({"w": np.zeros(8), "b": np.zeros(3)}, rule=SGD(1.0))
 
     def goes_on(self) -> None:
-        """The citizen is served, and nothing was raised out of the servers' loop."""
-        self.citizen.push_pull({"b": np.zeros(3)}, tick=True, timeout_s=WAIT_S)
-        assert len(self.citizen.reports()) == len(self.cluster.servers)
+        """The member is served, and nothing was raised out of the servers' loop."""
+        self.member.push_pull({"b": np.zeros(3)}, tick=True, timeout_s=WAIT_S)
+        assert len(self.member.reports()) == len(self.cluster.servers)
         assert self.cluster.serving.errors == []
 
     def stranger(self, **hello: Any) -> Link:
