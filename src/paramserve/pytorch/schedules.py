@@ -18,10 +18,11 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paramserve.messages import NOTE_BYTES_MAX
@@ -30,12 +31,12 @@ from paramserve.pytorch.hyper import ParamGroup
 if TYPE_CHECKING:
     from paramserve.client import Client
 
+T = TypeVar("T")
+
 Numbers = dict[str, Any]
 _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
-
-
 _SEVERAL = 2
 """Steps from which on what a worker has seen itself tells how often a scheduler is stepped."""
 
@@ -228,12 +229,8 @@ class Schedules:
     def _search(self, groups: Sequence[ParamGroup]) -> list[LRScheduler]:
         """All schedulers of this optimizer that its function steps itself. Torch keeps no list of
         them, and a scheduler leaves no trace of itself on its optimizer."""
-        found = [
-            each
-            for each in gc.get_objects()
-            if issubclass(type(each), LRScheduler)
-            and getattr(vars(each).get("optimizer"), "param_groups", None) is groups
-        ]
+        optimizers = _with_attribute("param_groups", groups, Optimizer)
+        found = [s for each in optimizers for s in _with_attribute("optimizer", each, LRScheduler)]
         inner = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
         own = sorted((e for e in found if id(e) not in inner), key=lambda e: type(e).__name__)
         known = {id(each) for each in self._alive()}
@@ -327,6 +324,20 @@ class Schedules:
             "hyper-parameters; where that is wrong, set them from worker.clock",
             stacklevel=7,
         )
+
+
+def _with_attribute(name: str, value: object, kind: type[T]) -> list[T]:
+    """The objects of a kind that have this very value as an attribute.
+
+    Not from `gc.get_objects`: that holds on to all tuples for a moment, also those that another
+    thread is just making, and CPython raises `SystemError` there.
+    """
+    found: dict[int, T] = {}
+    for holder in gc.get_referrers(value):  # the object, or its dict
+        for each in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
+            if issubclass(type(each), kind) and vars(each).get(name) is value:
+                found[id(each)] = each
+    return list(found.values())
 
 
 def _position(scheduler: LRScheduler) -> float:
