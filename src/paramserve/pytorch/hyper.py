@@ -210,6 +210,11 @@ class HyperReader:
             self._options, self._rule, self._hyper = options, rule, hyper
         return self._rule
 
+    def rule_of_state(self, group: ParamGroup | None) -> Rule:
+        """The group's rule as it is now, or `defined` if that has more state; raises as `rule`."""
+        rule = self.rule(group)
+        return rule if rule.states(rule.hyper()) == self._states else self.defined
+
     def read(self, group: ParamGroup | None) -> Hyper:
         """The group's hyper-parameters as they are now; raises as `rule`."""
         self.rule(group)

@@ -178,23 +178,39 @@ class Served(Adopted[ServedBlock]):
         self.install_pending()
         state: torch_state.State = {}
         with torch.no_grad():
-            for part, rule in self._rules(groups):
+            for part, rule in self._rules_of_state(groups):
                 state.update(torch_state.fetch(self._client, part.block, part.layout, rule))
         given = {id(param) for group in groups for param in group["params"]}
         return {param: entry for param, entry in state.items() if id(param) in given}
 
     def _rules(self, groups: Sequence[ParamGroup]) -> list[tuple[ServedBlock, Rule]]:
         """Each part with its rule, as the groups' options are now."""
+        return [(part, part.hyper.rule(group)) for part, group in self._with_groups(groups)]
+
+    def _rules_of_state(self, groups: Sequence[ParamGroup]) -> list[tuple[ServedBlock, Rule]]:
+        """Each part with a rule that has the state that lies on the servers, also where an option
+        that needs state, as a momentum, is 0 now."""
+        return [
+            (part, part.hyper.rule_of_state(group)) for part, group in self._with_groups(groups)
+        ]
+
+    def _with_groups(
+        self, groups: Sequence[ParamGroup]
+    ) -> list[tuple[ServedBlock, ParamGroup | None]]:
+        """Each part with the group that it belongs to now; None: with none any more."""
         if self._taken is None:
             self.regroup(groups)
         at = [groups[part.group] if part.group is not None else None for part in self._parts]
-        return [(part, part.hyper.rule(group)) for part, group in zip(self._parts, at, strict=True)]
+        return list(zip(self._parts, at, strict=True))
 
     def store_state(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """On rank 0, overwrite the state on the servers with this one; the others only check it."""
         self.install_pending()
         self._store(
-            [torch_state.prepare(part.layout, rule, state) for part, rule in self._rules(groups)]
+            [
+                torch_state.prepare(part.layout, rule, state)
+                for part, rule in self._rules_of_state(groups)
+            ]
         )
 
     def _store(self, fields: Sequence[list[torch_state.Field]]) -> None:

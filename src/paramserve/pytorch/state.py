@@ -58,6 +58,8 @@ def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
                     entry[name] = torch.tensor(float(count), dtype=kept.dtype)
                 else:
                     value = _as_kept(views[name][index], kept, param)
+                    if isinstance(rule, SGD) and value is not None and not value.any():
+                        continue  # as torch, which has no buffer before a step with a momentum
                     entry[name] = value if value is not None else first(rule, param)[name]
         elif isinstance(rule, TorchRule):
             entry = rule.first(param)

@@ -54,6 +54,35 @@ def test_state_dict_equals_torch(kind, options) -> None:
     assert len(optimizer.state) == 0
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_state_dict_keeps_the_buffers_of_a_momentum_that_is_0_since(kind) -> None:
+    model, expected = small_model(), small_model()
+    optimizer = kind(model.parameters(), lr=0.05, momentum=0.9)
+    plain = kind(expected.parameters(), lr=0.05, momentum=0.9)
+    adopt(FakeCluster().worker(), model, optimizer)
+    for each, trained in ((optimizer, model), (plain, expected)):
+        partly_train(trained, each)
+        each.param_groups[0]["momentum"] = 0.0
+        partly_train(trained, each)
+    for _ in range(2):
+        fetched, wanted = optimizer.state_dict(), plain.state_dict()
+        assert fetched["state"].keys() == wanted["state"].keys()
+        for index, entry in wanted["state"].items():
+            assert list(fetched["state"][index]) == list(entry)
+            for name, value in entry.items():
+                torch.testing.assert_close(fetched["state"][index][name], value)
+        for state in (fetched, wanted):  # a buffer of one's own, for when it is above 0 again
+            for entry in state["state"].values():
+                entry["momentum_buffer"] = torch.full_like(entry["momentum_buffer"], 0.25)
+            state["param_groups"][0]["momentum"] = 0.0
+        optimizer.load_state_dict(fetched)
+        plain.load_state_dict(wanted)
+    for each, trained in ((optimizer, model), (plain, expected)):
+        each.param_groups[0]["momentum"] = 0.9
+        partly_train(trained, each)
+    assert_same(model, expected)
+
+
 @pytest.mark.parametrize("direction", ["to torch", "from torch", "before adoption"])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_state_dict_moves_between_torch_and_servers(kind, options, direction) -> None:
