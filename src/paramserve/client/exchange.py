@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
@@ -29,7 +28,7 @@ from paramserve.client.links import (
     Slot,
 )
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.core.session import Operation, SlotPool
+from paramserve.core.session import ClientSession, Operation, SlotPool
 from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -54,6 +53,7 @@ from paramserve.messages import (
 from paramserve.transport import forks
 from paramserve.transport.dial import listens
 from paramserve.transport.link import Link
+from paramserve.transport.timing import SYSTEM, Timing
 
 __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
 
@@ -93,6 +93,9 @@ class Exchange(Links):
         joined: identity and addresses, from the coordinator.
         rank: of the worker, or -1.
         connect: how a shard is reached at its addresses.
+        timing: gives the time, and lets it wait.
+        window: calls that one shard may have unanswered.
+        session: keeps the numbers of requests to one shard.
     """
 
     def __init__(
@@ -103,8 +106,13 @@ class Exchange(Links):
         limits: Limits,
         deadlines: Deadlines,
         connect: Connect = Link.connect,
+        timing: Timing = SYSTEM,
+        window: int = WINDOW,
+        session: type[ClientSession] = ClientSession,
     ) -> None:
-        super().__init__(joined, rank, credentials, limits, deadlines, connect)
+        super().__init__(
+            joined, rank, credentials, limits, deadlines, connect, timing, window, session
+        )
         self._condition = threading.Condition(self._lock)
         """Of the lock; notified when a thread has read something."""
         self._waiters = 0
@@ -130,7 +138,8 @@ class Exchange(Links):
     def _connect(self, shard: ReachedShard, timeout_s: float) -> Link:
         link = super()._connect(shard, timeout_s)
         if not link.shared:
-            self._quick_s, self._spin_s = QUICK_TCP_S, SPIN_TCP_S
+            if self._timing.spins:
+                self._quick_s, self._spin_s = QUICK_TCP_S, SPIN_TCP_S
             link.while_blocked = partial(self._read_while_blocked, shard)
         return link
 
@@ -151,7 +160,7 @@ class Exchange(Links):
         if self._gone is not None:  # With one shard the cluster is lost: the others end as well.
             self._give_up(shard, self._gone)
             return
-        time.sleep(RECONNECT_PAUSE_S)
+        self._timing.sleep(RECONNECT_PAUSE_S)
         try:
             self._connect(shard, self._deadlines.reconnect_s)
             for message in shard.session.to_resend():
@@ -170,7 +179,7 @@ class Exchange(Links):
         """Whether a shard that could not be reached is only busy, or crowded by other peers."""
         if not (isinstance(error, ConnectTimeout) and listens(error.__cause__)):
             return False
-        now = time.monotonic()
+        now = self._now()
         shard.mute_since = shard.mute_since if shard.mute_since is not None else now
         return now - shard.mute_since < self._deadlines.stall_s
 
@@ -196,7 +205,7 @@ class Exchange(Links):
             ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed. Nothing
                 was sent.
         """
-        return self._until(lambda: self.has_room(requests), time.monotonic() + timeout_s)
+        return self.read_until(lambda: self.has_room(requests), self._now() + timeout_s)
 
     def full(self, requests: int) -> str:
         """Which shard has no room; empty: all have."""
@@ -204,6 +213,11 @@ class Exchange(Links):
             if not shard.session.has_room(requests):
                 return f"shard {shard.number} left {shard.session.window} calls unanswered"
         return ""
+
+    @property
+    def lost(self) -> ParamServeError | None:
+        """Why the last shard that was given up is gone; None: none is."""
+        return self._gone
 
     def _check_gone(self) -> None:
         """Raise what a shard was lost by, for a call that has sent nothing."""
@@ -324,7 +338,7 @@ class Exchange(Links):
         """
         if operation.complete:
             return True
-        return self._until(lambda: operation.complete, time.monotonic() + timeout_s)
+        return self.read_until(lambda: operation.complete, self._now() + timeout_s)
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether the operation is complete."""
@@ -334,14 +348,14 @@ class Exchange(Links):
                 self._read_all(self._ready(0.0))
             return operation.complete
 
-    def _until(self, done: Callable[[], bool], deadline: float) -> bool:
+    def read_until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Read answers, or let another thread do so, until `done`; whether it was in time. The
         caller does not hold the lock, under which `done` is called.
 
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
-        began = now = time.monotonic()
+        began = now = self._now()
         polling = False
         while True:
             try:
@@ -360,7 +374,7 @@ class Exchange(Links):
                     with self._lock:
                         self._polling = polling = False
                         self._read_all(ready)
-                now = time.monotonic()
+                now = self._now()
             finally:
                 if polling:  # Interrupted; there is no call here that another interrupt could hit.
                     self._polling = False
@@ -472,7 +486,7 @@ class Exchange(Links):
         try:
             with self._lock:
                 self._questions.append(under_way)
-            self._until(told, time.monotonic() + timeout_s)
+            self.read_until(told, self._now() + timeout_s)
         finally:
             with self._lock:
                 self._questions = [each for each in self._questions if each is not under_way]
@@ -492,7 +506,7 @@ class Exchange(Links):
         def settled() -> bool:
             return not any(shard.session.unanswered for shard in self.shards)
 
-        return self._until(settled, time.monotonic() + timeout_s)
+        return self.read_until(settled, self._now() + timeout_s)
 
     def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe.

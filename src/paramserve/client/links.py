@@ -11,7 +11,6 @@ import itertools
 import logging
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -41,6 +40,7 @@ from paramserve.messages import (
 )
 from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.link import Link
+from paramserve.transport.timing import Timing
 
 logger = logging.getLogger("paramserve")
 
@@ -110,10 +110,10 @@ class Slot:
 class ReachedShard:
     """One shard as this client reaches it."""
 
-    def __init__(self, number: int, addresses: Sequence[str], requests: int) -> None:
+    def __init__(self, number: int, addresses: Sequence[str], session: ClientSession) -> None:
         self.number = number
         self.addresses = addresses
-        self.session = ClientSession(number, WINDOW, requests)
+        self.session = session
         self.link: Link | None = None
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
@@ -133,13 +133,17 @@ class Links:
         limits: Limits,
         deadlines: Deadlines,
         connect: Connect,
+        timing: Timing,
+        window: int,
+        session: type[ClientSession],
     ) -> None:
         self.blocks: dict[int, Block] = {}
         """By id: what the parts of a request are measured by."""
-        self.requests = max(WINDOW, min(REQUESTS, limits.outstanding_max))
+        self.requests = max(window, min(REQUESTS, limits.outstanding_max))
         """That one shard may have unanswered."""
         self.shards = [
-            ReachedShard(k, each, self.requests) for k, each in enumerate(joined.servers)
+            ReachedShard(k, each, session(k, window, self.requests))
+            for k, each in enumerate(joined.servers)
         ]
         self.io_timeout_s = deadlines.request_s
         """A payload of which a server takes nothing for this long is sent again, on a new
@@ -149,7 +153,7 @@ class Links:
             joined.client,
             joined.incarnation,
             rank,
-            WINDOW,
+            window,
             cluster=joined.cluster,
             requests=self.requests,
         )
@@ -168,9 +172,11 @@ class Links:
         self.payloads = Payloads(self.blocks, self._arenas)
         self._lock = threading.RLock()
         self._closed = False
-        self._poll = select.poll()
+        self._timing = timing
+        self._now = timing.monotonic
+        self._poll = timing.poller()
         self._by_fileno: dict[int, ReachedShard] = {}
-        self._quick_s, self._spin_s = QUICK_S, SPIN_S
+        self._quick_s, self._spin_s = (QUICK_S, SPIN_S) if timing.spins else (0.0, 0.0)
         self._quick = False
         """Whether the last answers came quickly, so that the next ones may be worth a spin."""
         self._down: set[int] = set()
@@ -282,14 +288,14 @@ class Links:
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
     def _attach(self, shard: ReachedShard, link: Link, arena: Arena) -> None:
-        deadline = time.monotonic() + self._deadlines.request_s
+        deadline = self._now() + self._deadlines.request_s
         while True:
             try:
                 link.attach(arena, timeout_s=self._deadlines.reconnect_s)
             except ConnectTimeout as error:
                 if self._hung_up(shard):
                     self._give_up(shard, error)
-                elif time.monotonic() < deadline:
+                elif self._now() < deadline:
                     continue  # It lives, and is busy.
                 else:
                     raise
@@ -301,7 +307,7 @@ class Links:
 
     def _hung_up(self, shard: ReachedShard) -> bool:
         """Whether the other end of a shard's link is closed."""
-        poll = select.poll()  # One of its own: another thread may wait on the common one.
+        poll = self._timing.poller()  # One of its own: another thread may wait on the common one.
         poll.register(shard.fileno, 0)  # Ends and errors are told in any case.
         return bool(poll.poll(0))
 
@@ -390,15 +396,15 @@ class Links:
             return [self.shards[number] for number in sorted(self._down)]
         found = self._poll.poll(0) or self._spin() if self._quick else []
         if not found:
-            began = time.monotonic()
+            began = self._now()
             found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
-            self._quick = time.monotonic() - began < self._quick_s
+            self._quick = self._now() - began < self._quick_s
         return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
 
     def _spin(self) -> list[tuple[int, int]]:
         """Look for answers without going to sleep: waking up takes longer than a small step."""
-        until = time.monotonic() + self._spin_s
-        while time.monotonic() < until:
+        until = self._now() + self._spin_s
+        while self._now() < until:
             if found := self._poll.poll(0):
                 return found
         self._quick = False
