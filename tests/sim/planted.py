@@ -5,7 +5,7 @@ The checkers know none of them. Each function plants one and returns the cluster
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,7 @@ from paramserve.messages import Commit, Done, PeerMessage, Prepare, ShardRequest
 from paramserve.rules import PushInfo
 from paramserve.testing import Faults, SimulatedCluster, slow
 from paramserve.testing import process as process_module
-from paramserve.testing.network import Frame
-from paramserve.testing.process import Connection
+from paramserve.testing.network import Frame, Stream
 from paramserve.testing.scripts import LeasingWorker, SimulatedWorker
 
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
@@ -61,6 +60,7 @@ CHANGES = Faults(slow=0.1, change=0.05)
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 DEATHS_OF_JOINERS = {"faults": Faults(slow=0.1, join=0.03, kill=0.05), "restarts": True}
+PATIENCE_S = 0.04
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
 
 
@@ -115,19 +115,28 @@ def acknowledge_before_apply(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A client that has lost patience uses the slots of its call for the next one."""
 
-    class Impatient(SimulatedWorker):
-        def timed_out(self, operation: Operation) -> None:
-            self.release(operation)
+    return with_worker(impatient(SimulatedWorker))
 
-    return with_worker(Impatient)
+
+def impatient(kind: type[SimulatedWorker]) -> type[SimulatedWorker]:
+    class Impatient(kind):  # type: ignore[misc, valid-type]
+        def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
+            super().submit(requests, operation)
+            self.later(PATIENCE_S, self._lose_patience, operation)
+
+        def _lose_patience(self, operation: Operation) -> None:
+            if not operation.complete:
+                self.release(operation)
+
+    return Impatient
 
 
 def slot_freed_at_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A slot is free when one shard has answered, though the other has not."""
 
     class Hasty(SimulatedWorker):
-        def _reply(self, connection: Connection, frame: Frame) -> None:
-            super()._reply(connection, frame)
+        def received(self, stream: Stream, frame: Frame) -> None:
+            super().received(stream, frame)
             for operation in list(self._slots):
                 if operation.replies:
                     self.release(operation)

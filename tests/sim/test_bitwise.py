@@ -39,6 +39,15 @@ class RandomGradients(Counting):
 
 
 class Steady(SimulatedWorker):
+    """It suspends its membership never: that leaves gradients of clocks out."""
+
+    def next(self) -> bool:
+        if self.left > 0:
+            self.left -= 1
+            self._step_of(self.cluster.random.random())
+            return True
+        return False
+
     def _step_of(self, kind: float) -> None:
         def then(call: Call, operation: Operation) -> None:
             assert operation.error is None

@@ -237,7 +237,7 @@ def test_killed_worker_dies_in_the_middle_of_its_step() -> None:
 @pytest.mark.parametrize("policy", ["sync-backup", "async", "bounded-1"])
 def test_straggler_holds_up_only_those_who_wait(policy: str) -> None:
     script = (slow(worker=2, factor=50),)
-    cluster = replay(1, consistency=POLICIES[policy], faults=Faults(), script=script)
+    cluster = replay(2, consistency=POLICIES[policy], faults=Faults(), script=script)
     ended = {c.rank: c for c in cluster.clients}
     behind = max(call.answered or 0 for call in cluster.history.calls if call.rank == 0)
     slowest = max(call.answered or 0 for call in cluster.history.calls if call.rank == 2)

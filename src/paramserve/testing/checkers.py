@@ -50,6 +50,7 @@ __all__ = [
     "changes_agree",
     "samples_are_used",
     "everyone_finishes",
+    "processes_raise_nothing",
 ]
 
 Checker = Callable[[History], list[str]]
@@ -241,6 +242,11 @@ def everyone_finishes(history: History) -> list[str]:
     return [*history.unfinished, *history.slow]
 
 
+def processes_raise_nothing(history: History) -> list[str]:
+    """No client's process ends by an exception that none of its calls has a reason for."""
+    return history.raised
+
+
 ALL: tuple[Checker, ...] = (
     exactly_once,
     counters_agree,
@@ -258,6 +264,7 @@ ALL: tuple[Checker, ...] = (
     changes_agree,
     samples_are_used,
     everyone_finishes,
+    processes_raise_nothing,
 )
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from paramserve.client.links import Slot
+from paramserve.client.steps import offset_of
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation, SlotPool
+from paramserve.core.session import Operation
 from paramserve.messages import (
     CURRENT_CLOCK,
     Define,
@@ -24,7 +26,7 @@ from paramserve.messages import (
 )
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
-from paramserve.testing.process import ARENA, ClientProcess
+from paramserve.testing.process import ClientProcess
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
@@ -42,11 +44,9 @@ class SimulatedClient(ClientProcess):
         """Those that it knows, by name."""
         self.in_flight = 0
         """Steps that are not answered yet."""
-        self.pool = SlotPool(lambda arena, offset, size: (arena, offset))
-        self.pool.add_arena(ARENA, 0, self.arena.size)
         self.enters = False
         """Whether it counts only from its next step on."""
-        self._slots: dict[Operation, list[int]] = {}
+        self._slots: dict[Operation, list[Slot]] = {}
         self._calls = 0
         self._pushes = 0
 
@@ -55,38 +55,30 @@ class SimulatedClient(ClientProcess):
         """Number of the one group that there is."""
         return next(iter(self.blocks.values())).group
 
-    def take(self, block: Block) -> int:
-        """A slot for a whole block: its offset in the arena."""
-        slot = self.pool.take(block.nbytes)
-        assert slot is not None, "the arena has room for all that may be outstanding"
-        return slot[1]
-
-    def values(self, block: Block, slot: int) -> Any:
+    def values(self, block: Block, slot: Slot) -> Any:
         """A slot as the block's elements: [size]."""
-        return np.frombuffer(self.arena, block.dtype, block.size, slot)
+        return slot.array(block)
 
     def release(self, operation: Operation) -> None:
         """Let go of the slots of an operation."""
-        for slot in self._slots.pop(operation, ()):
-            self.pool.give_back((ARENA, slot))
+        self.exchange.give_back(self._slots.pop(operation, ()))
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
-        slot = self.take(block)
+        slot = self.exchange.take(block.nbytes)
         self.cluster.workload.start(self.values(block, slot), block)
         requests = [
-            Define(0, block.spec, attempt, ARENA, self._offset(block, slot, shard))
-            for shard in range(len(self.connections))
+            Define(0, block.spec, attempt, slot.arena, offset_of(block, slot, shard))
+            for shard in range(len(self.exchange.shards))
         ]
         operation = Operation(len(requests))
         self._slots[operation] = [slot]
 
         def complete() -> None:
             self.release(operation)
-            if not self.fenced:
-                then(operation)
+            then(operation)
 
-        operation.then(complete)
+        self._then_soon(operation, complete)
         self.submit(requests, operation)
 
     def step(
@@ -130,9 +122,9 @@ class SimulatedClient(ClientProcess):
                 requests[shard] = structs.replace(requests[shard], weight=0.0)
         operation = Operation(len(requests))
         self._slots[operation] = self._slots_of(sources, targets)
-        operation.then(partial(self._complete, call, operation, targets, then))
-        for shard, connection in enumerate(self.connections):
-            self.cluster.call_of[self.writer, shard, connection.session.last + 1] = call
+        self._then_soon(operation, partial(self._complete, call, operation, targets, then))
+        for each in self.exchange.shards:
+            self.cluster.call_of[self.writer, each.number, each.session.last + 1] = call
         self.stepping = self.clock
         if tick and not call.asks:
             self.clock += 1
@@ -162,9 +154,9 @@ class SimulatedClient(ClientProcess):
 
     def _targets(self, pull: Sequence[Any]) -> Sequence[Any]:
         """Memory for what is read: blocks and slots."""
-        return [(block, self.take(block)) for block in pull]
+        return [(block, self.exchange.take(block.nbytes)) for block in pull]
 
-    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[int]:
+    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[Slot]:
         """Those of a step's gradients and of what it reads."""
         return [slot for _, slot in (*sources, *targets)]
 
@@ -178,30 +170,29 @@ class SimulatedClient(ClientProcess):
         """A step as every shard gets it: with the places of its own parts of the slots."""
         requests = []
         for shard, base in enumerate(bases):
-            push = tuple(Gradient(b.id, ARENA, self._offset(b, s, shard)) for b, s in sources)
-            pull = tuple(ReadTarget(b.id, ARENA, self._offset(b, s, shard)) for b, s in targets)
+            push = tuple(Gradient(b.id, s.arena, offset_of(b, s, shard)) for b, s in sources)
+            pull = tuple(ReadTarget(b.id, s.arena, offset_of(b, s, shard)) for b, s in targets)
             requests.append(structs.replace(step, push=push, pull=pull, base=base))
         return requests
 
     def change_policy(self, policy: Policy) -> None:
         """Ask the shards for another policy; the answers to later steps tell of it."""
-        requests = [SetPolicy(0, self.group, policies.spec(policy)) for _ in self.connections]
+        requests = [SetPolicy(0, self.group, policies.spec(policy)) for _ in self.exchange.shards]
         self._ask_all(requests)
 
     def rest(self) -> None:
         """Nobody is to wait for this worker until its next step."""
-        self._ask_all([SuspendMembership(0, self.group) for _ in self.connections])
+        self._ask_all([SuspendMembership(0, self.group) for _ in self.exchange.shards])
 
     def _ask_all(self, requests: Sequence[SuspendMembership] | Sequence[SetPolicy]) -> None:
         operation = Operation(len(requests))
 
         def complete() -> None:
             self.in_flight -= 1
-            if not self.fenced:
-                self._hear(operation, None)
-                self.script()
+            self._hear(operation, None)
+            self.script()
 
-        operation.then(complete)
+        self._then_soon(operation, complete)
         self.in_flight += 1
         self.submit(requests, operation)
 
@@ -209,7 +200,7 @@ class SimulatedClient(ClientProcess):
         """A step's gradients: blocks and slots."""
         if number is None:
             return []
-        sources = [(block, self.take(block)) for block in push]
+        sources = [(block, self.exchange.take(block.nbytes)) for block in push]
         which = Pushed(self.writer, self.rank, number, self.clock)
         for block, slot in sources:
             self.cluster.workload.fill(self.values(block, slot), block, which)
@@ -218,7 +209,7 @@ class SimulatedClient(ClientProcess):
             values = self.values(block, slot)
             values[-1] = np.nan
             if self._each_shard_judges():
-                for shard in range(len(self.connections)):
+                for shard in range(len(self.exchange.shards)):
                     low, high = block.range(shard)
                     values[low:high][-1:] = np.nan
         return sources
@@ -228,9 +219,14 @@ class SimulatedClient(ClientProcess):
         come later may not know the policy."""
         return self.late or not self.traits_at(self.clock).collects
 
-    @staticmethod
-    def _offset(block: Block, slot: int, shard: int) -> int:
-        return slot + block.range(shard)[0] * block.dtype.itemsize
+    def _then_soon(self, operation: Operation, action: Callable[[], None]) -> None:
+        """Do something when all shards have answered, and the process is at nothing else."""
+
+        def complete() -> None:
+            if self.exchange.lost is None:  # else it is fenced
+                action()
+
+        operation.then(partial(self.soon, complete))
 
     def _complete(
         self,
@@ -239,8 +235,6 @@ class SimulatedClient(ClientProcess):
         targets: Sequence[Any],
         then: Callable[[Call, Operation], None],
     ) -> None:
-        if self.fenced:
-            return
         error = operation.error
         if error is not None:
             call.error, call.applied = type(error).__name__, error.applied
@@ -277,7 +271,7 @@ class SimulatedClient(ClientProcess):
         """Tell the history what was read."""
         block, slot = target
         values = self.values(block, slot)
-        for shard in range(len(self.connections)):
+        for shard in range(len(self.exchange.shards)):
             low, high = block.range(shard)
             if high > low:
                 row = self.cluster.workload.read(values[low:high], low)

@@ -211,6 +211,7 @@ class History:
         ended: writers that were killed or declared dead.
         unfinished: what was still waiting when time was up, one text for each.
         slow: who moved too late after the network had healed, one text for each.
+        raised: exceptions that ended a process, one text for each.
     """
 
     collects: bool
@@ -235,6 +236,7 @@ class History:
     ended: set[int] = field(default_factory=set)
     unfinished: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
     _order: int = 0
 
     def next(self) -> int:

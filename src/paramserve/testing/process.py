@@ -1,46 +1,40 @@
-"""A simulated client's process: its life, its streams that break, and what is sent again on them.
+"""A simulated client's process: its life, and the shipping exchange on simulated connections.
 
-It does what the real client does, with timers in place of threads: number a request, send it to
-every shard, send it again when its caller has lost patience, and send all that is unanswered in
-order on a new stream.
+The process is a fiber. It does one thing after the other: what its script has planned, and in
+between it waits in `Exchange.read_until`, as a thread of a real client does.
 """
 
 from __future__ import annotations
 
-import mmap
+import traceback
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paramserve.client.payloads import Payloads
+from paramserve.client.exchange import Exchange
+from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.consistency.registry import PolicyTraits
-from paramserve.core.answering import gathered
 from paramserve.core.group import outside, resume, undecided
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
-from paramserve.core.table.parts import padded
-from paramserve.errors import ParamServeError, rebuild
+from paramserve.errors import ConnectTimeout, ParamServeError
 from paramserve.messages import (
-    AskReport,
-    Bye,
     CoordinatorReply,
     CoordinatorRequest,
-    Done,
     Failed,
     GroupPolicy,
-    GroupReport,
     Hello,
     Join,
     Joined,
-    Refused,
-    ServerBeat,
-    ShardReply,
     ShardRequest,
-    Welcome,
     WorkerBeat,
     decoder,
     encode,
 )
+from paramserve.testing.fiber import Fiber, VirtualTiming
+from paramserve.testing.link import VirtualLink
 from paramserve.testing.nemesis import worker_place
 from paramserve.testing.network import NEAR, Bytes, Frame, Stream
 from paramserve.transport.arena import Arena
@@ -48,44 +42,20 @@ from paramserve.transport.arena import Arena
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
 
-ARENA = 1
-TIMEOUT_S = 0.04
-"""A call that is not answered in this time is tried again, with the same numbers."""
-RECONNECT_S = 0.004
+RETRY_S = 0.004
+"""Before a shard that does not answer is dialled again."""
 REJOIN_S = 0.01
 """A rank that still counts as live is asked for again after this."""
 BEAT_S = 0.05
+LOOK_S = 10.0
+"""How often an idle process looks whether there is anything to do."""
+DEADLINES = Deadlines(start_s=60.0, reconnect_s=0.05, stall_s=600.0)
+"""A shard that cannot be reached is tried until the network has healed, and longer."""
+LIMITS = Limits()
 
-_decode_reply = decoder(ShardReply | Welcome).decode
 _decode_call = decoder(CoordinatorReply).decode
 
 Then = Callable[[Any], None]
-
-
-class Received:
-    """A payload that has come, as what is read from a link."""
-
-    def __init__(self, payload: Bytes) -> None:
-        self._payload = payload
-
-    def read_payload(self, into: Sequence[Bytes]) -> None:
-        """Copy its parts, each padded, to where they belong."""
-        cursor = 0
-        for part in into:
-            part[:] = self._payload[cursor : cursor + part.size]
-            cursor += padded(part.size)
-
-
-class Connection:
-    """One shard as a client reaches it."""
-
-    def __init__(self, cluster: SimulatedCluster, shard: int, window: int, shared: bool) -> None:
-        self.shard = shard
-        self.shared = shared
-        """Whether requests speak of the client's arena; otherwise their bytes are copied."""
-        self.session = cluster.session_type(shard, window)
-        self.stream: Stream | None = None
-        self.welcome = False
 
 
 class ClientProcess(ABC):
@@ -95,6 +65,8 @@ class ClientProcess(ABC):
         writer: its number in the history, never used again.
         rank: of the worker, or -1.
     """
+
+    exchange: Exchange
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         self.cluster = cluster
@@ -117,23 +89,21 @@ class ClientProcess(ABC):
         self.terms = GroupTraits(cluster.described)
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
-        self.connections = [
-            Connection(cluster, shard, self.window, scenario.is_shared(random))
-            for shard in range(scenario.servers)
-        ]
-        arena = Arena(ARENA, None, mmap.mmap(-1, cluster.arena_bytes))
-        self.arena: Bytes = arena.memory
-        self._payloads = Payloads(cluster.blocks, {ARENA: arena})
-        self._frozen_until = 0.0
-        self._then: Then | None = None
-        self._reports: dict[int, tuple[GroupReport, ...]] | None = {}
-        """By shard, until all have told where it goes on, if it may find the others under way."""
+        self.shared = [scenario.is_shared(random) for _ in range(scenario.servers)]
+        """By shard: whether requests speak of this client's memory; else bytes are copied."""
         self.late = False
-        """Whether it may."""
+        """Whether it may find the others under way."""
         self._returned = False
         """Whether its rank had ended for good."""
         self.asks = False
         """Whether the shards say at which clock its next step is."""
+        self._fiber = Fiber(cluster.clock, self._run)
+        self._due: deque[Callable[[], None]] = deque()
+        """What it does next."""
+        self._links: dict[int, VirtualLink] = {}
+        """By number of their stream."""
+        self._submitting = False
+        self._then: Then | None = None
         self._coordinator = cluster.call_coordinator(self)
 
     @property
@@ -153,14 +123,66 @@ class ClientProcess(ABC):
     @property
     def full(self) -> bool:
         """Whether the next call must wait for an answer."""
-        return any(connection.session.full for connection in self.connections)
+        return any(shard.session.full for shard in self.exchange.shards)
 
     # --- life ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """Join the cluster and go on from there."""
+        self._fiber.start()
+
+    def _run(self) -> None:
+        try:
+            if self._come():
+                self._work()
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self.cluster.history.raised.append(
+                f"writer {self.writer}: {type(error).__name__} in {last.name}: {error}"
+            )
+            self._fence(type(error).__name__)
+
+    def _come(self) -> bool:
+        """Join, connect, and take over where to go on; whether the cluster wants this process."""
         self._beat()
-        self.call(Join(0, self.rank, 0), self._joined)
+        joined = self._join()
+        if joined is None:
+            return False
+        try:
+            self.exchange = self.cluster.exchange_type(
+                joined,
+                self.rank,
+                Credentials(),
+                LIMITS,
+                DEADLINES,
+                self._dial,
+                VirtualTiming(self.cluster.clock, self._fiber, self._readable),
+                self.window,
+                self.cluster.session_type,
+            )
+            if self.late:
+                self._resume()
+        except ParamServeError as error:
+            self._fence(error.failed)
+            return False
+        return True
+
+    def _work(self) -> None:
+        self.script()
+        while self.alive:
+            self._do_due()
+            lost = self.exchange.lost
+            if lost is not None:
+                self._fence(lost.failed)
+            elif self.alive:
+                self.exchange.read_until(self._has_something_to_do, self.cluster.clock.now + LOOK_S)
+
+    def _has_something_to_do(self) -> bool:
+        return bool(self._due) or self.exchange.lost is not None
+
+    def _do_due(self) -> None:
+        while self._due and self.alive:
+            self._due.popleft()()
 
     @abstractmethod
     def script(self) -> None:
@@ -177,49 +199,46 @@ class ClientProcess(ABC):
         """The process ends at once; what it has sent may still arrive, or not."""
         self.dead = True
         self._coordinator.close(NEAR)
-        for connection in self.connections:
-            if connection.stream is not None:
-                if self.cluster.random.random() < 0.5:
-                    connection.stream.cut()
-                connection.stream.close(NEAR)
+        for link in self._links.values():
+            if self.cluster.random.random() < 0.5:
+                link.stream.cut()
+            link.stream.close(NEAR)
+        if not self._fiber.running:
+            self._fiber.kill()
+
+    def end_fiber(self) -> None:
+        """Free what a process holds that has ended, or that the run has left behind."""
+        self._fiber.end()
 
     def freeze(self, seconds: float) -> None:
         """The process stands still: it neither hears nor says anything."""
-        self._frozen_until = max(self._frozen_until, self.cluster.clock.now + seconds)
-
-    def _awake(self, action: Callable[..., None], *args: Any) -> bool:
-        """Whether the process runs; if it stands still, `action` comes when it goes on."""
-        if self.cluster.clock.now < self._frozen_until:
-            self.cluster.clock.at(self._frozen_until, action, *args)
-            return False
-        return self.alive
+        self._fiber.freeze(seconds)
 
     def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Do something after a while, if the process still runs then."""
-        self.cluster.clock.after(delay_s, self._due, action, args)
+        self.cluster.clock.after(delay_s, self.soon, partial(action, *args))
 
-    def _due(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self._awake(self._due, action, args):
-            action(*args)
+    def soon(self, action: Callable[[], None]) -> None:
+        """Do something as soon as the process is not at anything else."""
+        if self.alive:
+            self._due.append(action)
+            self._fiber.wake()
 
     def end(self) -> None:
-        """End by its own wish, after its last reply: goodbye to everybody."""
-        for connection in self.connections:
-            if connection.stream is not None:
-                connection.stream.send(NEAR, Frame(encode(Bye())))
-                connection.stream.close(NEAR)
+        """End by its own wish, after its last reply: goodbye to all."""
+        self.exchange.close()
         self._coordinator.close(NEAR)
         self.finished = True
         self.cluster.ended(self)
 
-    def _fence(self, error: ParamServeError) -> None:
+    def _fence(self, why: str) -> None:
         """The cluster goes on without this process."""
+        if not self.alive:
+            return
         self.fenced = True
-        self.cluster.network.note(f"writer {self.writer} is fenced: {error.failed}")
-        for connection in self.connections:
-            connection.session.abandon(error)
-            if connection.stream is not None:
-                connection.stream.close(NEAR)
+        self.cluster.network.note(f"writer {self.writer} is fenced: {why}")
+        for link in self._links.values():
+            link.close()
         self._coordinator.close(NEAR)
         self.cluster.ended(self)
 
@@ -236,148 +255,132 @@ class ClientProcess(ABC):
         self._coordinator.send(NEAR, Frame(encode(message)))
 
     def _beat(self) -> None:
-        self._coordinator.send(NEAR, Frame(encode(WorkerBeat(self.clock))))
-        self.later(BEAT_S, self._beat)
+        """As the thread of a real client does, whatever else the process is at."""
+        clock, frozen_until = self.cluster.clock, self._fiber.frozen_until
+        if clock.now < frozen_until:
+            clock.at(frozen_until, self._beat)
+        elif self.alive:
+            self._coordinator.send(NEAR, Frame(encode(WorkerBeat(self.clock))))
+            clock.after(BEAT_S, self._beat)
 
-    def _joined(self, reply: Joined | Failed) -> None:
-        if isinstance(reply, Failed):
+    def _join(self) -> Joined | None:
+        """Join, and again while the rank counts as live; None: it is not wanted."""
+        reply = self._ask_to_join()
+        while isinstance(reply, Failed):
             if self.rank >= self.cluster.wanted:
-                self._fence(rebuild(reply.kind, reply.failed, "no", reply.fix))
-            else:
-                self.later(REJOIN_S, self.call, Join(0, self.rank, 0), self._joined)
-            return
+                self._fence(reply.failed)
+                return None
+            again_at = self.cluster.clock.now + REJOIN_S
+            while self.cluster.clock.now < again_at:
+                self._fiber.wait_until(again_at)
+            reply = self._ask_to_join()
         self.id, self.incarnation = reply.client, reply.incarnation
         self.late, self._returned = reply.late, reply.returned
         self.cluster.joined(self)
-        for connection in self.connections:
-            self._connect(connection)
-        if self.late:
-            self._ask()
-        else:
-            self.script()
+        return reply
 
-    def _ask(self) -> None:
+    def _ask_to_join(self) -> Joined | Failed:
+        replies: list[Joined | Failed] = []
+        self.call(Join(0, self.rank, 0), replies.append)
+        while not replies:
+            self._do_due()
+            if not replies:
+                self._fiber.wait_until(self.cluster.clock.now + LOOK_S)
+        return replies[0]
+
+    def _resume(self) -> None:
         """A later incarnation asks all shards how far its rank was, and one that comes later than
-        the others how far these are, until all have answered."""
-        if self._reports is None:
-            return
-        for connection in self.connections:
-            known = connection.shard in self._reports
-            if connection.stream is not None and connection.welcome and not known:
-                connection.stream.send(NEAR, Frame(encode(AskReport())))
-        self.later(TIMEOUT_S, self._ask)
-
-    def _told(self, shard: int, beat: ServerBeat) -> None:
-        if self._reports is None:
-            return
-        self._reports[shard] = beat.groups
-        if len(self._reports) == len(self.connections):
-            reports, self._reports = list(self._reports.values()), None
-            for report in (each for groups in reports for each in groups):
-                for change in report.changes:
-                    self.learn(change)
-            found = resume(reports, self.rank)
-            self.clock = max((each.clock for each in found.values()), default=0)
-            policy = self.traits_at(self.clock).policy
-            waits_for_all = policy is not None and policy.collects and not policy.partial
-            self.asks = self._returned and waits_for_all and bool(undecided(reports, self.rank))
-            self.going_on(bool(outside(reports, self.rank)))
-            self.script()
+        the others how far these are."""
+        told = self.exchange.reports(DEADLINES.start_s)
+        reports = [beat.groups for beat in told]
+        for report in (each for groups in reports for each in groups):
+            for change in report.changes:
+                self.learn(change)
+        found = resume(reports, self.rank)
+        self.clock = max((each.clock for each in found.values()), default=0)
+        policy = self.traits_at(self.clock).policy
+        waits_for_all = policy is not None and policy.collects and not policy.partial
+        self.asks = self._returned and waits_for_all and bool(undecided(reports, self.rank))
+        self.going_on(bool(outside(reports, self.rank)))
 
     def learn(self, news: GroupPolicy | None) -> None:
         """A shard has told of a change of policy."""
         if news is not None:
             self.terms.changed(news)
 
-    # --- streams ------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------
 
-    def _connect(self, connection: Connection) -> None:
-        if connection.stream is not None:
-            return
-        stream = connection.stream = self.cluster.connect(self, connection.shard)
-        hello = Hello("client", self.id, self.incarnation, self.rank, self.window)
-        stream.send(NEAR, Frame(encode(hello)))
+    def _dial(
+        self,
+        addresses: Sequence[str],
+        hello: Hello,
+        *,
+        credentials: Credentials,
+        arenas: Sequence[Arena],
+        timeout_s: float,
+        limits: Limits,
+    ) -> Any:
+        """As `Link.connect`."""
+        clock = self.cluster.clock
+        until = clock.now + timeout_s
+        shard = int(addresses[0].removeprefix("shard "))
+        while True:
+            stream = self.cluster.connect(self, shard)
+            shared = list(arenas) if self.shared[shard] else []
+            link = self._links[stream.number] = VirtualLink(
+                addresses[0], stream, self._fiber, shared, self._sent
+            )
+            try:
+                link.greet(hello, until, lambda: clock.now)
+                return link
+            except (ConnectionError, TimeoutError) as error:
+                link.close()
+                if clock.now + RETRY_S >= until:
+                    raise ConnectTimeout(
+                        f"connect timed out: shard {shard} did not answer", fix="none"
+                    ) from error
+            except BaseException:
+                link.close()
+                raise
+            VirtualTiming(clock, self._fiber, self._readable).sleep(RETRY_S)
+
+    def _readable(self, number: int) -> bool:
+        return self._links[number].readable
+
+    def memory(self, stream: Stream) -> dict[int, Bytes]:
+        """What the server maps that a stream leads to."""
+        return self._links[stream.number].memory
 
     def lost(self, stream: Stream) -> None:
-        """A stream has ended: try again soon."""
-        if stream is self._coordinator or not self._awake(self.lost, stream):
-            return
-        for connection in self.connections:
-            if connection.stream is stream:
-                connection.stream, connection.welcome = None, False
-                self.later(RECONNECT_S, self._connect, connection)
+        """A stream has ended."""
+        link = self._links.get(stream.number)
+        if link is not None:
+            link.lost()
 
     def received(self, stream: Stream, frame: Frame) -> None:
-        """A reply."""
-        if not self._awake(self.received, stream, frame):
+        """Something has come; it is read when the process runs."""
+        if not self.alive:
             return
         if stream is self._coordinator:
-            then, self._then = self._then, None
-            if then is not None:
-                then(_decode_call(frame.header))
-            return
-        for connection in self.connections:
-            if connection.stream is stream:
-                self._reply(connection, frame)
+            self.soon(partial(self._called, frame))
+        elif stream.number in self._links:
+            self._links[stream.number].received(frame)
 
-    def _reply(self, connection: Connection, frame: Frame) -> None:
-        reply = _decode_reply(frame.header)
-        if isinstance(reply, Welcome):
-            connection.welcome = True
-            if self.late and self._reports is not None:
-                assert connection.stream is not None
-                connection.stream.send(NEAR, Frame(encode(AskReport())))
-            for message in connection.session.to_resend():
-                self._transmit(connection, message)
-        elif isinstance(reply, ServerBeat):
-            self._told(connection.shard, reply)
-        elif isinstance(reply, Refused) and reply.seq == 0:
-            self._fence(rebuild(reply.kind, reply.failed, "unknown", reply.fix))
-        elif isinstance(reply, Done | Refused):
-            sent = connection.session.sent(reply.seq)
-            if sent is not None and frame.payload is not None:
-                self._payloads.read(connection.shard, Received(frame.payload), sent)
-            connection.session.on_reply(reply)
+    def _called(self, frame: Frame) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(_decode_call(frame.header))
 
     # --- requests -----------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> list[int]:
-        """Number one request for each shard and send it; a fault may end the process in between.
+    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
+        """Number one request for each shard and send it; a fault may end the process in between."""
+        self._submitting = True
+        self.exchange.submit(requests, operation)
+        self._submitting = False
 
-        Returns:
-            The numbers, in shard order.
-        """
-        numbered = [
-            connection.session.submit(message, operation)
-            for connection, message in zip(self.connections, requests, strict=True)
-        ]
-        for connection, message in zip(self.connections, numbered, strict=True):
-            self._transmit(connection, message)
+    def _sent(self) -> None:
+        if self._submitting and self.alive:
             self.cluster.maybe_fail(self)
-        numbers = [each.seq for each in numbered]
-        self.later(TIMEOUT_S, self._timeout, operation, numbers)
-        return numbers
-
-    def _transmit(self, connection: Connection, message: ShardRequest) -> None:
-        if self.dead or connection.stream is None or not connection.welcome:
-            return
-        if connection.shared:
-            connection.stream.send(NEAR, Frame(encode(message)))
-            return
-        message, parts = self._payloads.inline(connection.shard, message)
-        payload = gathered(list(parts)) if parts else None
-        connection.stream.send(NEAR, Frame(encode(message), payload))
-
-    def _timeout(self, operation: Operation, numbers: Sequence[int]) -> None:
-        """The caller's patience has ended, and it tries again: same numbers, same slots."""
-        if operation.complete:
-            return
-        self.timed_out(operation)
-        for connection, number in zip(self.connections, numbers, strict=True):
-            sent = connection.session.sent(number)
-            if sent is not None:
-                self._transmit(connection, sent.message)
-        self.later(TIMEOUT_S, self._timeout, operation, numbers)
-
-    def timed_out(self, operation: Operation) -> None:  # noqa: B027 - a hook, rightly empty
-        """A call has timed out. Nothing is freed: its shards may still read and write its slots."""
+            if self.dead:
+                self._fiber.kill()

@@ -207,8 +207,8 @@ class Recorder:
         for client in cluster.clients:
             if client.alive:
                 waiting = [
-                    f"shard {c.shard}: {[each.message.seq for each in c.session.unanswered]}"
-                    for c in client.connections
+                    f"shard {c.number}: {[each.message.seq for each in c.session.unanswered]}"
+                    for c in client.exchange.shards
                 ]
                 history.unfinished.append(
                     f"writer {client.writer} (rank {client.rank}, clock {client.clock}) has not "

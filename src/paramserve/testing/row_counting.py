@@ -7,13 +7,13 @@ them and reads some, and the checkers judge each key by itself, on the shard tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.client.links import Links, Slot
+from paramserve.client.links import Slot
 from paramserve.client.rows import RowPull, RowPush, lay_pull, lay_push
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
@@ -30,7 +30,6 @@ from paramserve.rules.registry import described_by
 from paramserve.rules.rows import row_layout
 from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Call, Part, Row
-from paramserve.testing.process import ARENA
 from paramserve.testing.scripts import (
     WAIT_S,
     LeasingWorker,
@@ -149,25 +148,8 @@ def _keys_in(block: KeyedBlock) -> list[int]:
     return found
 
 
-class _Slots:
-    """What `client.rows` needs of a client's links: memory of its arena."""
-
-    def __init__(self, client: RowsClient) -> None:
-        self._client = client
-        self.shards = client.connections
-
-    def take(self, nbytes: int) -> Slot:
-        slot = self._client.pool.take(nbytes)
-        assert slot is not None, "the arena has room for all that may be outstanding"
-        return Slot(ARENA, slot[1], self._client.arena[slot[1] : slot[1] + nbytes])
-
-
 class RowsClient(ScriptedClient):
     """A client that pushes to rows of a table, and reads them."""
-
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self._links = cast(Links, _Slots(self))
 
     @property
     def workload(self) -> RowCounting:
@@ -201,14 +183,10 @@ class RowsClient(ScriptedClient):
         self.call(call, self._placed)
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
-        requests = [Define(0, block.spec, attempt, 0, 0) for _ in self.connections]
+        requests = [Define(0, block.spec, attempt, 0, 0) for _ in self.exchange.shards]
         operation = Operation(len(requests))
 
-        def complete() -> None:
-            if not self.fenced:
-                then(operation)
-
-        operation.then(complete)
+        self._then_soon(operation, lambda: then(operation))
         self.submit(requests, operation)
 
     def _gradients(
@@ -220,19 +198,18 @@ class RowsClient(ScriptedClient):
         keys, values = self.workload.gradients(push, which)
         if spoiled:
             values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
-        return [lay_push(self._links, self.blocks[NAME], keys, values, None)]
+        return [lay_push(self.exchange, self.blocks[NAME], keys, values, None)]
 
     def _targets(self, pull: Sequence[Any]) -> Sequence[tuple[RowPull, Sequence[RowKey]]]:
         if not pull:
             return []
         create = self.cluster.random.random() < 0.7
         keys = KEYS[[key.id for key in pull]]
-        return [(lay_pull(self._links, self.blocks[NAME], keys, create=create), pull)]
+        return [(lay_pull(self.exchange, self.blocks[NAME], keys, create=create), pull)]
 
-    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[int]:
+    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[Slot]:
         slots = [each.slot for each in sources]
-        slots += [slot for pull, _ in targets for slot in (pull.keys, pull.values)]
-        return [slot.offset for slot in slots]
+        return slots + [slot for pull, _ in targets for slot in (pull.keys, pull.values)]
 
     def _for_each_shard(
         self, step: Step, bases: Sequence[int], sources: Sequence[Any], targets: Sequence[Any]
@@ -250,8 +227,8 @@ class RowsClient(ScriptedClient):
     def _read(self, call: Call, target: Any) -> None:
         pull, chosen = target
         dim = self.workload.dim
-        rows = np.frombuffer(self.arena, np.float32, pull.rows * dim, pull.values.offset)
-        owners = shard_of(KEYS, len(self.connections))
+        rows = np.frombuffer(pull.values.bytes, np.float32, pull.rows * dim)
+        owners = shard_of(KEYS, len(self.exchange.shards))
         for key, row in zip(chosen, rows.reshape(-1, dim), strict=True):
             part = Part(key.id, int(owners[key.id]))
             call.reads[part] = self.workload.row(key.id, row)

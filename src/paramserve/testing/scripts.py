@@ -11,7 +11,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
-from paramserve.errors import WorkerFenced, rebuild
+from paramserve.errors import WorkerFenced
 from paramserve.messages import (
     Defined,
     Failed,
@@ -86,14 +86,14 @@ class ScriptedClient(SimulatedClient):
     def answered(self, call: Call, operation: Operation) -> None:
         """A call is complete."""
         if isinstance(operation.error, WorkerFenced):
-            self._fence(operation.error)
+            self._fence(operation.error.failed)
         else:
             self.script()
 
     def last(self, call: Call, operation: Operation) -> None:
         """The last read is complete: leave."""
         if isinstance(operation.error, WorkerFenced):
-            self._fence(operation.error)
+            self._fence(operation.error.failed)
         else:
             self.call(Leave(0), lambda _: self.end())
 
@@ -115,10 +115,11 @@ class ScriptedClient(SimulatedClient):
 
     def _placed(self, reply: Placed | Failed) -> None:
         if isinstance(reply, Failed):
-            self._fence(rebuild(reply.kind, reply.failed, "no", reply.fix))
+            self._fence(reply.failed)
             return
         block = Block(reply.spec)
-        self.cluster.blocks[block.id] = self.blocks[self._undefined[0]] = block
+        self.exchange.blocks[block.id] = self.cluster.blocks[block.id] = block
+        self.blocks[self._undefined[0]] = block
         if reply.attempt == 0:
             self._known()
         else:
@@ -127,7 +128,7 @@ class ScriptedClient(SimulatedClient):
 
     def _defined(self, call: Defined, operation: Operation) -> None:
         if operation.error is not None:
-            self._fence(operation.error)
+            self._fence(operation.error.failed)
         else:
             self.call(call, self._known)
 
@@ -278,7 +279,7 @@ class LeasingWorker(SimulatedWorker):
     def _given(self, reply: Leased | Failed) -> None:
         self._asking = False
         if isinstance(reply, Failed):
-            self._fence(rebuild(reply.kind, reply.failed, "no", reply.fix))
+            self._fence(reply.failed)
             return
         if reply.over:
             self.left = 0

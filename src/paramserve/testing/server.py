@@ -16,6 +16,7 @@ from paramserve.core.coordination import (
     TimePassed,
 )
 from paramserve.core.events import (
+    AnswersRead,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -36,6 +37,7 @@ from paramserve.messages import (
     CoordinatorReply,
     CoordinatorRequest,
     Done,
+    HaveRead,
     Hello,
     Inquire,
     Members,
@@ -52,14 +54,14 @@ from paramserve.messages import (
 from paramserve.testing.history import Answered, Applied, Entered, Update
 from paramserve.testing.nemesis import COORDINATOR, shard_place
 from paramserve.testing.network import FAR, NEAR, Frame, Stream
-from paramserve.testing.process import ARENA, ClientProcess
+from paramserve.testing.process import ClientProcess
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
 
 BEAT_S = 0.1
 
-_decode_client = decoder(Hello | ShardRequest | Inquire | AskReport | Bye).decode
+_decode_client = decoder(Hello | ShardRequest | Inquire | AskReport | HaveRead | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 _decode_coordinator = decoder(Members | CoordinatorReply).decode
 _decode_called = decoder(CoordinatorRequest | CoordinatorNotice).decode
@@ -129,12 +131,14 @@ class SimulatedServer:
             self._happen(ClientBye(client.id))
         elif isinstance(request, Inquire):
             self._happen(Inquired(client.id, request))
+        elif isinstance(request, HaveRead):
+            self._happen(AnswersRead(client.id, request.oldest))
         elif isinstance(request, AskReport):
             report = self.shard.report(notes=request.notes)
             stream.send(FAR, Frame(encode(ServerBeat(self.number, report))))
         else:
             self.cluster.recorder.arrived(self.number, client, request)
-            memory = {ARENA: client.arena} if client.connections[self.number].shared else {}
+            memory = dict(client.memory(stream))
             if frame.payload is not None:
                 memory[0] = frame.payload
             self._happen(Requested(client.id, request, memory))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from paramserve.client.exchange import Exchange
 from paramserve.config import CoordinatorConfig, Deadlines, Limits
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
@@ -82,6 +83,7 @@ class SimulatedCluster:
 
     shard_type: type[Shard] = Shard
     session_type: type[ClientSession] = ClientSession
+    exchange_type: type[Exchange] = Exchange
     coordination_type: type[Coordination] = Coordination
     worker_type: type[SimulatedWorker] = SimulatedWorker
     reader_type: type[SimulatedReader] = SimulatedReader
@@ -163,6 +165,8 @@ class SimulatedCluster:
             self.clock.run(self.clock.now + LIVENESS_S)
         self.clock.run(self.clock.now + REST_S)
         self.recorder.finish()
+        for client in self.clients:
+            client.end_fiber()
         return self.history
 
     def check(self) -> None:
@@ -279,12 +283,6 @@ class SimulatedCluster:
         return not self._starting and not any(client.alive for client in self.clients)
 
     # --- who reaches whom ---------------------------------------------------------------
-
-    @property
-    def arena_bytes(self) -> int:
-        """Of each client: gradients and values of all blocks for all calls, and one to spare."""
-        sizes = self.workload.sizes()
-        return 2 * (self.scenario.outstanding + 1) * sum(-(-size // 64) * 64 for size in sizes)
 
     def connect(self, client: ClientProcess, shard: int) -> Stream:
         """A stream from a client to a shard."""

@@ -1,0 +1,160 @@
+"""The client's end of a simulated connection, with the methods and attributes of `Link`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paramserve.core.answering import gathered
+from paramserve.core.table.parts import padded
+from paramserve.errors import ClientClosed
+from paramserve.messages import Hello, Refused, Welcome, decoder, encode
+from paramserve.testing.network import NEAR, Bytes, Frame, Stream
+from paramserve.transport.arena import Arena
+from paramserve.transport.hello import check_answer
+
+if TYPE_CHECKING:
+    from paramserve.testing.fiber import Fiber
+
+_is_answer = decoder(Welcome | Refused).decode
+
+
+class VirtualLink:
+    """One connection to a shard.
+
+    Args:
+        stream: whose other end is the server's; its owner tells this object what comes.
+        arenas: that the server maps.
+        sent: is called after each message, before the caller goes on.
+    """
+
+    payload_bytes = 0
+    broken_off = False
+    while_blocked: Callable[[], None] | None = None
+    io_timeout_s = 0.0
+
+    def __init__(
+        self,
+        address: str,
+        stream: Stream,
+        fiber: Fiber,
+        arenas: Sequence[Arena],
+        sent: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.stream = stream
+        self.shared = bool(arenas)
+        self.memory: dict[int, Bytes] = {each.number: each.memory for each in arenas}
+        """What the server maps."""
+        self._fiber = fiber
+        self._sent = sent
+        self._frames: deque[Frame] = deque()
+        self._payload: Bytes | None = None
+        self._ended = self._closed = self._welcomed = False
+
+    # --- what the stream tells ----------------------------------------------------------
+
+    def received(self, frame: Frame) -> None:
+        """A frame has come. A stream may repeat one; a socket would not repeat the welcome."""
+        if self._closed:
+            return
+        if _is_welcome(frame.header):
+            if self._welcomed:
+                return
+            self._welcomed = True
+        self._frames.append(frame)
+        self._fiber.wake()
+
+    def lost(self) -> None:
+        """The stream has ended."""
+        self._ended = True
+        self._fiber.wake()
+
+    @property
+    def readable(self) -> bool:
+        return bool(self._frames) or self._ended
+
+    # --- as `Link` ----------------------------------------------------------------------
+
+    def greet(self, hello: Hello, until_s: float, now: Callable[[], float]) -> None:
+        """Say hello and wait for the answer.
+
+        Raises:
+            ConnectionError, TimeoutError: there was none.
+            ParamServeError: the server refused the hello; this is its error.
+        """
+        self.stream.send(NEAR, Frame(encode(msgspec.structs.replace(hello, arenas=()))))
+        while (header := self.receive(0.0)) is None:
+            if now() >= until_s:
+                raise TimeoutError("no answer to the hello in time")
+            self._fiber.wait_until(until_s)
+        check_answer(header, b"")
+
+    def fileno(self) -> int:
+        return -1 if self._closed else self.stream.number
+
+    def send(self, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+        self._check()
+        if self._ended:
+            raise ConnectionResetError("the peer closed the connection")
+        joined = gathered(list(payload)) if payload else None
+        self.stream.send(NEAR, Frame(header, joined))
+        self._sent()
+
+    def offer(self, header: bytes) -> bool:
+        self._check()
+        if not self._ended:
+            self.stream.send(NEAR, Frame(header))
+        return True
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        self._check()
+        if self._frames:
+            frame = self._frames.popleft()
+            self._payload = frame.payload
+            self.payload_bytes = 0 if frame.payload is None else frame.payload.size
+            return frame.header
+        if self._ended:
+            raise ConnectionResetError("the peer closed the connection")
+        return None
+
+    def buffered(self) -> bytes | None:
+        return self.receive(0.0) if self._frames else None
+
+    def read_payload(self, into: Sequence[Bytes]) -> None:
+        assert self._payload is not None
+        total = sum(padded(part.nbytes) for part in into)
+        if total != self.payload_bytes:
+            raise ValueError(
+                f"the payload has {self.payload_bytes} bytes, the arrays for it take {total}"
+            )
+        start = 0
+        for part in into:
+            part[:] = self._payload[start : start + part.nbytes]
+            start += padded(part.nbytes)
+        self.skip_payload()
+
+    def skip_payload(self) -> None:
+        self._payload, self.payload_bytes = None, 0
+
+    def attach(self, arena: Arena, *, timeout_s: float) -> None:
+        self.memory[arena.number] = arena.memory
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.stream.close(NEAR)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClientClosed("the link was closed", fix="none")
+
+
+def _is_welcome(header: bytes) -> bool:
+    try:
+        return isinstance(_is_answer(header), Welcome)
+    except msgspec.MsgspecError:
+        return False
