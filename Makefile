@@ -41,7 +41,7 @@ help:
 	@echo "make test    ruff, mypy, import-linter and the tests that are not marked slow"
 	@echo "make test-all  the same with every test: long learning runs, the Ray matrix, networks"
 	@echo "make soak    simulated clusters, SEEDS=10000 seeds; SOAK='--first 5000 --policy async'"
-	@echo "make bench   measure against the rivals; the table of the README"
+	@echo "make bench   measure against the rivals; the tables of docs/benchmarks.md"
 	@echo "make venv    only make .venv"
 	@echo "make clean   remove .venv, caches and runs/"
 

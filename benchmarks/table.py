@@ -164,9 +164,13 @@ class Report:
         (folder / "bench.md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        """The table as the README shows it, with the notes below."""
-        lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-        lines += ["| " + " | ".join(row.cells()) + " |" for row in self.rows]
+        """The table as docs/benchmarks.md shows it, with the notes below: ratios, and no bars."""
+        shown = HEADINGS[: HEADINGS.index("ratio") + 1]
+        lines = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
+        for row in self.rows:
+            ratios = [text for text, _, _ in map(row.judge, row.bars) if text]
+            figures = row.cells()[: len(shown) - 1]
+            lines.append("| " + " | ".join([*figures, LINE.join(ratios)]) + " |")
         lines += ["", self._about(), ""]
         lines += [f"- {row.workload}: {row.notes}" for row in self.rows if row.notes]
         return "\n".join(lines) + "\n"

@@ -71,6 +71,15 @@ def test_bar_without_rival_is_not_judged() -> None:
     assert row("more", bar, ours=1.0).judge(bar)[2] is None
 
 
+def test_markdown_has_ratios_and_no_bars() -> None:
+    bars = (table.Bar("most", 180), table.Bar("times", 4, "ray"))
+    one = table.Row("w", "u", "more", {"ours": [40.0], "ray": [10.0]}, bars)
+    found = table.Report([one], table.machine(), 2, False, [])
+    lines = found.markdown().splitlines()
+    assert lines[0] == "| workload | ours | Ray | RPC | floor | ratio |"
+    assert lines[2].endswith(" | 40.0 | 10.0 |  |  | 4x Ray |")
+
+
 def test_convnet_is_the_one_of_the_example() -> None:
     ours, example = workloads.convnet(), mnist.ConvNet()
     ours.load_state_dict(dict(zip(ours.state_dict(), example.state_dict().values(), strict=True)))
