@@ -12,7 +12,7 @@ from paramserve.launch.serve import _deadlines
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["deploy/README.md", "docs/processes.md"])
+@pytest.mark.parametrize("page", ["deploy/README.md", "docs/deployment.md"])
 def test_restart_that_a_page_recommends_is_accepted(page: str) -> None:
     found = re.findall(r"--restart (\d+)", (ROOT / page).read_text())
     assert found
