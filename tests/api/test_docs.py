@@ -22,9 +22,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paramserve"
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPET_TIMEOUT_S = 60.0
 
 OBJECTS = {
@@ -132,7 +134,12 @@ def names() -> Names:
     return Names()
 
 
-WHOLE = [*snippets(README), *(code for code in snippets(TABLES) if code.startswith("import"))]
+WHOLE = [
+    code
+    for page in (README, GUIDE, TABLES)
+    for code in snippets(page)
+    if page is README or code.startswith("import")
+]
 
 
 @pytest.mark.parametrize("code", WHOLE)
@@ -154,10 +161,20 @@ def test_snippet_runs(code: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_readme_snippets_show_a_run_and_the_key_value_face() -> None:
+def test_readme_is_short_and_runs_a_model_and_a_table() -> None:
+    assert len(README.read_text().splitlines()) <= 150
     code = snippets(README)
     assert any("ps.run(" in each for each in code)
-    assert any("ps.Cluster(" in each for each in code)
+    assert any("client.table(" in each for each in code)
+
+
+def test_readme_ratios_are_measured() -> None:
+    ratios = re.findall(r"(?<![\w.])\d[\d.]*x(?!\w)", README.read_text())
+    assert ratios
+    measured = set(re.findall(r"(?<![\w.])\d[\d.]*x (?:Ray|RPC)", BENCHMARKS.read_text()))
+    assert {
+        f"{each} {name}" for each, name in zip(ratios, ["Ray", "RPC"] * 3, strict=True)
+    } <= measured
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -167,7 +184,7 @@ def test_page_names_only_files_that_exist(page: Path) -> None:
         for name in spans(page)
         if re.fullmatch(r"[\w./-]+(\.py|\.toml|\.txt|/)", name)
         and not name.startswith(("runs/", "/"))
-        if name != "script.py"
+        if name not in ("script.py", "train.py")
         if not any((folder / name).exists() for folder in (ROOT, SOURCE))
     ]
     assert not wrong, f"{page.name} names files that do not exist: {wrong}"
