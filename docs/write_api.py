@@ -30,7 +30,8 @@ INTRODUCTION = """\
 # API reference
 
 Every public name of `import paramserve as ps`, with the summary of its docstring. `help(ps.run)`
-prints the rest: arguments, promises and errors. The main methods are in the [user guide](guide.md#objects).
+prints the rest: arguments, promises and errors. The main methods are in the
+[user guide](guide.md#objects).
 """
 
 
