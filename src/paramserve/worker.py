@@ -71,7 +71,7 @@ class ExtraState(Struct, frozen=True, array_like=True):
 
 
 class Worker:
-    """What a training function is given: who it is, and how it reaches the servers.
+    """One rank of a run, as its training function sees it.
 
     Where `ps.connect` or a handle made it, it is a context manager that finishes at the end.
 

@@ -99,15 +99,15 @@ class Buffer(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Never use it; it is counted, and the worker is told."""
+    """Never apply this gradient; the shard counts it and tells the worker."""
 
 
 class Admit(NamedTuple):
-    """Go ahead: let the worker read, or decide the clock."""
+    """Let the worker read, or decide the clock."""
 
 
 class Wait(NamedTuple):
-    """Not yet. It is asked again whenever something has changed."""
+    """Not yet; the shard asks again after each change of the group."""
 
     workers: tuple[int, ...]
     """Ranks that are waited for, for messages."""
@@ -123,7 +123,7 @@ Admission = Admit | Wait
 
 
 class Policy:
-    """Base of all consistency policies: everybody's gradient is applied when it comes.
+    """Base of all consistency policies: each gradient is applied when it arrives.
 
     A subclass is a frozen dataclass whose fields are numbers, texts, bools or objects like these.
     It defines what differs. A shard asks for each request; the methods must be fast, and must not

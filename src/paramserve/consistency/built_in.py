@@ -140,7 +140,7 @@ class Sync(Policy):
 
 @dataclass(frozen=True)
 class Async(Policy):
-    """Each gradient is applied when it arrives; nobody waits for anybody.
+    """Each gradient is applied when it arrives; no worker waits for another.
 
     Args:
         on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
@@ -236,7 +236,7 @@ class DelayCompensated(Policy):
 
 @dataclass(frozen=True)
 class Buffered(Policy):
-    """The mean of each `size` gradients is applied as one update; nobody waits for anybody.
+    """The mean of each `size` gradients is applied as one update; no worker waits for another.
 
     What is in the buffer when the last worker leaves is applied then. In a cluster without workers
     each gradient is applied at once: nobody would empty the buffer.
@@ -304,7 +304,7 @@ class LocalSteps(Sync):
 
 @dataclass(frozen=True)
 class ElasticAverage(Policy):
-    """Each worker trains values of its own, tied to the servers' by a spring; nobody waits.
+    """Each worker trains values of its own, tied to the servers' by a spring; no worker waits.
 
     After each `every` own steps, with alpha = lr * rho: the servers' values c and the worker's x
     move towards each other by alpha * (x - c). `worker.optimizer` does that; for parameters of

@@ -15,7 +15,7 @@ from paramserve.observe.status import GroupStatus, Staleness, TableStatus
 
 
 class Restarted(NamedTuple):
-    """A worker that died and was started again.
+    """A worker that died and was restarted.
 
     `error` says how it had ended. Its successor went on at `clock` of the group that it stepped on
     first (None: it did not get that far, or there was nothing to go on from). `repeated` counts
@@ -31,7 +31,7 @@ class Restarted(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves.
+    """What a run returns: values, records, failures and restarts.
 
     Attributes:
         returns: what the training function returned, by rank.

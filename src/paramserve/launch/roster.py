@@ -22,7 +22,7 @@ from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind
 
 @dataclass(frozen=True)
 class Restart:
-    """Start a worker that died again, `times` times each; after that the run fails.
+    """Restart a worker that died, each rank up to `times` times; after that the run fails.
 
     It gets a new incarnation and begins its function anew, with `worker.clock` where its
     predecessor's steps ended. In Async the others never stop; in Sync they wait for it, up to

@@ -125,7 +125,7 @@ class MinCount:
 
 @dataclass(frozen=True)
 class TTL:
-    """A row goes, with its rule state, when it was not used in the last `clocks` clocks.
+    """Evict a row, with its rule state, that was not used in the last `clocks` clocks.
 
     Pulls and pushes that may create rows count as use. `TTL(...) | LRU(...)` does both.
 
@@ -144,7 +144,7 @@ class TTL:
 
 @dataclass(frozen=True)
 class LRU:
-    """The least recently used row goes, with its rule state, when there are more than `rows`.
+    """Evict the least recently used row, with its rule state, when there are more than `rows`.
 
     Under `ps.Sync` only pushes count as use: reads come in no fixed order.
 
