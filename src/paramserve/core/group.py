@@ -341,6 +341,7 @@ class Group:
             tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
             if notes
             else (),
+            tuple((rank, self.clock_of(rank)) for rank in sorted(self.resting)),
         )
 
 
@@ -401,10 +402,11 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
             by_name.setdefault(report.name, []).append(report)
     found = {}
     for name, parts in by_name.items():
-        clocks = [dict(part.clocks).get(rank, part.clock) for part in parts]
+        # One that has suspended its membership may be a member again on some shards.
+        clocks = [dict(part.suspended + part.clocks).get(rank, part.clock) for part in parts]
         clocks += [0] * (len(reports) - len(parts))  # its define is on the way to these
         if not any(part.collects for part in parts):
-            known = all(rank in dict(part.clocks) for part in parts)
+            known = all(rank in dict(part.suspended + part.clocks) for part in parts)
             found[name] = Resumption(min(clocks), max(clocks) - min(clocks) if known else 0)
             continue
         held = {dict(part.held).get(rank) for part in parts}

@@ -105,6 +105,8 @@ class GroupReport(Struct, frozen=True, array_like=True):
     notes: tuple[tuple[int, int, bytes], ...] = ()
     """(rank, clock, note) of each rank's last two steps that had one; only in answers to an
     `AskReport` that asks for them."""
+    suspended: tuple[tuple[int, int], ...] = ()
+    """(rank, clock) of each worker that has suspended its membership: where it goes on."""
 
     @property
     def change(self) -> GroupPolicy | None:

@@ -426,6 +426,7 @@ def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> 
         ([[report((0, 6))], [report((0, 4))]], 4, 2),
         ([[report((1, 6))], [report((1, 4))]], 0, 0),
         ([[report((0, 1))], []], 0, 1),
+        ([[report((0, 8))], [structs.replace(report((1, 2)), suspended=((0, 7),))]], 7, 1),
     ],
 )
 def test_resume_in_async_takes_the_smallest_clock(
