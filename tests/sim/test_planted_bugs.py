@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sim import planted
+from tests.sim import planted, planted_client
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
@@ -57,6 +58,16 @@ def test_planted_bug_is_found(
     plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = first_violation(plant(monkeypatch), policy)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize("plant", planted_client.ALL, ids=lambda plant: plant.__name__)
+def test_planted_bug_of_the_client_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    faults = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.03, partition=0.02)
+    found = first_violation(SimulatedCluster, Async(), faults=faults)
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
 
 

@@ -32,7 +32,6 @@ class VirtualLink:
     """
 
     payload_bytes = 0
-    broken_off = False
     while_blocked: Callable[[], None] | None = None
     io_timeout_s = 0.0
 
@@ -42,7 +41,7 @@ class VirtualLink:
         stream: Stream,
         fiber: Fiber,
         arenas: Sequence[Arena],
-        sent: Callable[[], None],
+        sent: Callable[[VirtualLink], None],
     ) -> None:
         self.address = address
         self.stream = stream
@@ -53,7 +52,7 @@ class VirtualLink:
         self._sent = sent
         self._frames: deque[Frame] = deque()
         self._payload: Bytes | None = None
-        self._ended = self._closed = self._welcomed = False
+        self._ended = self._closed = self._welcomed = self.broken_off = False
 
     # --- what the stream tells ----------------------------------------------------------
 
@@ -102,7 +101,7 @@ class VirtualLink:
             raise ConnectionResetError("the peer closed the connection")
         joined = gathered(list(payload)) if payload else None
         self.stream.send(NEAR, Frame(header, joined))
-        self._sent()
+        self._sent(self)
 
     def offer(self, header: bytes) -> bool:
         self._check()
@@ -112,6 +111,8 @@ class VirtualLink:
 
     def receive(self, timeout_s: float) -> bytes | None:
         self._check()
+        if self.payload_bytes:
+            raise RuntimeError("read or skip the payload before the next receive")
         if self._frames:
             frame = self._frames.popleft()
             self._payload = frame.payload
@@ -148,7 +149,14 @@ class VirtualLink:
             self._closed = True
             self.stream.close(NEAR)
 
+    def break_off(self) -> None:
+        """As an interrupt within a frame: later calls raise `ConnectionError`."""
+        self.broken_off = True
+        self.stream.cut()
+
     def _check(self) -> None:
+        if self.broken_off:
+            raise ConnectionAbortedError("broken off: a call was interrupted within a message")
         if self._closed:
             raise ClientClosed("the link was closed", fix="none")
 

@@ -294,6 +294,8 @@ class Nemesis:
         if faults.kill and draw() < faults.kill:
             cluster.kill(client)
             return
+        if faults.interrupt and draw() < faults.interrupt:
+            client.interrupt()
         if faults.freeze and draw() < faults.freeze:
             cluster.stop(client, draw() * faults.freeze_s)
         if faults.partition and draw() < faults.partition:

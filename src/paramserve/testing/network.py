@@ -43,6 +43,7 @@ class Faults:
         duplicate: the frame arrives twice.
         peer_lose, peer_duplicate: the same for messages between shards.
         kill: the worker that sends a request dies right after it.
+        interrupt: its program is interrupted there, as by Ctrl-C, and goes on with the next call.
         freeze: it stands still for up to `freeze_s`, and may count as dead when it goes on.
         partition: some way is cut for up to `partition_s`, in one direction or in both: between a
             worker and a shard, a worker and the coordinator, or two shards.
@@ -62,6 +63,7 @@ class Faults:
     peer_lose: float = 0.0
     peer_duplicate: float = 0.0
     kill: float = 0.0
+    interrupt: float = 0.0
     freeze: float = 0.0
     freeze_s: float = 0.5
     partition: float = 0.0
@@ -106,6 +108,7 @@ class Faults:
             change=random.choice((0.0, 0.0, 0.01, 0.04)),
             join=random.choice(seldom),
             leave=random.choice(seldom),
+            interrupt=random.choice(seldom),
         )
 
 

@@ -19,7 +19,7 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.group import outside, resume, undecided
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
-from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.messages import (
     CoordinatorReply,
     CoordinatorRequest,
@@ -102,7 +102,7 @@ class ClientProcess(ABC):
         """What it does next."""
         self._links: dict[int, VirtualLink] = {}
         """By number of their stream."""
-        self._submitting = False
+        self._submitting = self._interrupted = False
         self._then: Then | None = None
         self._coordinator = cluster.call_coordinator(self)
 
@@ -172,6 +172,8 @@ class ClientProcess(ABC):
         while self.alive:
             self._do_due()
             lost = self.exchange.lost
+            if isinstance(lost, ServerGone):  # here no server ever ends
+                raise lost
             if lost is not None:
                 self._fence(lost.failed)
             elif self.alive:
@@ -376,11 +378,25 @@ class ClientProcess(ABC):
     def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
         """Number one request for each shard and send it; a fault may end the process in between."""
         self._submitting = True
-        self.exchange.submit(requests, operation)
-        self._submitting = False
+        try:
+            self.exchange.submit(requests, operation)
+        except KeyboardInterrupt:
+            assert operation.numbered, "it is under way, and a program waits for it later"
+        finally:
+            self._submitting = False
 
-    def _sent(self) -> None:
+    def interrupt(self) -> None:
+        """Raise `KeyboardInterrupt` in the call that is sending; within a frame or behind it."""
+        self.cluster.network.note(f"writer {self.writer} is interrupted")
+        self._interrupted = True
+
+    def _sent(self, link: VirtualLink) -> None:
         if self._submitting and self.alive:
             self.cluster.maybe_fail(self)
             if self.dead:
                 self._fiber.kill()
+            if self._interrupted:
+                self._interrupted = False
+                if self.cluster.random.random() < 0.5:
+                    link.break_off()
+                raise KeyboardInterrupt

@@ -66,9 +66,9 @@ class ScriptedClient(SimulatedClient):
         self._thinking = False
         if self.retiring and self.left > 0:
             self.left = 0
-        while self.changes and self.alive and self.in_flight < self.window and not self.full:
+        while self.changes and self.alive and not self.full:
             self.change_policy(self.changes.popleft())
-        while self.alive and self.in_flight < self.window and not self.full and self.next():
+        while self.alive and not self.full and self.next():
             pass
         idle = self.alive and self.in_flight == 0 and not self.calling
         if idle and self.left == 0:
