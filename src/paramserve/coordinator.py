@@ -34,6 +34,7 @@ from paramserve.messages import (
 )
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
+from paramserve.transport.loop import Loop
 from paramserve.transport.tcp import join_place
 
 logger = logging.getLogger("paramserve")
@@ -51,11 +52,16 @@ _decode = decoder(CoordinatorRequest | CoordinatorNotice).decode
 
 
 class CoordinatorRole:
-    """A `transport.Handler` around `Coordination`."""
+    """A `transport.Handler` around `Coordination`. All its calls come one at a time.
 
-    def __init__(self, config: CoordinatorConfig) -> None:
-        self._coordination = Coordination(config)
-        self._loop = asyncio.get_running_loop()
+    Args:
+        coordination: decides.
+        loop: gives time and timers.
+    """
+
+    def __init__(self, coordination: Coordination, loop: Loop) -> None:
+        self._coordination = coordination
+        self._loop = loop
         self._numbers: dict[Connection, int] = {}
         self._connections: dict[int, Connection] = {}
         self._servers: set[int] = set()
@@ -68,7 +74,7 @@ class CoordinatorRole:
         self.on_refused: Callable[[Failed], None] = lambda answer: None
         """Called when something that was asked for is refused."""
         self._stepped_at = self._loop.time()
-        self._stall_s = config.deadlines.stall_s
+        self._stall_s = coordination.config.deadlines.stall_s
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
@@ -137,7 +143,8 @@ class CoordinatorRole:
 
 
 async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
-    role = CoordinatorRole(config)
+    loop = asyncio.get_running_loop()
+    role = CoordinatorRole(Coordination(config), loop)
     listeners = await listen(
         config.directory,
         "c",
@@ -149,7 +156,6 @@ async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
         lost_s=config.deadlines.lost_s,
     )
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
     boot.on_stop(lambda: call_soon(loop, ended.set))
     boot.report("ready", msgspec.msgpack.encode([each.address for each in listeners]))
     try:

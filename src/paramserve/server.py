@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
@@ -38,11 +39,13 @@ from paramserve.loading import load_if_compiled
 from paramserve.messages import (
     AskReport,
     Batch,
+    BlockSpec,
     Bye,
     Define,
     HaveRead,
     Hello,
     Inquire,
+    Members,
     Ok,
     PeerMessage,
     Reconnect,
@@ -59,12 +62,12 @@ from paramserve.transport.connection import refusal
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener, listen
-from paramserve.transport.peers import PeerLinks
+from paramserve.transport.loop import Handle, Loop, Pending
+from paramserve.transport.peers import Dial, PeerLinks, dialer
 from paramserve.transport.tcp import join_place
 
 logger = logging.getLogger("paramserve")
 
-PEER_CONNECT_S = 5.0
 QUICK_S = 200e-6
 """Requests that follow each other sooner than this are quick succession."""
 SPIN_S = 100e-6
@@ -74,6 +77,9 @@ QUICK_TCP_S = 400e-6
 SPIN_TCP_S = 250e-6
 """The same for a request over TCP."""
 NOTHING = Registered()
+
+Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
+"""As `preparing.needed`."""
 
 _decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | HaveRead | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -86,42 +92,52 @@ class _Party:
     client: int
 
 
+class Control(Protocol):
+    """What a server uses of its connection to the coordinator; see `transport.control`."""
+
+    def fileno(self) -> int: ...
+
+    def notify(self, message: ServerBeat, /, *, waits: bool) -> bool: ...
+
+    def flush(self) -> bool: ...
+
+    def read_notices(self) -> list[Members]: ...
+
+    def restore(self, *, ended: Callable[[], bool]) -> bool: ...
+
+
 class ServerRole:
-    """A `transport.Handler` around one `Shard`."""
+    """A `transport.Handler` around one `Shard`. All its calls come one at a time.
+
+    Args:
+        shard: decides.
+        loop: gives time and timers, and runs what waits in a thread.
+        control: the connection to the coordinator; None: there is no coordinator.
+        dial: how the other servers are reached.
+        needed: what has to run before a block can be defined.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
-        credentials: Credentials,
-        control: ControlLink | None,
+        shard: Shard,
+        loop: Loop,
+        control: Control | None,
+        dial: Dial,
         *,
-        registered: Registered = NOTHING,
+        needed: Needed = needed,
     ) -> None:
         self.config = config
-        self._buffers = Buffers(config.limits.buffers_bytes_max)
-        self.shard = Shard(
-            config.shard,
-            config.servers,
-            config.workers,
-            build_policy(config.consistency, registered.all),
-            limits=config.limits,
-            resend_s=config.deadlines.resend_s,
-            rules=registered.rules,
-            policies=registered.all,
-            allocate=self._buffers.take,
-        )
+        self.shard = shard
         self.listeners: Sequence[Listener] = ()
         """Through which peers come, for the report."""
-        self._rules = registered.rules
         self._control = control
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._needed = needed
         self._parties: dict[Connection, _Party] = {}
         self._clients: dict[int, Connection] = {}
-        # Looked up each time: a role that threads of its process enter exchanges its loop.
-        self._peers = PeerLinks(
-            config, credentials, PEER_CONNECT_S, lambda task: self._loop.create_task(task)
-        )
-        self._timer: asyncio.TimerHandle | None = None
+        self._peers = PeerLinks(config.shard, dial, loop)
+        self._timer: Handle | None = None
         self._timer_at = 0.0
         self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
         """Frames that came while kernels are being compiled, in order."""
@@ -130,9 +146,8 @@ class ServerRole:
         self._last_frame = 0.0
         self._spinning = False
         self._spin_s = SPIN_S
-        self._beating: asyncio.TimerHandle | None = None
-        self._restoring: asyncio.Task[None] | None = None
-        """Kept so that it is not collected while it runs."""
+        self._beating: Handle | None = None
+        self._restoring = False
         self._oversize_told = False
         self._closed = False
         self._control_fd = -1 if control is None else control.fileno()
@@ -289,13 +304,12 @@ class ServerRole:
 
     def _ready_for(self, message: Define) -> bool:
         """Whether a define can go on at once; otherwise its kernels are loaded in a thread."""
-        work = needed(message.spec, self._rules)
+        work = self._needed(message.spec, self.shard.rules)
         if work is not None:
-            task = self._loop.run_in_executor(None, work)
-            task.add_done_callback(self._kernels_loaded)
+            self._loop.run_in_executor(None, work).add_done_callback(self._kernels_loaded)
         return work is None
 
-    def _kernels_loaded(self, done: asyncio.Future[None]) -> None:
+    def _kernels_loaded(self, done: Pending[None]) -> None:
         frames, self._loading = self._loading or [], None
         error = done.exception()
         if error is not None:
@@ -332,9 +346,9 @@ class ServerRole:
 
     def _control_lost(self) -> None:
         """The connection to the coordinator broke."""
-        if not self._closed and (self._restoring is None or self._restoring.done()):
+        if not self._closed and not self._restoring:
             self._forget_control()
-            self._restoring = self._loop.create_task(self._restore())
+            self._restore()
 
     def _forget_control(self) -> None:
         if self._control_fd >= 0:
@@ -342,33 +356,34 @@ class ServerRole:
             self._loop.remove_writer(self._control_fd)
         self._control_fd = -1
 
-    async def _restore(self) -> None:
+    def _restore(self) -> None:
         """Reach the coordinator again, or end: it is gone."""
-        control = self._control
-        assert control is not None
-        ended = self.ended.is_set
-        while True:
-            restored = await asyncio.to_thread(
-                control.restore, ended=lambda: self._closed or ended()
-            )
-            if self._closed:
-                return
-            if not restored:
-                self.ended.set()
-                return
-            if control.fileno() >= 0:  # else it broke again meanwhile
-                break
-        self._control_fd = control.fileno()
+        assert self._control is not None
+        self._restoring = True
+        restore = partial(self._control.restore, ended=self._no_longer_needed)
+        self._loop.run_in_executor(None, restore).add_done_callback(self._restored)
+
+    def _no_longer_needed(self) -> bool:
+        return self._closed or self.ended.is_set()
+
+    def _restored(self, done: Pending[bool]) -> None:
+        self._restoring = False
+        restored = done.result()
+        if self._closed:
+            return
+        if not restored:
+            self.ended.set()
+            return
+        assert self._control is not None
+        self._control_fd = self._control.fileno()
+        if self._control_fd < 0:  # it broke again meanwhile
+            self._control_lost()
+            return
         self._loop.add_reader(self._control_fd, self._notices)
-        self._loop.call_soon(self._go_on)  # when this task is done: another one may be needed
+        self._flush()
+        self._notices()  # what the link holds already does not show at the descriptor
 
-    def _go_on(self) -> None:
-        """Take what the link holds already: it does not show at the descriptor."""
-        if not self._closed:
-            self._flush()
-            self._notices()
-
-    def take_notices(self, notices: list[Any]) -> None:
+    def take_notices(self, notices: list[Members]) -> None:
         """Memberships that the coordinator has sent."""
         for members in notices:
             if members.servers:
@@ -399,7 +414,7 @@ class ServerRole:
         if fd < 0:
             self._control_lost()  # the end that was noticed here never shows as readable
         elif fd != self._control_fd:
-            pass  # made anew, and not read yet: `_restore` does it
+            pass  # made anew, and not read yet: `_restored` does it
         elif taken:
             self._loop.remove_writer(fd)
         else:
@@ -428,6 +443,36 @@ class ServerRole:
         self._peers.close()
 
 
+def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
+    """The decisions of a server that is told this.
+
+    Raises:
+        UnknownRule: the cluster's policy is neither built in nor registered.
+    """
+    return Shard(
+        config.shard,
+        config.servers,
+        config.workers,
+        build_policy(config.consistency, registered.all),
+        limits=config.limits,
+        resend_s=config.deadlines.resend_s,
+        rules=registered.rules,
+        policies=registered.all,
+        allocate=Buffers(config.limits.buffers_bytes_max).take,
+    )
+
+
+def process_role(
+    config: ServerConfig,
+    credentials: Credentials,
+    control: Control | None,
+    registered: Registered = NOTHING,
+) -> ServerRole:
+    """The server of this process: on the running event loop, with sockets to the others."""
+    shard, loop = new_shard(config, registered), asyncio.get_running_loop()
+    return ServerRole(config, shard, loop, control, dialer(config, credentials))
+
+
 async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
     credentials = boot.credentials
     control = await asyncio.to_thread(
@@ -439,7 +484,7 @@ async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
         timeout_s=config.deadlines.start_s,
         lost_s=config.deadlines.lost_s,
     )
-    role = ServerRole(config, credentials, control, registered=registered(boot.load() or ()))
+    role = process_role(config, credentials, control, registered(boot.load() or ()))
     loop = asyncio.get_running_loop()
     boot.on_stop(lambda: call_soon(loop, role.ended.set))
     listeners = await listen(

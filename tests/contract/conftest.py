@@ -8,11 +8,11 @@ import pytest
 from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
-from paramserve import server
 from paramserve.client import late, life
 from paramserve.loading import load_table
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.rows import row_layout
+from paramserve.transport import peers
 
 MakeCluster = Callable[..., RoleCluster]
 
@@ -22,7 +22,7 @@ def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
     monkeypatch.setattr(late, "INQUIRE_S", 0.05)
     monkeypatch.setattr(life, "CLOSE_S", 0.2)
-    monkeypatch.setattr(server, "PEER_CONNECT_S", 0.3)
+    monkeypatch.setattr(peers, "CONNECT_S", 0.3)
     with clusters() as make:
         yield make
 

@@ -4,47 +4,74 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.consistency.registered import Registered
 from paramserve.messages import Hello
-from paramserve.server import ServerRole
+from paramserve.server import ServerRole, new_shard
 from paramserve.transport.connection import Connection
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.inprocess import InProcessListener
+from paramserve.transport.peers import dialer
+
+Callback = Callable[[], object]
 
 
 class _FromAnyThread:
-    """The methods of an event loop that a role uses, callable from a client's thread too."""
+    """An event loop for a role whose calls come from clients' threads as well: what it is asked to
+    call takes turns with these."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pool = ThreadPoolExecutor(1)
-        self.time = loop.time
-        self.call_soon = loop.call_soon_threadsafe
-        self.remove_reader = loop.remove_reader
-        self.add_reader = loop.add_reader
-        self.remove_writer = loop.remove_writer
-        self.add_writer = loop.add_writer
+    def __init__(self, entrance: InProcessListener) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._entrance = entrance
+        self.time = self._loop.time
+        self.remove_reader = self._loop.remove_reader
+        self.remove_writer = self._loop.remove_writer
 
-    def call_later(self, delay: float, do: Callable[[], None]) -> _Later:
-        later = _Later(do)
-        self._loop.call_soon_threadsafe(self._loop.call_later, delay, later)
+    def _in_turn(self, do: Callback) -> Callback:
+        def turn() -> None:
+            with self._entrance.turn():
+                do()
+
+        return turn
+
+    def call_soon(self, do: Callback) -> None:
+        self._loop.call_soon_threadsafe(self._in_turn(do))
+
+    def call_later(self, delay_s: float, do: Callback) -> _Later:
+        later = _Later(self._in_turn(do))
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, later)
         return later
 
-    def create_task(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def add_reader(self, fd: int, do: Callback) -> None:
+        self._loop.add_reader(fd, self._in_turn(do))
 
-    def run_in_executor(self, _: None, do: Callable[..., None], *args: Any) -> Any:
-        return self._pool.submit(do, *args)
+    def add_writer(self, fd: int, do: Callback) -> None:
+        self._loop.add_writer(fd, self._in_turn(do))
+
+    def run_in_executor(self, _: None, function: Callable[[], Any]) -> _Done:
+        waiting = asyncio.to_thread(function)
+        return _Done(self, asyncio.run_coroutine_threadsafe(waiting, self._loop))
+
+
+class _Done:
+    """What ran in another thread; its callbacks are made on the loop."""
+
+    def __init__(self, loop: _FromAnyThread, future: Any) -> None:
+        self._loop = loop
+        self._future = future
+        self.exception = future.exception
+        self.result = future.result
+
+    def add_done_callback(self, do: Callable[[Any], object]) -> None:
+        self._future.add_done_callback(lambda _: self._loop.call_soon(lambda: do(self)))
 
 
 class _Later:
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do: Callable[[], None] | None = do
+    def __init__(self, do: Callback) -> None:
+        self._do: Callback | None = do
 
     def __call__(self) -> None:
         if self._do is not None:
@@ -62,28 +89,11 @@ class InProcessRole(ServerRole):
         config: ServerConfig,
         credentials: Credentials,
         control: ControlLink,
-        *,
         registered: Registered,
     ) -> None:
         self.entrance = InProcessListener(self, config.limits)
-        super().__init__(config, credentials, control, registered=registered)
-        self._loop: Any = _FromAnyThread(self._loop)
-
-    def _beat(self) -> None:
-        with self.entrance.turn():
-            super()._beat()
-
-    def _deadline(self) -> None:
-        with self.entrance.turn():
-            super()._deadline()
-
-    def _notices(self) -> None:
-        with self.entrance.turn():
-            super()._notices()
-
-    def _kernels_loaded(self, done: Any) -> None:
-        with self.entrance.turn():
-            super()._kernels_loaded(done)
+        loop, dial = _FromAnyThread(self.entrance), dialer(config, credentials)
+        super().__init__(config, new_shard(config, registered), loop, control, dial)
 
 
 class TakesTurns:

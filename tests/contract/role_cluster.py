@@ -34,11 +34,12 @@ from paramserve.consistency.built_in import Async
 from paramserve.consistency.registered import Registered, registered
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.coordinator import CoordinatorRole
+from paramserve.core.coordination import Coordination
 from paramserve.errors import ConnectTimeout
 from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register, Scale
 from paramserve.rules import SGD, Adam, Add
-from paramserve.server import ServerRole
+from paramserve.server import ServerRole, process_role
 from paramserve.transport.arena import Arena
 from paramserve.transport.control import ControlLink
 from paramserve.transport.dial import dial
@@ -80,6 +81,7 @@ class LoopThread:
         async def settle() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.loop.shutdown_default_executor()
 
         self.run(settle)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -158,7 +160,8 @@ class RoleCluster:
             deadlines=self.deadlines,
         )
         path = os.path.join(self.directory, "c.sock")
-        return await listen_unix(path, CoordinatorRole(config), self.limits)
+        role = CoordinatorRole(Coordination(config), self.coordinating.loop)
+        return await listen_unix(path, role, self.limits)
 
     def config(self, shard: int, tcp_bind: str = "") -> ServerConfig:
         return ServerConfig(
@@ -185,10 +188,10 @@ class RoleCluster:
 
         async def start() -> tuple[ServerRole, list[Any]]:
             if self.kind == "inprocess":
-                role = InProcessRole(config, self.credentials, control, registered=self._registered)
+                role = InProcessRole(config, self.credentials, control, self._registered)
                 path = os.path.join(self.directory, f"s{shard}.sock")
                 return role, [await listen_unix(path, TakesTurns(role), self.limits), role.entrance]
-            role = ServerRole(config, self.credentials, control, registered=self._registered)
+            role = process_role(config, self.credentials, control, self._registered)
             bind = config.tcp_bind
             place = (self.directory, f"s{shard}", bind, self.credentials)
             return role, await listen(*place, role, self.limits)

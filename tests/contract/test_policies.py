@@ -37,7 +37,7 @@ from paramserve.errors import (
 from paramserve.messages import Hello, Ok, Scale
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
-from paramserve.server import ServerRole
+from paramserve.server import ServerRole, process_role
 from paramserve.transport.control import ControlLink
 
 SIZE = 20_000
@@ -215,7 +215,7 @@ def test_server_does_not_start_with_a_policy_that_it_does_not_know() -> None:
     config = ServerConfig(0, 1, 1, (), "", spec(IgnoreStragglers(1)))
 
     async def start(*things: Any) -> ServerRole:
-        return ServerRole(config, NO_CREDENTIALS, None, registered=registered(things))
+        return process_role(config, NO_CREDENTIALS, None, registered(things))
 
     with pytest.raises(UnknownRule, match=r"policies=\[IgnoreStragglers\]"):
         asyncio.run(start())

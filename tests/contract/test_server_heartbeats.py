@@ -13,8 +13,8 @@ from paramserve.config import NO_CREDENTIALS, Deadlines, Limits, ServerConfig
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec
 from paramserve.errors import CoordinatorGone, ProtocolError
-from paramserve.messages import Hello, ServerBeat, decoder
-from paramserve.server import ServerRole
+from paramserve.messages import Hello, Members, ServerBeat, decoder
+from paramserve.server import Control, process_role
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import FrameReader
 from paramserve.transport.link import Link
@@ -56,7 +56,7 @@ class ScriptedControl:
             return True
         return False
 
-    def read_notices(self) -> list[object]:
+    def read_notices(self) -> list[Members]:
         if self.fileno() < 0:
             raise CoordinatorGone("the connection broke", fix="none")
         return []
@@ -74,13 +74,13 @@ def control() -> Iterator[ScriptedControl]:
 
 
 @contextlib.contextmanager
-def serving(control: object, every_s: float) -> Iterator[list[dict[str, object]]]:
+def serving(control: Control, every_s: float) -> Iterator[list[dict[str, object]]]:
     """A server's role on the running loop; gives what was raised out of the loop's callbacks."""
     deadlines = Deadlines(heartbeat_s=every_s, stall_s=2 * RARELY_S)
     config = ServerConfig(0, 1, 1, (), "", spec(Async()), deadlines=deadlines)
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    role = ServerRole(config, NO_CREDENTIALS, control)  # type: ignore[arg-type]
+    role = process_role(config, NO_CREDENTIALS, control)
     try:
         yield errors
     finally:

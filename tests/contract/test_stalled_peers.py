@@ -18,7 +18,7 @@ from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Limits, ServerCon
 from paramserve.rules import Add
 from paramserve.transport import peers as module
 from paramserve.transport.listener import Listener, listen_unix
-from paramserve.transport.peers import PeerLinks
+from paramserve.transport.peers import PeerLinks, dialer
 
 MakeCluster = Callable[..., RoleCluster]
 
@@ -69,8 +69,7 @@ class Sender(LoopThread):
     def __init__(self, listeners: list[Listener]) -> None:
         super().__init__()
         config = ServerConfig(0, 3, 1, (), "", ConsistencySpec("Async"), cluster=b"ours")
-        spawn = self.loop.create_task
-        self.peers = PeerLinks(config, NO_CREDENTIALS, WAIT_S, lambda task: spawn(task))
+        self.peers = PeerLinks(0, dialer(config, NO_CREDENTIALS), self.loop)
         self.peers.addresses = [(), *((each.address,) for each in listeners)]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from paramserve import server
-from paramserve.config import NO_CREDENTIALS, Deadlines, ServerConfig
+from paramserve.config import Deadlines, ServerConfig
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
 from paramserve.messages import (
@@ -20,6 +19,7 @@ from paramserve.messages import (
     Done,
     Gradient,
     Hello,
+    Members,
     PeerMessage,
     Piece,
     ShardReply,
@@ -30,7 +30,8 @@ from paramserve.messages import (
 )
 from paramserve.rules import Add
 from paramserve.rules.registry import spec as rule_spec
-from paramserve.server import ServerRole
+from paramserve.server import ServerRole, new_shard
+from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
 
 RESEND_S = 0.25
@@ -39,38 +40,6 @@ SIZE = 8
 
 _decode_reply = decoder(ShardReply).decode
 _decode_peer = decoder(PeerMessage).decode
-
-
-class Later:
-    """A call that was planned, as an event loop gives it."""
-
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do: Callable[[], None] | None = do
-
-    def __call__(self) -> None:
-        if self._do is not None:
-            self._do()
-
-    def cancel(self) -> None:
-        self._do = None
-
-
-class VirtualLoop:
-    """What a server uses of an event loop, in virtual time."""
-
-    def __init__(self) -> None:
-        self.clock = VirtualClock()
-
-    def time(self) -> float:
-        return self.clock.now
-
-    def call_later(self, delay_s: float, do: Callable[[], None]) -> Later:
-        later = Later(do)
-        self.clock.after(delay_s, later)
-        return later
-
-    def call_soon(self, do: Callable[[], None]) -> None:
-        """Only used to look for the next request sooner."""
 
 
 class Peer:
@@ -88,18 +57,26 @@ class Peer:
         self.replies.append((self._loop.time(), _decode_reply(header)))
 
 
-class OtherServers:
-    """Links to the other servers, which note what was sent, and when."""
+class OtherServer:
+    """A link to another server, which notes what was sent, and when."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
-        self.sent: list[tuple[float, int, Any]] = []
+        self.sent: list[tuple[float, Any]] = []
 
-    def send(self, shard: int, header: bytes) -> None:
-        self.sent.append((self._loop.time(), shard, _decode_peer(header)))
+    def offer(self, header: bytes) -> bool:
+        self.sent.append((self._loop.time(), _decode_peer(header)))
+        return True
+
+    def flush(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass
+
+
+def no_kernels(*_: object) -> None:
+    """Kernels are no matter here."""
 
 
 class Harness:
@@ -116,14 +93,18 @@ class Harness:
             deadlines=Deadlines(resend_s=RESEND_S, heartbeat_s=1000.0),
         )
         self.loop, self.shard, self.servers = loop, shard, servers
-        self.role = ServerRole(config, NO_CREDENTIALS, None)
-        self.others = OtherServers(loop)
-        self.role._peers = self.others  # type: ignore[assignment]
+        self.others = OtherServer(loop)
+        self.role = ServerRole(config, new_shard(config), loop, None, self._dial, needed=no_kernels)
+        self.role.take_notices([Members(1, (), (("shard 0",), ("shard 1",))[:servers])])
         self.workers = [
             self.connects(Hello("client", client=rank + 1, incarnation=1, rank=rank, window=4))
             for rank in range(2)
         ]
         self._last = [0, 0]
+
+    def _dial(self, addresses: Sequence[str]) -> OtherServer:
+        assert addresses == ("shard 0",), "the lead"
+        return self.others
 
     def connects(self, hello: Hello) -> Any:
         peer: Any = Peer(self.loop, hello)
@@ -163,11 +144,8 @@ class Harness:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    monkeypatch.setattr(server.asyncio, "get_running_loop", lambda: loop)
-    monkeypatch.setattr(server, "needed", lambda spec, rules: None)  # kernels are no matter here
-    return loop
+def loop() -> VirtualLoop:
+    return VirtualLoop(VirtualClock())
 
 
 def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
@@ -179,16 +157,15 @@ def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
     lead = one.connects(Hello("server", client=0))
     for rank in range(2):
         one.steps(rank, 0, clock=0)
-    told = [message for _, _, message in one.others.sent]
-    assert [type(each) for each in told] == [Vote]
     loop.clock.run(0.03)
+    assert [type(message) for _, message in one.others.sent] == [Vote]
     one.role.frame(lead, encode(Commit(0, 0, (1, 2), 1.0, decided=(1, 2))), None)
     loop.clock.run(0.1)
     one.steps(0, 0, clock=1)
     loop.clock.run(10.0)
     repeats = [pytest.approx(0.12 + RESEND_S * n) for n in range(3)]
-    assert [at for at, _, _ in one.others.sent][1:4] == repeats
-    assert {(to, m.clock, m.contributors) for _, to, m in one.others.sent[1:]} == {(0, 1, (1,))}
+    assert [at for at, _ in one.others.sent][1:4] == repeats
+    assert {(vote.clock, vote.contributors) for _, vote in one.others.sent[1:]} == {(1, (1,))}
 
 
 def test_deadlines_of_several_groups_on_one_server_are_each_kept(loop: VirtualLoop) -> None:

@@ -36,11 +36,12 @@ from paramserve.consistency.built_in import Async
 from paramserve.consistency.registered import Registered, check
 from paramserve.consistency.registry import build, spec
 from paramserve.coordinator import ROLES, CoordinatorRole
+from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.launch.connect import full_address
 from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
-from paramserve.server import ServerRole, register
+from paramserve.server import ServerRole, process_role, register
 from paramserve.settings import check_restart, check_settings
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.control import ControlLink
@@ -195,7 +196,8 @@ class _Running:
         listeners: list[Listener] = []
         both: _Both | None = None
         if settings.place.join is None:
-            self.coordinator = CoordinatorRole(_coordinator_config(settings))
+            coordination = Coordination(_coordinator_config(settings))
+            self.coordinator = CoordinatorRole(coordination, asyncio.get_running_loop())
             self.coordinator.on_server_lost = self.lost.set
             self.coordinator.on_members = self._log.on_members
             self.coordinator.on_refused = self._log.on_refused
@@ -210,8 +212,8 @@ class _Running:
             control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
         )
         config = _server_config(settings, coordinator, enlisted)
-        registered = settings.registered
-        self.role = ServerRole(config, settings.place.credentials, control, registered=registered)
+        credentials = settings.place.credentials
+        self.role = process_role(config, credentials, control, settings.registered)
         self.stack.callback(self.role.close)
         if both is not None:
             both.server = self.role

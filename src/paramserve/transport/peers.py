@@ -6,31 +6,61 @@ it that what must arrive is repeated.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.errors import ParamServeError
 from paramserve.messages import Hello
 from paramserve.transport.link import Link
+from paramserve.transport.loop import Loop, Pending
 
 logger = logging.getLogger("paramserve")
 
+CONNECT_S = 5.0
+"""How long one attempt to reach another server may take."""
 QUEUE_MAX = 1024
 """Messages kept for a shard that is still being connected to, or that takes nothing; the oldest
 go, `Vote` repeats."""
-LOOK_S = 0.01
+LOOK_S: Final = 0.01
 """How often is tried whether a shard that took nothing takes more."""
+
+
+class PeerLink(Protocol):
+    """What is used of a connection to another server; see `transport.link.Link`."""
+
+    def offer(self, header: bytes) -> bool: ...
+
+    def flush(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Dial = Callable[[Sequence[str]], PeerLink]
+"""Reaches another server at one of its addresses; called in a thread, since it waits."""
+
+
+def dialer(config: ServerConfig, credentials: Credentials) -> Dial:
+    """How the server of a process reaches the others: by sockets."""
+    return partial(
+        Link.connect,
+        hello=Hello("server", client=config.shard, cluster=config.cluster),
+        credentials=credentials,
+        arenas=(),
+        timeout_s=CONNECT_S,
+        lost_s=config.deadlines.lost_s,
+        limits=config.limits,
+    )
 
 
 class _Peer:
     """Messages to another shard: kept until the connection stands and takes them."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None
+        self.link: PeerLink | None = None
         self.queue: deque[bytes] = deque(maxlen=QUEUE_MAX)
         self.connecting = False
         self.waiting = False
@@ -41,24 +71,16 @@ class PeerLinks:
     """Sends messages to other shards, in order. For one thread at a time.
 
     Args:
-        config: of the server that sends.
-        connect_s: how long one attempt to reach another server may take.
-        spawn: starts a coroutine in the server's event loop.
+        shard: the one that sends.
+        dial: see `Dial`.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        credentials: Credentials,
-        connect_s: float,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-    ) -> None:
+    def __init__(self, shard: int, dial: Dial, loop: Loop) -> None:
         self.addresses: Sequence[Sequence[str]] = ()
-        """Of each shard's server; before they are known, nobody is connected to."""
-        self._config = config
-        self._credentials = credentials
-        self._connect_s = connect_s
-        self._spawn = spawn
+        """Of each shard's server; before they are known, no connection is made."""
+        self._shard = shard
+        self._dial = dial
+        self._loop = loop
         self._peers: dict[int, _Peer] = {}
         self._closed = False
 
@@ -70,8 +92,7 @@ class PeerLinks:
         peer = self._peers.setdefault(shard, _Peer())
         peer.queue.append(header)
         if not peer.waiting and not self._sent(peer):
-            peer.waiting = True
-            self._spawn(self._wait(shard, peer))
+            self._look_later(shard, peer)
         self._need(shard, peer)
 
     def _sent(self, peer: _Peer) -> bool:
@@ -89,45 +110,40 @@ class PeerLinks:
             peer.link = None
             return True
 
+    def _look_later(self, shard: int, peer: _Peer) -> None:
+        peer.waiting = True
+        self._loop.call_later(LOOK_S, partial(self._look, shard, peer))
+
+    def _look(self, shard: int, peer: _Peer) -> None:
+        """Try again whether a peer that took nothing takes what is kept."""
+        peer.waiting = False
+        if self._closed:
+            return
+        if self._sent(peer):
+            self._need(shard, peer)
+        else:
+            self._look_later(shard, peer)
+
     def _need(self, shard: int, peer: _Peer) -> None:
         """Connect, if something is kept and there is no connection."""
         if peer.queue and peer.link is None and not peer.connecting and self.addresses:
             peer.connecting = True
-            self._spawn(self._connect(shard, peer))
+            dialing = self._loop.run_in_executor(None, partial(self._dial, self.addresses[shard]))
+            dialing.add_done_callback(partial(self._connected, shard, peer))
 
-    async def _wait(self, shard: int, peer: _Peer) -> None:
-        try:
-            while not self._closed and not self._sent(peer):
-                await asyncio.sleep(LOOK_S)
-        finally:
-            peer.waiting = False
-        if not self._closed:
-            self._need(shard, peer)
-
-    async def _connect(self, shard: int, peer: _Peer) -> None:
-        own = self._config.shard
-        try:
-            link = await asyncio.to_thread(
-                Link.connect,
-                self.addresses[shard],
-                Hello("server", client=own, cluster=self._config.cluster),
-                credentials=self._credentials,
-                arenas=(),
-                timeout_s=self._connect_s,
-                lost_s=self._config.deadlines.lost_s,
-                limits=self._config.limits,
-            )
-            if self._closed:
-                link.close()
-                return
-            peer.link = link
-            if not peer.waiting and not self._sent(peer):
-                peer.waiting = True
-                self._spawn(self._wait(shard, peer))
-        except (ParamServeError, ConnectionError) as error:
-            logger.warning("shard %d cannot reach shard %d: %s", own, shard, error)
-        finally:
-            peer.connecting = False
+    def _connected(self, shard: int, peer: _Peer, dialing: Pending[PeerLink]) -> None:
+        peer.connecting = False
+        error = dialing.exception()
+        if isinstance(error, ParamServeError | ConnectionError):
+            logger.warning("shard %d cannot reach shard %d: %s", self._shard, shard, error)
+            return
+        link = dialing.result()
+        if self._closed:
+            link.close()
+            return
+        peer.link = link
+        if not peer.waiting and not self._sent(peer):
+            self._look_later(shard, peer)
 
     def close(self) -> None:
         """Close all links; one that is being made is closed when it stands."""

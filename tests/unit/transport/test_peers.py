@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from paramserve.config import NO_CREDENTIALS, ConsistencySpec, ServerConfig
 from paramserve.errors import ConnectTimeout
 from paramserve.messages import Hello
+from paramserve.testing.loop import VirtualLoop
 from paramserve.transport import peers as module
 from paramserve.transport.link import Link
-from paramserve.transport.peers import PeerLinks
+from paramserve.transport.peers import LOOK_S, PeerLinks, dialer
+from paramserve.virtual import VirtualClock
 
-CONFIG = ServerConfig(0, 2, 1, (), "", ConsistencySpec("Async"), cluster=b"ours")
 ADDRESSES = (("unix:a",), ("unix:b",))
+CONNECT_S = 1.0
 
 
 class Recorder:
@@ -24,58 +24,57 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
-        self.broken = self.closed = False
+        self.broken = self.closed = self.stuck = False
 
     def offer(self, header: bytes) -> bool:
         if self.broken:
             raise ConnectionResetError("gone")
+        if self.stuck:
+            return False
         self.sent.append(header)
         return True
 
     def flush(self) -> bool:
-        return True
+        return not self.stuck
 
     def close(self) -> None:
         self.closed = True
 
 
-class Bench:
-    """Links of shard 0; connecting takes place when the test says so."""
+class Bench(VirtualLoop):
+    """Links of shard 0, on a loop where connecting takes a second."""
 
     def __init__(self) -> None:
+        super().__init__(VirtualClock(), lambda: CONNECT_S)
         self.links: list[Recorder] = []
-        self.asked: list[tuple[Sequence[str], Hello]] = []
-        self.tasks: list[Coroutine[Any, Any, None]] = []
+        self.asked: list[Sequence[str]] = []
         self.refused = False
-        self.peers = PeerLinks(CONFIG, NO_CREDENTIALS, 1.0, self.tasks.append)
+        self.peers = PeerLinks(0, self.reach, self)
 
-    def reach(self, addresses: Sequence[str], hello: Hello, **_: object) -> Recorder:
-        self.asked.append((addresses, hello))
+    def reach(self, addresses: Sequence[str]) -> Recorder:
+        self.asked.append(addresses)
         if self.refused:
             raise ConnectTimeout("nobody there", fix="wait")
         self.links.append(Recorder())
         return self.links[-1]
 
     def connect(self) -> None:
-        asyncio.run(self.tasks.pop(0))
+        self.clock.run(self.clock.now + CONNECT_S)
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    made = Bench()
-    monkeypatch.setattr(Link, "connect", made.reach)
-    yield made
-    for task in made.tasks:
-        task.close()
+def bench() -> Bench:
+    return Bench()
 
 
 def test_send_before_the_addresses_are_known_waits_for_them(bench: Bench) -> None:
     bench.peers.send(1, b"first")
-    assert bench.tasks == []
+    bench.connect()
+    assert bench.asked == []
     bench.peers.addresses = ADDRESSES
     bench.peers.send(1, b"second")
     bench.connect()
-    assert bench.asked == [(("unix:b",), Hello("server", client=0, cluster=b"ours"))]
+    assert bench.asked == [("unix:b",)]
     bench.peers.send(1, b"third")
     assert bench.links[0].sent == [b"first", b"second", b"third"]
 
@@ -84,9 +83,8 @@ def test_send_while_connecting_connects_once(bench: Bench) -> None:
     bench.peers.addresses = ADDRESSES
     for header in (b"first", b"second"):
         bench.peers.send(1, header)
-    assert len(bench.tasks) == 1
     bench.connect()
-    assert bench.links[0].sent == [b"first", b"second"]
+    assert [link.sent for link in bench.links] == [[b"first", b"second"]]
 
 
 def test_send_over_a_broken_link_goes_over_the_next_one(bench: Bench) -> None:
@@ -131,3 +129,28 @@ def test_close_ends_links_and_those_under_way(bench: Bench) -> None:
     bench.peers.close()
     bench.connect()
     assert [(link.closed, link.sent) for link in bench.links] == [(True, [b"first"]), (True, [])]
+
+
+def test_messages_to_a_server_that_takes_nothing_are_sent_in_order_when_it_does(
+    bench: Bench,
+) -> None:
+    bench.peers.addresses = ADDRESSES
+    bench.peers.send(1, b"first")
+    bench.connect()
+    (link,) = bench.links
+    link.stuck = True
+    for header in (b"second", b"third"):
+        bench.peers.send(1, header)
+    bench.clock.run(bench.clock.now + 10 * LOOK_S)
+    assert link.sent == [b"first"]
+    link.stuck = False
+    bench.clock.run(bench.clock.now + LOOK_S)
+    assert link.sent == [b"first", b"second", b"third"]
+
+
+def test_dialer_says_which_shard_of_which_cluster_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Sequence[str], Hello]] = []
+    monkeypatch.setattr(Link, "connect", lambda to, hello, **_: asked.append((to, hello)))
+    config = ServerConfig(0, 2, 1, (), "", ConsistencySpec("Async"), cluster=b"ours")
+    dialer(config, NO_CREDENTIALS)(("unix:b",))
+    assert asked == [(("unix:b",), Hello("server", client=0, cluster=b"ours"))]
