@@ -27,7 +27,7 @@ class VirtualLink:
 
     Args:
         stream: whose other end is the server's; its owner tells this object what comes.
-        arenas: that the server maps.
+        memory: what the server maps: arenas by number. Those that are attached are added.
         sent: is called after each message, before the caller goes on.
     """
 
@@ -40,14 +40,13 @@ class VirtualLink:
         address: str,
         stream: Stream,
         fiber: Fiber,
-        arenas: Sequence[Arena],
+        memory: dict[int, Bytes],
         sent: Callable[[VirtualLink], None],
     ) -> None:
         self.address = address
         self.stream = stream
-        self.shared = bool(arenas)
-        self.memory: dict[int, Bytes] = {each.number: each.memory for each in arenas}
-        """What the server maps."""
+        self.shared = bool(memory)
+        self._memory = memory
         self._fiber = fiber
         self._sent = sent
         self._frames: deque[Frame] = deque()
@@ -142,7 +141,7 @@ class VirtualLink:
         self._payload, self.payload_bytes = None, 0
 
     def attach(self, arena: Arena, *, timeout_s: float) -> None:
-        self.memory[arena.number] = arena.memory
+        self._memory[arena.number] = arena.memory
 
     def close(self) -> None:
         if not self._closed:

@@ -1,11 +1,10 @@
-"""A seeded network: streams that delay, lose, repeat and break, and messages between shards.
+"""A seeded network: streams that delay, lose, repeat and break.
 
 A stream keeps the order of what is sent on it, as a socket does. A frame that it loses is followed
-by its end a little later, so that the other side may still see what was sent behind the gap. What
-shards tell each other may come late, twice, in any order or never.
+by its end a little later, so that the other side may still see what was sent behind the gap.
 
 A way from one place to another can be cut for a while: what streams carry waits there until it is
-mended, as bytes do that a socket sends again, and what shards tell each other is lost.
+mended, as bytes do that a socket sends again.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Faults:
         cut: the stream breaks; what is on its way in both directions is lost.
         lose: the frame is lost, and the stream breaks within `BREAK_S`.
         duplicate: the frame arrives twice.
-        peer_lose, peer_duplicate: the same for messages between shards.
+        peer_lose, peer_duplicate: the same for streams between shards.
         kill: the worker that sends a request dies right after it.
         interrupt: its program is interrupted there, as by Ctrl-C, and goes on with the next call.
         freeze: it stands still for up to `freeze_s`, and may count as dead when it goes on.
@@ -136,6 +135,20 @@ class End(Protocol):
         ...
 
 
+Rates = Callable[[Faults], tuple[float, float, float]]
+"""Of a stream's frames: how many break it, are lost or arrive twice."""
+
+
+def client_rates(faults: Faults) -> tuple[float, float, float]:
+    """Of a stream between a client and a shard."""
+    return faults.cut, faults.lose, faults.duplicate
+
+
+def peer_rates(faults: Faults) -> tuple[float, float, float]:
+    """Of a stream between two shards."""
+    return 0.0, faults.peer_lose, faults.peer_duplicate
+
+
 Way = tuple[str, str]
 """From a place to a place."""
 
@@ -161,10 +174,10 @@ class Network:
         self._hash = hashlib.blake2b(digest_size=16)
         self._streams = 0
 
-    def open(self, near: End, far: End, name: str, *, faulty: bool = True) -> Stream:
-        """A new stream; both may send at once."""
+    def open(self, near: End, far: End, name: str, rates: Rates | None = client_rates) -> Stream:
+        """A new stream; both may send at once. Without `rates` no fault hits its frames."""
         self._streams += 1
-        return Stream(self, self._streams, near, far, name, faulty)
+        return Stream(self, self._streams, near, far, name, rates)
 
     # --- ways ---------------------------------------------------------------------------
 
@@ -211,21 +224,6 @@ class Network:
 
     # --- messages -----------------------------------------------------------------------
 
-    def tell(self, way: Way, header: bytes, deliver: Callable[[bytes], None]) -> None:
-        """Send a message to another shard: no order, no promise."""
-        faults, draw = self.faults, self.random.random
-        times = 0 if draw() < faults.peer_lose else 1 + (draw() < faults.peer_duplicate)
-        if self._cut and way in self._cut:
-            return
-        for _ in range(times):
-            self.clock.after(
-                self.delay_s(way), self._told, f"{way[0]} -> {way[1]}", header, deliver
-            )
-
-    def _told(self, name: str, header: bytes, deliver: Callable[[bytes], None]) -> None:
-        self.arrived(0, name, header)
-        deliver(header)
-
     def delay_s(self, way: Way | None = None) -> float:
         """How long a frame that is sent now will be on its way."""
         faults, draw = self.faults, self.random.random
@@ -256,15 +254,19 @@ class Stream:
     """A connection between two ends. Each direction keeps its order."""
 
     def __init__(
-        self, network: Network, number: int, near: End, far: End, name: str, faulty: bool
+        self, network: Network, number: int, near: End, far: End, name: str, rates: Rates | None
     ) -> None:
         self.number = number
         self.name = name
         self.ended = False
+        self.broken = False
+        """Whether the network has ended it."""
+        self.unread = 0
+        """Frames from the near side that the far side has not read."""
         self._network = network
         self._ends = (near, far)
         self._ways = ((near.place, far.place), (far.place, near.place))
-        self._faulty = faulty
+        self._rates = rates
         self._free_at = [0.0, 0.0]
         self._closed = [False, False]
 
@@ -272,26 +274,32 @@ class Stream:
         """Send to the other side; nothing happens on a stream that has ended."""
         if self.ended or self._closed[side]:
             return
-        if not self._faulty:
-            self._put(side, frame)
+        if self._rates is None:
+            self.put(side, frame)
             return
         network = self._network
-        faults, draw = network.faults, network.random.random
+        draw = network.random.random
+        cut, lose, duplicate = self._rates(network.faults)
         fate = draw()
-        if fate < faults.cut:
+        if fate < cut:
             self.cut()
-        elif fate < faults.cut + faults.lose:
+        elif fate < cut + lose:
             network.clock.after(draw() * BREAK_S, self.cut)
         else:
-            self._put(side, frame)
-            if draw() < faults.duplicate:
+            self.put(side, frame)
+            if draw() < duplicate:
                 payload = None if frame.payload is None else frame.payload.copy()
-                self._put(side, Frame(frame.header, payload))
+                self.put(side, Frame(frame.header, payload))
 
-    def _put(self, side: int, frame: Frame) -> None:
+    def put(self, side: int, frame: Frame) -> None:
+        """As `send`, but no fault hits this frame."""
+        self.unread += side == NEAR
+        self._carry(side, frame)
+
+    def _carry(self, side: int, frame: Frame) -> None:
         network, way = self._network, self._ways[side]
         if network.is_cut(way):
-            network.hold(way, partial(self._put, side, frame))
+            network.hold(way, partial(self._carry, side, frame))
             return
         at = max(self._free_at[side], network.clock.now + network.delay_s(way))
         self._free_at[side] = at
@@ -308,7 +316,7 @@ class Stream:
         """Break it: what is on its way is lost, and each side finds out in its own time."""
         if self.ended:
             return
-        self.ended = True
+        self.ended = self.broken = True
         for side in (NEAR, FAR):
             if not self._closed[side]:
                 self._network.clock.after(self._network.delay_s(), self._tell_lost, side)

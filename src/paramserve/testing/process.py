@@ -36,7 +36,7 @@ from paramserve.messages import (
 from paramserve.testing.fiber import Fiber, VirtualTiming
 from paramserve.testing.link import VirtualLink
 from paramserve.testing.nemesis import worker_place
-from paramserve.testing.network import NEAR, Bytes, Frame, Stream
+from paramserve.testing.network import NEAR, Frame, Stream
 from paramserve.transport.arena import Arena
 
 if TYPE_CHECKING:
@@ -327,10 +327,10 @@ class ClientProcess(ABC):
         until = clock.now + timeout_s
         shard = int(addresses[0].removeprefix("shard "))
         while True:
-            stream = self.cluster.connect(self, shard)
-            shared = list(arenas) if self.shared[shard] else []
+            memory = {each.number: each.memory for each in arenas if self.shared[shard]}
+            stream = self.cluster.connect(self, shard, memory)
             link = self._links[stream.number] = VirtualLink(
-                addresses[0], stream, self._fiber, shared, self._sent
+                addresses[0], stream, self._fiber, memory, self._sent
             )
             try:
                 link.greet(hello, until, lambda: clock.now)
@@ -348,10 +348,6 @@ class ClientProcess(ABC):
 
     def _readable(self, number: int) -> bool:
         return self._links[number].readable
-
-    def memory(self, stream: Stream) -> dict[int, Bytes]:
-        """What the server maps that a stream leads to."""
-        return self._links[stream.number].memory
 
     def lost(self, stream: Stream) -> None:
         """A stream has ended."""

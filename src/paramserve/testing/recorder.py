@@ -5,16 +5,28 @@ It looks at the cluster and changes nothing there.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
+from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
 from paramserve.core.group import Group
 from paramserve.core.membership import RETIRING
-from paramserve.core.shard import ENDED
-from paramserve.messages import Commit, GroupPolicy, Members, ShardRequest, Step
+from paramserve.core.shard import ENDED, Shard
+from paramserve.messages import Commit, Done, GroupPolicy, Members, ShardRequest, Step
 from paramserve.testing.counting import AddWhole
-from paramserve.testing.history import Applied, Decided, History, Part, Shared, Switched
+from paramserve.testing.history import (
+    Answered,
+    Applied,
+    Decided,
+    Entered,
+    History,
+    Part,
+    Shared,
+    Switched,
+    Update,
+)
 from paramserve.testing.nemesis import _Slow
 from paramserve.testing.network import Faults
 from paramserve.testing.process import ClientProcess
@@ -214,3 +226,148 @@ class Recorder:
                     f"writer {client.writer} (rank {client.rank}, clock {client.clock}) has not "
                     f"finished, unanswered: {'; '.join(waiting)}"
                 )
+
+
+class ShardRecorder:
+    """Tells the history what happens on one shard.
+
+    Args:
+        shard: whose values, clocks and answers it compares with those before.
+    """
+
+    def __init__(self, cluster: SimulatedCluster, shard: Shard) -> None:
+        self._cluster = cluster
+        self._history = cluster.history
+        self._recorder = cluster.recorder
+        self._shard = shard
+        self._decided: dict[int, int] = {}
+        """By group, the last clock that the history knows of."""
+        self._steps_s: dict[int, float] = {}
+        """By group: the median time of a step, as it was last."""
+        self._clocks: dict[tuple[int, int], int] = {}
+        """By group and rank, as they were last."""
+        self._counting: dict[int, dict[int, int]] = {}
+        """By group: the clocks of those who count, as they were last."""
+        self._versions: dict[int, int] = {}
+        """By group, as they were last."""
+        self._pushes: dict[int, tuple[int, ...]] = {}
+        """By block: the masks of all writers, as they were last."""
+
+    def before(self, event: Event) -> None:
+        """An event is about to happen."""
+        if isinstance(event, Requested):
+            writer = self._cluster.writers[event.client]
+            client = self._cluster.clients[writer]
+            self._recorder.arrived(self._shard.number, client, event.message)
+
+    def after(self, event: Event, effects: Effects) -> None:
+        """An event has happened."""
+        if isinstance(event, ClientHere) and effects.refused is None:
+            client = self._cluster.clients[self._cluster.writers[event.client]]
+            self._recorder.admitted(self._shard.number, client)
+        self._look(effects)
+        if isinstance(event, MembersChanged):
+            self._recorder.members_told(self._shard.number, event.message)
+
+    def _look(self, effects: Effects) -> None:
+        """Tell the history what has changed here: values, clocks, who counts, who is answered."""
+        order = self._history.next()
+        versions = dict(self._versions)
+        applied = self._recorder.applied(self._shard.number)
+        for group in self._shard.groups.values():
+            if group.version != self._versions.get(group.id, 0):
+                self._updated(group, order, applied)
+            if group.clocks.keys() != self._counting.get(group.id, {}).keys():
+                self._who_counts(group, order)
+            self._counting[group.id] = dict(group.clocks)
+            last = None if group.lead is None else group.lead.last
+            if last is not None and last.clock != self._decided.get(group.id):
+                one = last.clock == self._decided.get(group.id, -1) + 1
+                self._decided[group.id] = last.clock
+                step_s = self._steps_s.get(group.id, 0.0) if one else None
+                self._recorder.decided(last, group, step_s)
+            self._steps_s[group.id] = group.step_s
+            for rank, clock in group.clocks.items():
+                before = self._clocks.get((group.id, rank), 0)
+                if clock < before:
+                    self._history.backwards.append(
+                        f"shard {self._shard.number}: the clock of rank {rank} went from {before} "
+                        f"back to {clock}"
+                    )
+                self._clocks[group.id, rank] = clock
+
+        for client, answer in effects.replies:
+            if isinstance(answer.message, Done):
+                self._answered(client, answer.message, order, versions)
+
+    def _updated(self, group: Group, order: int, applied: tuple[Applied, ...]) -> None:
+        """Values have changed: which pushes are in them that were not."""
+        new: dict[tuple[int, int], None] = {}
+        workload = self._cluster.workload
+        blocks, shards = sorted(group.blocks.items()), self._cluster.scenario.servers
+        seen = [workload.masks(block, self._shard.number, shards) for _, block in blocks]
+        for number, masks in chain.from_iterable(seen):
+            old = self._pushes.get(number, (0,) * len(masks))
+            self._pushes[number] = masks
+            for writer, (was, is_now) in enumerate(zip(old, masks, strict=True)):
+                more = is_now & ~was
+                while more:
+                    low = more & -more
+                    new[writer, low.bit_length() - 1] = None
+                    more ^= low
+        version = self._versions.get(group.id, 0)
+        self._versions[group.id] = group.version
+        self._history.updates.append(
+            Update(
+                self._shard.number,
+                order,
+                version,
+                group.version,
+                tuple(new),
+                not group.clocks,
+                applied,
+            )
+        )
+
+    def _who_counts(self, group: Group, order: int) -> None:
+        history = self._history
+        before = self._counting.get(group.id, {})
+        slowest = min(before.values(), default=None)
+        for rank in sorted({*before, *group.clocks}):
+            here = rank in group.clocks
+            if here is (rank in before):
+                continue
+            changes = history.counted.setdefault((self._shard.number, rank), [])
+            changes.append((order, here))
+            if here:
+                joins = len(changes) == 1 and rank not in history.ranks
+                others = [clock for each, clock in group.clocks.items() if each != rank]
+                then = min(others, default=None)
+                clock = group.clocks[rank]
+                entered = Entered(self._shard.number, rank, order, clock, slowest, joins, then)
+                history.entered.append(entered)
+
+    def _answered(self, client: int, done: Done, order: int, before: dict[int, int]) -> None:
+        """A shard's answer to a step, for the first time."""
+        for news in done.news:
+            self._recorder.learned(self._shard.number, news)
+        writer = self._cluster.writers.get(client, -1)
+        call = self._cluster.call_of.get((writer, self._shard.number, done.seq))
+        if call is not None:
+            group = self._cluster.group
+            versions = (before.get(group, 0), self._versions.get(group, 0))
+            self._history.answers.setdefault(
+                (self._shard.number, writer, call.number), Answered(order, done.skipped, *versions)
+            )
+
+
+class RecordedShard(Shard):
+    """A shard that tells what happens on it."""
+
+    recorder: ShardRecorder
+
+    def step(self, event: Event, now: float) -> Effects:
+        self.recorder.before(event)
+        effects = super().step(event, now)
+        self.recorder.after(event, effects)
+        return effects

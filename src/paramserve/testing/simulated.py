@@ -11,22 +11,22 @@ from random import Random
 from typing import Any
 
 from paramserve.client.exchange import Exchange
-from paramserve.config import CoordinatorConfig, Deadlines, Limits
+from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.session import ClientSession
 from paramserve.core.shard import Shard
-from paramserve.messages import LeasePlan
+from paramserve.messages import Hello, LeasePlan
 from paramserve.rules import Add
 from paramserve.testing.checkers import check
 from paramserve.testing.counting import AddWhole, Counting, leaves_whole
 from paramserve.testing.history import Call, History
 from paramserve.testing.nemesis import ALWAYS_S, Nemesis
-from paramserve.testing.network import Faults, Network, Stream
+from paramserve.testing.network import Bytes, End, Faults, Network, Stream
 from paramserve.testing.process import ClientProcess
-from paramserve.testing.recorder import Recorder, new_history
+from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
     LeasingWorker,
@@ -49,6 +49,7 @@ STALL_S = 0.25
 EVENTS_MAX = 200_000
 """In one run; most have some hundreds."""
 RESEND_S = 0.01
+BEAT_S = 0.1
 RESTART_S = 0.05
 """A process that is started again is up within this time."""
 AWAITED_S = 0.3
@@ -284,23 +285,34 @@ class SimulatedCluster:
 
     # --- who reaches whom ---------------------------------------------------------------
 
-    def connect(self, client: ClientProcess, shard: int) -> Stream:
-        """A stream from a client to a shard."""
-        server = self.servers[shard]
-        stream = self.network.open(client, server, f"writer {client.writer} - shard {shard}")
-        server.accept(stream, client)
+    def connect(self, client: ClientProcess, shard: int, arenas: dict[int, Bytes]) -> Stream:
+        """A stream from a client to a shard; as `SimulatedServer.accept`."""
+        return self.servers[shard].accept(client, arenas)
+
+    def call_coordinator(self, caller: End, role: str = "join") -> Stream:
+        """A stream to the coordinator, with the role of its hello. Its frames are not lost."""
+        listener = self.coordinator.listener
+        stream = self.network.open(caller, listener, f"{caller.place} - coordinator", None)
+        listener.accept(stream, Hello(role))
         return stream
 
-    def call_coordinator(self, caller: ClientProcess | SimulatedServer | SimulatedDriver) -> Stream:
-        """A stream to the coordinator. It breaks only with the process that opened it."""
-        name = f"{type(caller).__name__} - coordinator"
-        stream = self.network.open(caller, self.coordinator, name, faulty=False)
-        self.coordinator.accept(stream, caller)
-        return stream
+    def server_config(self, number: int) -> ServerConfig:
+        """What a server is told."""
+        scenario = self.scenario
+        return ServerConfig(
+            number,
+            scenario.servers,
+            scenario.workers,
+            (),
+            "",
+            self.described,
+            deadlines=Deadlines(heartbeat_s=BEAT_S, resend_s=RESEND_S),
+        )
 
     def new_shard(self, number: int) -> Shard:
-        """The decisions of one server."""
-        return self.shard_type(
+        """The decisions of one server, which are recorded."""
+        kind: type[RecordedShard] = type("Recorded", (RecordedShard, self.shard_type), {})
+        shard = kind(
             number,
             self.scenario.servers,
             self.scenario.workers,
@@ -310,6 +322,8 @@ class SimulatedCluster:
             rules={AddWhole.name: self.recorder.rule(number)},
             policies=self.registered,
         )
+        shard.recorder = ShardRecorder(self, shard)
+        return shard
 
     def new_coordination(self) -> Coordination:
         """The decisions of the coordinator."""

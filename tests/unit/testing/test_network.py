@@ -6,7 +6,17 @@ from random import Random
 
 import pytest
 
-from paramserve.testing.network import FAR, NEAR, Faults, Frame, Network, Stream
+from paramserve.testing.network import (
+    FAR,
+    NEAR,
+    Faults,
+    Frame,
+    Network,
+    Rates,
+    Stream,
+    client_rates,
+    peer_rates,
+)
 from paramserve.virtual import VirtualClock
 
 
@@ -116,15 +126,22 @@ def test_slow_way_takes_factor_times_as_long_for_its_time(wire: Wire) -> None:
     assert wire.network.delay_s(("worker 0", "shard 1")) <= 0.002
 
 
-def test_peers_lose_what_they_tell_along_a_cut_way(wire: Wire) -> None:
-    told: list[bytes] = []
-    wire.network.cut("shard 0", "shard 1", 0.5, both=False)
-    wire.network.tell(("shard 0", "shard 1"), b"\x01", told.append)
-    wire.network.tell(("shard 1", "shard 0"), b"\x02", told.append)
+@pytest.mark.parametrize(
+    ("rates", "broken"), [(client_rates, False), (peer_rates, True), (None, False)]
+)
+def test_each_kind_of_stream_has_its_own_rate_of_loss(rates: Rates | None, broken: bool) -> None:
+    wire = Wire(Faults(peer_lose=1.0))
+    wire.stream = wire.network.open(wire.near, wire.far, "another", rates)
+    wire.frames(NEAR, 1)
     wire.clock.run(1.0)
-    wire.network.tell(("shard 0", "shard 1"), b"\x03", told.append)
-    wire.clock.run(2.0)
-    assert told == [b"\x02", b"\x03"]
+    assert (headers(wire.far), wire.stream.broken) == ([] if broken else [1], broken)
+
+
+def test_frame_that_no_fault_hits_arrives(wire: Wire) -> None:
+    wire.network.faults = Faults(cut=1.0)
+    wire.stream.put(NEAR, Frame(b"\x01"))
+    wire.clock.run(1.0)
+    assert headers(wire.far) == [1]
 
 
 def test_faults_show_only_what_differs_and_read_back() -> None:
