@@ -186,6 +186,8 @@ def test_seeds_samples_shared_by_lease_are_all_used(policy: str) -> None:
 SCRIPT = (
     kill(worker=0, clock=2),
     stop(worker=1, seconds=0.05, clock=3),
+    stop(shard=1, seconds=0.02, clock=3),
+    stop(coordinator=True, seconds=0.7, clock=4),
     cut(worker=1, shard=0, seconds=0.05, both=False),
     cut(shards=(0, 1), seconds=0.03, worker=None, clock=4),
     cut(worker=2, coordinator=True, seconds=0.02, clock=1),
@@ -207,6 +209,8 @@ def test_script_happens_in_order_and_runs_again_from_its_text() -> None:
     for part in (
         " is killed",
         "stands still for 0.050 s",
+        "shard 1 stands still for 0.020 s",
+        "coordinator stands still for 0.700 s",
         "worker 1 -> shard 0 is cut",
         "shard 0 <-> shard 1 is cut",
         "worker 2 <-> coordinator is cut",
@@ -217,7 +221,7 @@ def test_script_happens_in_order_and_runs_again_from_its_text() -> None:
         "is to leave",
     ):
         assert part in told, notes
-    assert [policy for _, policy in history.policies] == [Sync(reduce="sum"), SCRIPT[8].policy]
+    assert [policy for _, policy in history.policies] == [Sync(reduce="sum"), SCRIPT[-2].policy]
     again = eval(f"replay(5, {first.scenario!r})", dict(globals()))
     assert again.trace() == first.trace()
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 ALWAYS_S = 1e6
+LONG_STALL_S = 0.7
+"""Longer than what the coordinator takes for a pause of its own process."""
 
 
 def worker_place(rank: int) -> str:
@@ -89,6 +91,8 @@ class _Kill(ScriptedFault):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Stop(ScriptedFault):
+    shard: int | None = None
+    coordinator: bool = False
     seconds: float
 
     @property
@@ -96,6 +100,9 @@ class _Stop(ScriptedFault):
         return self.seconds
 
     def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+        if self.shard is not None or self.coordinator:
+            cluster.stall(self.shard, self.seconds)
+            return
         victim = client if client is not None else _process(cluster, self.worker)
         if victim is not None:
             cluster.stop(victim, self.seconds)
@@ -168,9 +175,25 @@ def kill(*, worker: int, clock: int) -> ScriptedFault:
     return _Kill(worker=_rank(worker), clock=_clock(clock))
 
 
-def stop(*, worker: int, seconds: float, clock: int) -> ScriptedFault:
-    """Let a worker's process stand still in the middle of its step of a clock."""
-    return _Stop(worker=_rank(worker), clock=_clock(clock), seconds=_positive("seconds", seconds))
+def stop(
+    *,
+    worker: int | None = None,
+    shard: int | None = None,
+    coordinator: bool = False,
+    seconds: float,
+    clock: int,
+) -> ScriptedFault:
+    """Let a process stand still: a worker's in the middle of its step of a clock; or a shard's
+    server or the coordinator, when any worker sends its step of that clock."""
+    if (worker is not None) + (shard is not None) + coordinator != 1:
+        raise ValueError("stop takes worker=, or shard=, or coordinator=True")
+    return _Stop(
+        worker=worker if worker is None else _rank(worker),
+        shard=shard,
+        coordinator=coordinator,
+        clock=_clock(clock),
+        seconds=_positive("seconds", seconds),
+    )
 
 
 def leave(*, worker: int, clock: int) -> ScriptedFault:
@@ -311,6 +334,18 @@ class Nemesis:
                 cluster.scale_by(-1)
             else:
                 cluster.leave(client)
+        if faults.stall and draw() < faults.stall:
+            self._stall()
+        if faults.reset and draw() < faults.reset:
+            cluster.reset(int(draw() * cluster.scenario.servers))
+
+    def _stall(self) -> None:
+        cluster, draw = self._cluster, self._cluster.random.random
+        seconds = draw() * cluster.network.faults.stall_s
+        if draw() < 0.7:
+            cluster.stall(int(draw() * cluster.scenario.servers), seconds)
+        else:
+            cluster.stall(None, seconds + (LONG_STALL_S if draw() < 0.5 else 0.0))
 
     def _partition(self, client: ClientProcess) -> None:
         cluster, draw = self._cluster, self._cluster.random.random

@@ -51,6 +51,9 @@ class Faults:
         change: somebody gives the group another policy: one of `Scenario.others`.
         join: the run is to have one worker more.
         leave: it is to have one worker less; or a worker ends by its own wish.
+        stall: a server, or the coordinator, stands still for up to `stall_s`; the coordinator
+            sometimes for much longer.
+        reset: a server's connection to the coordinator breaks.
     """
 
     delay_s: float = 0.0005
@@ -73,6 +76,9 @@ class Faults:
     change: float = 0.0
     join: float = 0.0
     leave: float = 0.0
+    stall: float = 0.0
+    stall_s: float = 0.1
+    reset: float = 0.0
 
     def healed(self) -> Faults:
         """Delays stay, nothing goes wrong any more."""
@@ -108,6 +114,8 @@ class Faults:
             join=random.choice(seldom),
             leave=random.choice(seldom),
             interrupt=random.choice(seldom),
+            stall=random.choice(seldom),
+            reset=random.choice(seldom),
         )
 
 

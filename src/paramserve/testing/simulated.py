@@ -23,7 +23,7 @@ from paramserve.rules import Add
 from paramserve.testing.checkers import check
 from paramserve.testing.counting import AddWhole, Counting, leaves_whole
 from paramserve.testing.history import Call, History
-from paramserve.testing.nemesis import ALWAYS_S, Nemesis
+from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve.testing.network import Bytes, End, Faults, Network, Stream
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
@@ -224,6 +224,18 @@ class SimulatedCluster:
         """Let a client's process stand still for a time."""
         self.network.note(f"writer {client.writer} stands still for {seconds:.3f} s")
         client.freeze(seconds)
+
+    def stall(self, shard: int | None, seconds: float) -> None:
+        """Let a shard's server, or (None) the coordinator, stand still for a time."""
+        place = COORDINATOR if shard is None else shard_place(shard)
+        self.network.note(f"{place} stands still for {seconds:.3f} s")
+        process = self.coordinator if shard is None else self.servers[shard]
+        process.loop.freeze(seconds)
+
+    def reset(self, shard: int) -> None:
+        """Break the connection of a shard's server to the coordinator."""
+        self.network.note(f"{shard_place(shard)} loses its connection to the coordinator")
+        self.servers[shard].control.stream.cut()
 
     def leave(self, client: ClientProcess) -> None:
         """Let a worker end by its own wish, after what it has sent."""

@@ -16,6 +16,8 @@ from paramserve.testing.nemesis import ScriptedFault
 WRITTEN = [
     "kill(worker=3, clock=7)",
     "stop(worker=0, clock=2, seconds=0.5)",
+    "stop(clock=2, shard=1, seconds=0.5)",
+    "stop(clock=2, coordinator=True, seconds=0.5)",
     "leave(worker=1, clock=0)",
     "join(clock=4)",
     "cut(worker=1, shard=0, seconds=5)",
@@ -42,6 +44,8 @@ def test_scripted_fault_is_shown_as_it_is_written(text: str) -> None:
         (leave, {"worker": None, "clock": 1}),
         (stop, {"worker": 0, "clock": 1, "seconds": 0.0}),
         (stop, {"worker": 0, "clock": 1, "seconds": float("inf")}),
+        (stop, {"clock": 1, "seconds": 1.0}),
+        (stop, {"worker": 0, "shard": 0, "clock": 1, "seconds": 1.0}),
         (slow, {"worker": 0, "factor": 0}),
         (cut, {"worker": 1, "seconds": 5}),
         (cut, {"shard": 1, "seconds": 5}),

@@ -154,7 +154,7 @@ def test_faults_show_only_what_differs_and_read_back() -> None:
 def test_faults_drawn_have_every_kind_in_some_seeds_and_not_in_others() -> None:
     drawn = [Faults.drawn(Random(seed)) for seed in range(60)]
     rates = {"slow", "cut", "lose", "duplicate", "peer_lose", "peer_duplicate", "kill", "freeze"}
-    rates |= {"partition", "sluggish", "change", "join", "leave"}
+    rates |= {"partition", "sluggish", "change", "join", "leave", "stall", "reset"}
     for name in rates:
         assert {getattr(each, name) > 0 for each in drawn} == {True, False}, name
     plain = Faults()
