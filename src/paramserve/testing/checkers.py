@@ -69,7 +69,8 @@ def exactly_once(history: History) -> list[str]:
     For a writer that ran to its end, exactly the acknowledged pushes are there. For one that was
     killed, also pushes that it had no answer to may be. A policy that drops what is too stale does
     so on each shard by itself, and each says so. While the policy changes, one shard may refuse
-    what another one has applied of a client without a clock: it is told that this is not known.
+    what another one has applied of a client that has no clock, or does not know of the change: it
+    is told that this is not known.
     """
     wrong = []
     for writer, calls in history.by_writer().items():
@@ -79,7 +80,7 @@ def exactly_once(history: History) -> list[str]:
             acknowledged = mask(c.push for c in pushes if c.acknowledged_on(part.shard))
             rejected = mask(c.push for c in pushes if c.rejected_on(part.shard))
             issued = mask(c.push for c in pushes)
-            half = (c for c in pushes if c.applied == "unknown" and not history.has_clock(c))
+            half = (c for c in pushes if c.applied == "unknown" and not history.knew_policy(c))
             unknown = mask(c.push for c in half)
             who = f"writer {writer} on {part_name(part)}"
             wrong += push_numbers(acknowledged & ~present, f"{who}: acknowledged, but lost")
@@ -178,11 +179,13 @@ def sessions_in_order(history: History) -> list[str]:
 
 def spoiled_gradients_change_nothing(history: History) -> list[str]:
     """9. A gradient with NaN, or of a step that a shard refuses, is in no value, on no shard, at no
-    time."""
+    time. Not judged where the client took it for a step of a clock that is all or nothing, was
+    wrong in that, and is told that it is not known what was applied."""
     wrong = []
     spoiled: dict[int, int] = {}
     for call in history.calls:
-        if call.spoiled and call.push is not None:
+        half = call.applied == "unknown" and not history.knew_policy(call)
+        if call.spoiled and call.push is not None and not half:
             spoiled[call.writer] = spoiled.get(call.writer, 0) | 1 << call.push
     if not spoiled:
         return []

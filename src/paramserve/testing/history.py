@@ -321,6 +321,21 @@ class History:
         unknown = call.enters or call.asks or call.rank < 0
         return len(self.policies) < 2 or not unknown
 
+    def knew_policy(self, call: Call) -> bool:
+        """Whether the policy that holds for a call was known when it was sent: it held from the
+        beginning, or an earlier call had been answered under it."""
+        first = max((at for at, _ in self.policies if at <= call.clock), default=0)
+        return self.has_clock(call) and (
+            first == 0
+            or any(
+                each.writer == call.writer
+                and each.clock >= first
+                and each.answered is not None
+                and each.answered < call.issued
+                for each in self.calls
+            )
+        )
+
     def collects_at(self, clock: int) -> bool:
         """Whether a step of a clock is all or nothing over the shards."""
         policy = self.policy_at(clock)

@@ -72,6 +72,18 @@ def test_exactly_once_accepts_half_a_push_without_a_clock_only_while_the_policy_
     assert checkers.exactly_once(found) == []
 
 
+def test_half_a_refused_step_is_accepted_of_a_worker_that_was_not_told_of_the_change() -> None:
+    before, after = push(0, 0, 2, 1), push(0, 1, 3, 5)
+    call = push(0, 2, 4, 3, error="NonFinite", applied="unknown", spoiled=True)
+    found = history(Sync(), before, after, call, final=row(0b111, 0))
+    found.policies.append((3, Async()))
+    for checker in (checkers.exactly_once, checkers.spoiled_gradients_change_nothing):
+        call.issued = 3
+        assert checker(found) == []
+        call.issued = 7  # after the answer to the first step under the new policy
+        assert len(checker(found)) == 1
+
+
 # --- 2 and 4 ------------------------------------------------------------------------------------
 
 
