@@ -36,7 +36,7 @@ class Rows:
     def __init__(self, load: TableLoad, rule: Rule) -> None:
         self._layout = row_layout(rule, load.dim, "float32")
         compiled.prepare()
-        prepare_rows(rule, self._layout)
+        prepare_rows(rule)
         state = initial_state(rule, self._layout)
         self.store = RowStore(self._layout, state, TableOptions(Uniform(-0.5, 0.5)), stream=1)
         self._rule = rule

@@ -1,29 +1,34 @@
-"""Loading kernels: one process compiles, the others wait for its cache."""
+"""Which kernels a rule, a dtype or a table needs, and having them loaded before they are used."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paramserve.config import RuleSpec
+from paramserve.core.table.compiled import kernels as store_kernels
+from paramserve.core.table.routing import routing_kernels
 from paramserve.rules.base import Rule
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled
 from paramserve.rules.layout import RowLayout
 from paramserve.rules.registry import build, is_built_in
+from paramserve.rules.rows import kernels_of
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
 
 COMPILE_WAIT_S = 120.0
 """How long a process waits for the one that compiles, before it compiles as well."""
 _LOOK_S = 0.05
+FLOAT = np.dtype(np.float32)
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
@@ -38,31 +43,25 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
     The first time in an installation this compiles for some seconds, and says so on stderr. A rule
     that is not built in has no kernels of ours.
     """
-    if loaded(dtype, rule):
-        return
-    from paramserve.rules import kernels
-
-    _load(_key(dtype, rule), [kernels], lambda: _prepare(kernels, dtype, rule))
+    if not loaded(dtype, rule):
+        _load(_key(dtype, rule), lambda: _dense(dtype, rule))
 
 
 def load_if_compiled() -> None:
     """Import what kernels need, and load the shared ones for each dtype that they are compiled for:
     in a process that will be forked."""
-    from paramserve.rules import kernels
+    from paramserve import kernel_cache
 
-    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        mark = _mark((dtype.name, "*"), [kernels])
-        if any(mark.parent.glob(mark.name)):  # with any rule
-            kernels.prepare(dtype)
+    for dtype in compiled().DTYPES:
+        kernels = compiled().shared(dtype)
+        if kernel_cache.compiled(kernels):
+            kernel_cache.load(kernels)
 
 
 def load_routing() -> None:
     """Have ready what spreads a table's keys and gradients over the shards, as `load_kernels`."""
-    if _ROUTING in _loaded:
-        return
-    from paramserve.core.table import kernels, routing_kernels
-
-    _load(_ROUTING, [kernels, routing_kernels], routing_kernels.prepare)
+    if _ROUTING not in _loaded:
+        _load(_ROUTING, lambda: routing_kernels().KERNELS)
 
 
 def load_table(rule: Rule, layout: RowLayout) -> None:
@@ -73,25 +72,18 @@ def load_table(rule: Rule, layout: RowLayout) -> None:
     """
     if table_loaded(rule, layout):
         return
-    load_kernels(np.dtype(np.float32), rule)
-    load_routing()
-    from paramserve.core.table.compiled import kernel_modules, prepare
-    from paramserve.rules import halves, kernels, row_kernels
-    from paramserve.rules.rows import prepare_rows
-
-    built_in, key = is_built_in(rule), _table_key(rule, layout)
-
-    def compile_all() -> None:
-        prepare()
-        if built_in:
-            prepare_rows(rule, layout)
-
-    modules = [*kernel_modules(), kernels, halves, row_kernels]
-    _load(key if built_in else key[:2], modules, compile_all)
-    if not built_in:
+    if not is_built_in(rule):
         with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
-            prepare_rows(rule, layout)
-        _loaded.add(key)
+            rule.prepare(FLOAT)
+    _load(
+        _table_key(rule, layout),
+        lambda: {
+            **_dense(FLOAT, rule),
+            **routing_kernels().KERNELS,
+            **store_kernels(),
+            **kernels_of(rule),
+        },
+    )
 
 
 def table_loaded(rule: Rule, layout: RowLayout) -> bool:
@@ -103,41 +95,11 @@ def _table_key(rule: Rule, layout: RowLayout) -> tuple[str, ...]:
     return ("table", layout.dtype, rule.name, *rule.states(rule.hyper()))
 
 
-def _load(key: tuple[str, ...], modules: list[ModuleType], prepare: Callable[[], None]) -> None:
-    with _local:
-        mark = _mark(key, modules)
-        if mark.exists():
-            prepare()
-        else:
-            with _one_process():
-                if not mark.exists():
-                    text = "paramserve: compiling kernels, once per installation; some seconds"
-                    print(text, file=sys.stderr, flush=True)
-                prepare()
-                mark.touch()
-        _loaded.add(key)
-
-
-def _prepare(kernels: ModuleType, dtype: np.dtype[Any], rule: Rule | None) -> None:
-    kernels.prepare(dtype)
-    if rule is not None and is_built_in(rule):
-        rule.prepare(dtype)
-
-
 def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
     if rule is None or not is_built_in(rule):
         return (dtype.name,)
     # A rule has other kernels when it keeps other state, as SGD with and without momentum.
     return (dtype.name, rule.name, *rule.states(rule.hyper()))
-
-
-def _mark(key: tuple[str, ...], modules: list[ModuleType]) -> Path:
-    """A file beside Numba's cache that says: this is compiled. Without it, one process compiles
-    and the others wait; what it says of a cache that was deleted since costs time, nothing else."""
-    kernels: Any = compiled()
-    age = max(os.stat(str(each.__file__)).st_mtime_ns for each in modules)
-    name = "-".join((*key, kernels.numba.__version__, str(age)))
-    return Path(kernels.finite.stats.cache_path) / f"paramserve-{name}.compiled"
 
 
 def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
@@ -161,6 +123,29 @@ def prepare_rule(
 def prepared(dtype: np.dtype[Any], name: str) -> bool:
     """Whether `prepare_rule` has run for a rule of this name."""
     return (dtype.name, name) in _prepared
+
+
+def _dense(dtype: np.dtype[Any], rule: Rule | None) -> Kernels:
+    shared: Kernels = compiled().shared(dtype)
+    own: Kernels = rule.block_kernels(dtype) if isinstance(rule, BuiltIn) else {}
+    return {**shared, **own}
+
+
+def _load(key: tuple[str, ...], kernels: Callable[[], Kernels]) -> None:
+    """Load kernels: one process compiles them, the others wait for its cache."""
+    from paramserve import kernel_cache
+
+    with _local:
+        wanted = kernels()
+        if kernel_cache.compiled(wanted):
+            kernel_cache.load(wanted)
+        else:
+            with _one_process():
+                if not kernel_cache.compiled(wanted):
+                    text = "paramserve: compiling kernels, once per installation; some seconds"
+                    print(text, file=sys.stderr, flush=True)
+                kernel_cache.load(wanted)
+        _loaded.add(key)
 
 
 @contextlib.contextmanager

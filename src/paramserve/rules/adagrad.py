@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
 from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled, compiled_rows
 from paramserve.rules.layout import RowView
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
 
 _STARTS: Mapping[str, Allowed] = {"initial_accumulator_value": NOT_NEGATIVE}
 """What is fixed when a parameter is defined, and does not travel with a push."""
@@ -136,8 +139,9 @@ class RowAdagrad(BuiltIn):
     def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         raise ValueError(NO_ROWS.format(self.name))
 
-    def prepare(self, dtype: np.dtype[Any]) -> None:
+    def block_kernels(self, dtype: np.dtype[Any]) -> Kernels:
         """It has no kernel for dense parameters."""
+        return {}
 
     def apply(
         self,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import RowView
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
 
 Array = npt.NDArray[Any]
 Hyper = tuple[float, ...]
@@ -121,8 +124,8 @@ class RowRule(Rule, Protocol):
         """Whether these hyper-parameters need the count of each row's updates."""
         ...
 
-    def prepare_rows(self, layout: RowLayout) -> None:
-        """Compile or load every kernel that `apply_rows` can need, after `prepare` for float32."""
+    def row_kernels(self) -> Kernels:
+        """Every kernel that `apply_rows` can need."""
         ...
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:

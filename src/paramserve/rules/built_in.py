@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from paramserve.rules.allowed import Allowed, check_hyper
 from paramserve.rules.base import Array, Hyper
 from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowLayout
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
 
 
 class BuiltIn:
@@ -52,16 +54,24 @@ class BuiltIn:
         """As `Rule.init_state`: zeros."""
         return tuple(np.zeros(size, dtype) for _ in self.states(self.hyper()))
 
+    def block_kernels(self, dtype: np.dtype[Any]) -> Kernels:
+        """The kernels that `apply` can need for a block of this dtype."""
+        dense = compiled()
+        found: Kernels = dense.typed(dtype, *(getattr(dense, name) for name in self.kernels()))
+        return found
+
+    def row_kernels(self) -> Kernels:
+        """As `RowRule.row_kernels`."""
+        rows = compiled_rows()
+        found: Kernels = rows.typed(*(getattr(rows, name) for name in self.kernels()))
+        return found
+
     def prepare(self, dtype: np.dtype[Any]) -> None:
         """As `Rule.prepare`."""
-        dense = compiled()
-        dense.load(dtype, *(getattr(dense, name) for name in self.kernels()))
+        from paramserve.kernel_cache import load
+
+        load(self.block_kernels(dtype))
 
     def counted(self, hyper: Hyper) -> bool:
         """As `RowRule.counted`: no."""
         return False
-
-    def prepare_rows(self, layout: RowLayout) -> None:
-        """As `RowRule.prepare_rows`."""
-        rows = compiled_rows()
-        rows.load(*(getattr(rows, name) for name in self.kernels()))

@@ -4,8 +4,8 @@ Every kernel takes contiguous, aligned, writable arrays of shape [n], all of one
 float64), and does not check their sizes: the shard does. No kernel holds the GIL. There is no
 fastmath, so a result depends neither on the machine nor on how a block is cut into calls.
 
-A kernel compiles only in `load`. After that, a call with types that were not loaded raises
-`TypeError`; it does not compile for a second in the middle of a push.
+A kernel compiles only in `kernel_cache.load`. After that, a call with types that were not loaded
+raises `TypeError`; it does not compile for a second in the middle of a push.
 
 Rule kernels update elements [start, stop) and then write them to `out`, or nowhere if `out` is
 empty. They go by tiles that stay in the first-level cache, so both are one pass over memory, and
@@ -22,6 +22,8 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 
+from paramserve import kernel_cache
+from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +37,8 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 def kernel(function: F) -> F:
     """Compile with the settings that all kernels share."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    compiler = numba.njit(nogil=True, error_model="numpy")
+    return cast(F, kernel_cache.cached(compiler(function), function.__module__))
 
 
 def inlined(function: F) -> F:
@@ -49,8 +52,8 @@ def inlined(function: F) -> F:
     return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(plain))
 
 
-def load(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> None:
-    """Compile kernels for one dtype, or load them from the cache. Repeating costs nothing.
+def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
+    """What kernels are compiled for, for one dtype.
 
     The annotations of a kernel say what it takes: Array of the dtype, int or float.
 
@@ -64,12 +67,11 @@ def load(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> None:
         "int": numba.types.intp,
         "float": numba.types.float64,
     }
+    found = {}
     for each in kernels:
-        dispatcher: Any = each
-        annotations = dispatcher.py_func.__annotations__
-        dispatcher.disable_compile(False)
-        dispatcher.compile(tuple(types[k] for name, k in annotations.items() if name != "return"))
-        dispatcher.disable_compile()
+        annotations = cast(Any, each).py_func.__annotations__
+        found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
+    return found
 
 
 @kernel
@@ -352,10 +354,17 @@ def ftrl(
         publish(out[at:end], v)
 
 
+def shared(dtype: np.dtype[Any]) -> Kernels:
+    """The kernels that belong to no rule."""
+    return typed(
+        dtype, finite, below, copy_finite, add_into, add_scaled_into, squared_norm, compensate
+    )
+
+
 def prepare(dtype: np.dtype[Any]) -> None:
     """Compile or load the kernels that belong to no rule.
 
     Raises:
         TypeError: the dtype is neither float32 nor float64.
     """
-    load(dtype, finite, below, copy_finite, add_into, add_scaled_into, squared_norm, compensate)
+    kernel_cache.load(shared(dtype))

@@ -1,9 +1,8 @@
 """Updates of rows, one after another, by the kernels that update dense blocks.
 
-Imports Numba: import this lazily, and `load` before the first call, as with `rules.kernels`. The
-maths of a rule stands there, once; here is what goes round it: which words of a row are what, the
-rows of 16 bits, the row's update count, and memory asked for ahead of its use. Numba does not see
-that a kernel over there has changed: its cache goes by the text of this file. See `EDITION`.
+Imports Numba: import this lazily, and load what is called before the first call, as with
+`rules.kernels`. The maths of a rule stands there, once; here is what goes round it: which words of
+a row are what, the rows of 16 bits, the row's update count, and memory asked for ahead of its use.
 
 No kernel checks sizes or slots: `rules.rows` does.
 """
@@ -11,11 +10,12 @@ No kernel checks sizes or slots: `rules.rows` does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numba
 import numpy as np
 
+from paramserve.kernel_cache import Kernels
 from paramserve.rules import kernels
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
@@ -24,8 +24,6 @@ from paramserve.rules.kernels import inlined, kernel
 from paramserve.rules.layout import RowView
 from paramserve.rules.prefetch import LINE, prefetch_to_write
 
-EDITION = 3
-"""Of `kernels` and `halves`: to be raised when they change, so that this text changes as well."""
 AHEAD = 8
 """Rows. Measured with 512 bytes a row, random in 4 GiB."""
 LANES = 16
@@ -92,23 +90,19 @@ ROWS = _named_tuple(
 )
 
 
-def load(*drivers: Callable[..., Any]) -> None:
-    """Compile kernels of this file, or load them from the cache. Repeating costs nothing.
-
-    The dense kernels that they call are loaded for float32 before.
-    """
+def typed(*drivers: Callable[..., Any]) -> Kernels:
+    """What kernels of this file are compiled for."""
     types = {
         "Rows": ROWS,
         "Array": _array(numba.float32, 2),
         "int": numba.types.intp,
         "float": numba.types.float64,
     }
+    found = {}
     for each in drivers:
-        dispatcher: Any = each
-        annotations = dispatcher.py_func.__annotations__
-        dispatcher.disable_compile(False)
-        dispatcher.compile(tuple(types[k] for name, k in annotations.items() if name != "return"))
-        dispatcher.disable_compile()
+        annotations = cast(Any, each).py_func.__annotations__
+        found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
+    return found
 
 
 _add = inlined(kernels.add)

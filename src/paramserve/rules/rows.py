@@ -8,7 +8,7 @@ failure in its middle changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,12 +18,16 @@ from paramserve.rules.custom import CustomRule, check_unchanged
 from paramserve.rules.layout import RowLayout, RowView
 from paramserve.rules.registry import TORCH, is_built_in
 
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
+
 __all__ = [
     "RowLayout",
     "RowView",
     "row_layout",
     "initial_state",
     "check_rows",
+    "kernels_of",
     "prepare_rows",
     "apply_rows",
 ]
@@ -105,14 +109,23 @@ def check_rows(rule: Rule, layout: RowLayout, hyper: Hyper) -> None:
     )
 
 
-def prepare_rows(rule: Rule, layout: RowLayout) -> None:
-    """Compile or load every kernel that `apply_rows` can need. Repeating costs nothing."""
-    rule.prepare(FLOAT)
+def kernels_of(rule: Rule) -> Kernels:
+    """Every kernel that `apply_rows` can need, besides what the rule loads in `prepare`."""
     if is_built_in(rule):
-        cast(RowRule, rule).prepare_rows(layout)
-        return
-    compiled().load(FLOAT, compiled().finite, compiled().below)
-    compiled_rows().load(compiled_rows().gather, compiled_rows().scatter)
+        return cast(RowRule, rule).row_kernels()
+    dense, rows = compiled(), compiled_rows()
+    return {
+        **dense.typed(FLOAT, dense.finite, dense.below),
+        **rows.typed(rows.gather, rows.scatter),
+    }
+
+
+def prepare_rows(rule: Rule) -> None:
+    """Compile or load every kernel that `apply_rows` can need. Repeating costs nothing."""
+    from paramserve.kernel_cache import load
+
+    rule.prepare(FLOAT)
+    load(kernels_of(rule))
 
 
 def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:

@@ -97,7 +97,7 @@ class RowSuite:
     def table(self, dim: int, dtype: str = "float32", capacity: int = CAPACITY) -> Table:
         """Fresh rows with values of a few bits."""
         layout = row_layout(self.rule, dim, dtype)
-        prepare_rows(self.rule, layout)
+        prepare_rows(self.rule)
         made = Table(layout, np.zeros((capacity, layout.words), np.float32))
         made.put((numbers((capacity, dim), seed=1) * 64).round().clip(-127, 127) / 64)
         at = layout.value_words

@@ -19,7 +19,7 @@ class Rows:
     def __init__(self, rule: Rule, dtype: str = "float32", dim: int = DIM) -> None:
         self.rule = rule
         self.layout = row_layout(rule, dim, dtype)
-        prepare_rows(rule, self.layout)
+        prepare_rows(rule)
         self.floats = np.zeros((ROWS, self.layout.words), np.float32)
         at = self.layout.value_words
         self.floats[:, at : at + self.layout.state_words] = initial_state(rule, self.layout)

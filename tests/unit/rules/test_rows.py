@@ -45,7 +45,7 @@ RULES: list[Rule] = [
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     for rule in RULES:
-        prepare_rows(rule, row_layout(rule, DIM, "float32"))
+        prepare_rows(rule)
 
 
 # --- layout ------------------------------------------------------------------------------------

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
 
 
 @cache
@@ -30,12 +34,13 @@ def use_kernels() -> ModuleType:
     return use_kernels
 
 
-def kernel_modules() -> list[ModuleType]:
-    """All modules with kernels of the store."""
-    return [index_kernels(), row_kernels(), use_kernels()]
+def kernels() -> Kernels:
+    """Every kernel of the store."""
+    return {**index_kernels().KERNELS, **row_kernels().KERNELS, **use_kernels().KERNELS}
 
 
 def prepare() -> None:
     """Compile or load every kernel of the store. Repeating costs nothing."""
-    for each in kernel_modules():
-        each.prepare()
+    from paramserve.kernel_cache import load
+
+    load(kernels())

@@ -16,12 +16,12 @@ the new array that is in use, not all of it, whose pages the system would have t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
 
+from paramserve.kernel_cache import Kernels
 from paramserve.rules import halves
 from paramserve.rules.base import Array
 from paramserve.rules.kernels import inlined, kernel
@@ -40,16 +40,6 @@ INT = types.intp
 _1, _32 = np.uint64(1), np.uint64(32)
 
 mix = inlined(halves.mix)
-
-
-def compile_all(signatures: dict[Callable[..., Any], tuple[Any, ...]]) -> None:
-    """Compile or load kernels for just these arguments; others are a `TypeError` from then on."""
-    for each, signature in signatures.items():
-        dispatcher: Any = each
-        if signature not in dispatcher.overloads:
-            dispatcher.disable_compile(False)
-            dispatcher.compile(signature)
-            dispatcher.disable_compile()
 
 
 @inlined
@@ -278,17 +268,14 @@ def give_rows(which: Array, made: Array, rows: Array) -> int:
     return absent
 
 
-def prepare() -> None:
-    """Compile or load all of them."""
-    compile_all(
-        {
-            find: (ENTRIES, KEYS, KEYS, INT),
-            find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
-            insert: (ENTRIES, KEYS, KEYS, INT),
-            insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
-            move: (ENTRIES, ENTRIES, INT, INT, INT),
-            remove: (ENTRIES, ENTRIES, KEYS, INT),
-            distinct: (KEYS, KEYS, KEYS, KEYS, KEYS, INT),
-            give_rows: (KEYS, KEYS, KEYS),
-        }
-    )
+KERNELS: Kernels = {
+    find: (ENTRIES, KEYS, KEYS, INT),
+    find_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
+    insert: (ENTRIES, KEYS, KEYS, INT),
+    insert_moving: (ENTRIES, ENTRIES, INT, KEYS, KEYS, INT),
+    move: (ENTRIES, ENTRIES, INT, INT, INT),
+    remove: (ENTRIES, ENTRIES, KEYS, INT),
+    distinct: (KEYS, KEYS, KEYS, KEYS, KEYS, INT),
+    give_rows: (KEYS, KEYS, KEYS),
+}
+"""All of them, compiled for these arguments."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from paramserve.core.table.kernels import INT, KEYS, compile_all, hidden_hash, mix
+from paramserve.core.table.kernels import INT, KEYS, hidden_hash, mix
+from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import LINE
 from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
-EDITION = 3
-"""Of what kernels here have from `rules`: to be raised when it changes. Numba's cache goes by the
-text of this file."""
 FEW = 8
 """One repeated row in so many, at most: such a row is read again soon after it was streamed."""
 LOW = np.uint64(0xFFFFFFFF)
@@ -148,18 +146,15 @@ def add_rows(
     return bad
 
 
-def prepare() -> None:
-    """Compile or load all of them."""
-    numbers = types.Array(types.int32, 1, "C")
-    floats = types.Array(types.float32, 1, "C")
-    rows = types.Array(types.float32, 2, "C")
-    seen = types.Array(types.uint8, 1, "C")
-    compile_all(
-        {
-            count_shards: (KEYS, INT, KEYS),
-            spread_keys: (KEYS, KEYS, KEYS, KEYS, numbers),
-            spread_targets: (KEYS, KEYS, KEYS, INT, KEYS, KEYS),
-            find_distinct: (KEYS, numbers, KEYS, numbers, INT),
-            add_rows: (rows, numbers, KEYS, floats, seen, types.boolean),
-        }
-    )
+_NUMBERS = types.Array(types.int32, 1, "C")
+_FLOATS = types.Array(types.float32, 1, "C")
+_ROWS = types.Array(types.float32, 2, "C")
+_SEEN = types.Array(types.uint8, 1, "C")
+KERNELS: Kernels = {
+    count_shards: (KEYS, INT, KEYS),
+    spread_keys: (KEYS, KEYS, KEYS, KEYS, _NUMBERS),
+    spread_targets: (KEYS, KEYS, KEYS, INT, KEYS, KEYS),
+    find_distinct: (KEYS, _NUMBERS, KEYS, _NUMBERS, INT),
+    add_rows: (_ROWS, _NUMBERS, KEYS, _FLOATS, _SEEN, types.boolean),
+}
+"""All of them, compiled for these arguments."""

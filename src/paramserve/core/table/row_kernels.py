@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from paramserve.core.table.kernels import KEYS, compile_all, mix
+from paramserve.core.table.kernels import KEYS, mix
+from paramserve.kernel_cache import Kernels
 from paramserve.rules import halves
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
@@ -23,9 +24,6 @@ from paramserve.rules.kernels import inlined, kernel
 from paramserve.rules.prefetch import LINE, prefetch
 from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
-EDITION = 3
-"""Of what kernels here have from `rules`: to be raised when it changes. Numba's cache goes by the
-text of this file."""
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 """What `draw` draws."""
 TILE = 64
@@ -297,14 +295,11 @@ def scatter(
                 floats[rows[i], begin + j] = values[i, j]
 
 
-def prepare() -> None:
-    """Compile or load all of them."""
-    compile_all(
-        {
-            gather: (FLOATS, KEYS, INT, POSITIONS, FLOATS),
-            gather_half: (WORDS, INT, KEYS, POSITIONS, FLOATS),
-            gather_initial: (*DRAW, KEYS, KEYS, INT, POSITIONS, FLOATS),
-            fill: (*DRAW, FLOATS, WORDS, INT, LINE_OF_FLOATS, KEYS, KEYS, KEYS),
-            scatter: (FLOATS, WORDS, INT, INT, KEYS, FLOATS, types.boolean),
-        }
-    )
+KERNELS: Kernels = {
+    gather: (FLOATS, KEYS, INT, POSITIONS, FLOATS),
+    gather_half: (WORDS, INT, KEYS, POSITIONS, FLOATS),
+    gather_initial: (*DRAW, KEYS, KEYS, INT, POSITIONS, FLOATS),
+    fill: (*DRAW, FLOATS, WORDS, INT, LINE_OF_FLOATS, KEYS, KEYS, KEYS),
+    scatter: (FLOATS, WORDS, INT, INT, KEYS, FLOATS, types.boolean),
+}
+"""All of them, compiled for these arguments."""

@@ -6,12 +6,10 @@ the last use), `ends` int64 [2] of (newest row, oldest row); -1 stands for none.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import types
 
-from paramserve.core.table.kernels import ENTRIES, KEYS, compile_all
+from paramserve.core.table.kernels import ENTRIES, INT, KEYS
+from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
 from paramserve.rules.kernels import kernel
 from paramserve.rules.prefetch import prefetch
@@ -86,14 +84,10 @@ def drop(links: Array, ends: Array, rows: Array) -> None:
         unlink(links, ends, rows[i])
 
 
-def prepare() -> None:
-    """Compile or load all of them."""
-    integer: Any = types.intp
-    compile_all(
-        {
-            add: (ENTRIES, KEYS, KEYS, integer),
-            touch: (ENTRIES, KEYS, KEYS, integer),
-            oldest: (ENTRIES, KEYS, integer, KEYS),
-            drop: (ENTRIES, KEYS, KEYS),
-        }
-    )
+KERNELS: Kernels = {
+    add: (ENTRIES, KEYS, KEYS, INT),
+    touch: (ENTRIES, KEYS, KEYS, INT),
+    oldest: (ENTRIES, KEYS, INT, KEYS),
+    drop: (ENTRIES, KEYS, KEYS),
+}
+"""All of them, compiled for these arguments."""

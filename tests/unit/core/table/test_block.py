@@ -23,7 +23,7 @@ def block_of(options: TableOptions) -> KeyedBlock:
     table = TableSpec(2, "float32", 0, options.to_spec())
     spec = BlockSpec(1, 1, "users", "float32", rule_spec(Add()), (), (0, 0), table=table)
     block = KeyedBlock(spec, 1, Add(), 1)
-    prepare_rows(Add(), block.layout)
+    prepare_rows(Add())
     return block
 
 

@@ -24,7 +24,8 @@ def test_other_types_are_refused_and_not_compiled() -> None:
 
 
 def test_every_kernel_of_the_store_is_prepared() -> None:
-    for module in compiled.kernel_modules():
+    modules = (compiled.index_kernels(), compiled.row_kernels(), compiled.use_kernels())
+    for module in modules:
         for name, each in vars(module).items():
             if hasattr(each, "overloads") and each.py_func.__module__ == module.__name__:
                 inlined = each.targetoptions.get("forceinline", False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.unit.core.table.rig import keys_of
 
-from paramserve.core.table.compiled import index_kernels
+from paramserve.core.table.compiled import prepare
 from paramserve.core.table.hashing import hashes, shard_of, stream_of
 from paramserve.core.table.index import Index
 
@@ -35,7 +35,7 @@ def test_shards_share_ids_that_follow_each_other(shards: int, step: int) -> None
 def test_keys_of_one_shard_are_spread_over_its_index() -> None:
     keys = np.arange(80_000)
     mine = keys[shard_of(keys, 8) == 5]
-    index_kernels().prepare()
+    prepare()
     index = Index()
     index.insert(mine, np.arange(mine.size))
     taken = np.flatnonzero(index._new[:, 1])

@@ -1,0 +1,170 @@
+"""Compiled kernels on disk: found by a hash of the sources that they were compiled from.
+
+Numba's own cache goes by the text of the one file that a kernel stands in, so that an edited helper
+in another file leaves old code in use, and it unpickles what it finds before it looks whether it is
+current. Here the name of a file tells both, so that what is out of date is never opened.
+
+Imports Numba, which takes 0.2 s: import this lazily.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import llvmlite
+import numba
+from numba.core import caching, serialize
+
+Kernel = Callable[..., Any]
+Signature = tuple[Any, ...]
+"""Numba's types of the arguments."""
+Kernels = Mapping[Kernel, Signature]
+"""Kernels, and for which arguments each is wanted."""
+
+ROOT = Path(__file__).parent
+VERSIONS = (numba.__version__, llvmlite.__version__)
+_DIGEST = sha256().digest_size
+
+
+def cached(kernel: Any, *modules: str) -> Any:
+    """Give a kernel, which is not compiled yet, this cache.
+
+    Args:
+        modules: names of the modules that it is made of; all that they import counts as well.
+    """
+    kernel._cache = KernelCache(kernel.py_func, *modules)
+    return kernel
+
+
+class KernelCache:
+    """The code of one kernel, a file for each signature: what Numba's dispatcher asks for it."""
+
+    def __init__(self, function: Kernel, *modules: str) -> None:
+        # Numba says which folder can be written, and turns compiled code to bytes and back.
+        files: Any = caching.CompileResultCacheImpl
+        self._numba = files(function)
+        self._stem = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._modules = modules
+        self.cache_path = Path(self._numba.locator.get_cache_path())
+
+    def file_of(self, signature: Signature, codegen: Any) -> Path:
+        """Where the code for these arguments and this processor lies, if it is compiled."""
+        target = _hash(
+            *map(str, (*signature, *codegen.magic_tuple(), sys.implementation.cache_tag))
+        )
+        return (
+            self.cache_path / f"{self._stem}-{_hash(*map(str, target))}-{stamp(*self._modules)}.nbc"
+        )
+
+    def load_overload(self, signature: Signature, target: Any) -> Any:
+        """The compiled code, or None: there is none, or its file is damaged."""
+        target.refresh()
+        try:
+            content = self.file_of(signature, target.codegen()).read_bytes()
+        except OSError:
+            return None
+        digest, data = content[:_DIGEST], content[_DIGEST:]
+        if sha256(data).digest() != digest:
+            return None
+        return self._numba.rebuild(target, pickle.loads(data))
+
+    def save_overload(self, signature: Signature, compiled: Any) -> None:
+        """Write the compiled code in one step, and remove that of other sources."""
+        if not self._numba.check_cachable(compiled):
+            return
+        to_bytes: Any = serialize.dumps
+        data = to_bytes(self._numba.reduce(compiled))
+        file = self.file_of(signature, compiled.codegen)
+        new = file.with_suffix(f".{uuid4().hex}.tmp")
+        try:
+            new.write_bytes(sha256(data).digest() + data)
+            os.replace(new, file)
+        finally:
+            new.unlink(missing_ok=True)
+        kept = file.name.rpartition("-")[0]
+        for old in self.cache_path.glob(f"{kept}-*.nbc"):
+            if old != file:
+                old.unlink(missing_ok=True)
+
+
+@cache
+def stamp(*modules: str) -> str:
+    """A hash of the sources of these modules and of all of this package that they import."""
+    found: dict[str, str] = {}
+    for module in modules:
+        _collect(module, found)
+    return _hash(*VERSIONS, *(text for item in sorted(found.items()) for text in item))
+
+
+def _collect(module: str, found: dict[str, str]) -> None:
+    if module not in found:
+        found[module], imported = _source(module)
+        for each in imported:
+            _collect(each, found)
+
+
+@cache
+def _source(module: str) -> tuple[str, tuple[str, ...]]:
+    """A module's digest, and the modules of this package that it imports."""
+    text = _file(module).read_bytes()
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                imported.add(inner if _is_module(inner) else node.module)
+    return sha256(text).hexdigest(), tuple(each for each in imported if _is_module(each))
+
+
+def _file(module: str) -> Path:
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _is_module(name: str) -> bool:
+    return name.partition(".")[0] == __package__ and _file(name).is_file()
+
+
+def _hash(*texts: str) -> str:
+    return sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def compiled(kernels: Kernels) -> bool:
+    """Whether all of these kernels are loaded or lie in the cache, so that `load` is quick."""
+    return all(_is_loaded(*each) or _is_cached(*each) for each in kernels.items())
+
+
+def load(kernels: Kernels) -> None:
+    """Load kernels for just these arguments, or compile them; any others are a `TypeError` then.
+    Repeating costs nothing."""
+    for kernel, types in kernels.items():
+        if not _is_loaded(kernel, types):
+            dispatcher: Any = kernel
+            dispatcher.disable_compile(False)
+            dispatcher.compile(types)
+            dispatcher.disable_compile()
+
+
+def _is_loaded(kernel: Kernel, types: Signature) -> bool:
+    dispatcher: Any = kernel
+    return types in dispatcher.overloads
+
+
+def _is_cached(kernel: Kernel, types: Signature) -> bool:
+    dispatcher: Any = kernel
+    file: Path = dispatcher._cache.file_of(types, dispatcher.targetctx.codegen())
+    return file.is_file()

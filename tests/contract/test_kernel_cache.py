@@ -1,0 +1,113 @@
+"""Compiled kernels on disk follow every edit of what they are made of, and damage does no harm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paramserve
+
+HELPER = """
+from paramserve.rules.kernels import inlined
+FACTOR = 2.0
+@inlined
+def scaled(x):
+    return FACTOR * x
+"""
+KERNEL = """
+from __future__ import annotations
+from paramserve.rules import doubling
+from paramserve.rules.base import Array
+from paramserve.rules.kernels import kernel
+scaled = doubling.scaled
+@kernel
+def scale(a: Array) -> None:
+    for i in range(a.size):
+        a[i] = scaled(a[i])
+"""
+PROGRAM = """
+import sys
+import numpy as np
+from paramserve.rules import helped
+from paramserve.kernel_cache import compiled, load
+from paramserve.rules.kernels import typed
+wanted = typed(np.dtype(np.float32), helped.scale)
+known = compiled(wanted)
+load(wanted)
+a = np.ones(3, np.float32)
+helped.scale(a)
+print(a[0], known)
+"""
+
+
+class Package:
+    """A copy of the package, with a kernel whose helper stands in another file."""
+
+    def __init__(self, folder: Path) -> None:
+        source = Path(paramserve.__file__).parent
+        shutil.copytree(
+            source, folder / "paramserve", ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
+        )
+        self.folder, self.rules = folder, folder / "paramserve" / "rules"
+        (self.rules / "doubling.py").write_text(HELPER)
+        (self.rules / "helped.py").write_text(KERNEL)
+
+    def run(self) -> tuple[float, bool]:
+        """What the kernel makes of 1, and whether it was compiled for that."""
+        code = f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{PROGRAM}"
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        number, known = run.stdout.split()
+        return float(number), known == "False"
+
+    def edit(self, module: str, old: str, new: str) -> None:
+        file = self.rules / f"{module}.py"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    def files(self) -> list[Path]:
+        return sorted((self.rules / "__pycache__").glob("helped.scale-*"))
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    made = Package(tmp_path)
+    assert made.run() == (2.0, True)
+    return made
+
+
+def test_unchanged_kernel_is_loaded_and_not_compiled(package: Package) -> None:
+    assert package.run() == (2.0, False)
+
+
+def test_edit_of_a_helper_in_another_file_compiles_anew(package: Package) -> None:
+    package.edit("doubling", "2.0", "3.0")
+    assert package.run() == (3.0, True)
+    assert len(package.files()) == 1, "code of the old sources is removed"
+
+
+def test_renamed_helper_module_compiles_anew(package: Package) -> None:
+    (package.rules / "doubling.py").rename(package.rules / "twice.py")
+    package.edit("helped", "doubling", "twice")
+    assert package.run() == (2.0, True)
+
+
+def test_damaged_file_is_compiled_anew(package: Package) -> None:
+    (file,) = package.files()
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        assert package.run()[0] == 2.0
+        assert file.read_bytes()[32:] != damaged[32:], "the next process finds it whole"
+
+
+def test_edit_of_what_no_kernel_is_made_of_compiles_nothing(package: Package) -> None:
+    package.edit("registry", "def build(", "# another text\ndef build(")
+    assert package.run() == (2.0, False)
