@@ -42,6 +42,19 @@ a = np.ones(3, np.float32)
 helped.scale(a)
 print(a[0], known)
 """
+ADDS = """
+import numpy as np
+from paramserve.kernel_cache import compiled, load
+from paramserve.rules import Add, PushInfo, Run
+rule, dtype = Add(), np.dtype(np.float32)
+wanted = rule.block_kernels(dtype)
+known = compiled(wanted)
+load(wanted)
+a = np.ones(3, np.float32)
+push = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
+rule.apply(a, a.copy(), (), rule.hyper(), [Run(0, 3, 0)], push)
+print(a[0], known)
+"""
 
 
 class Package:
@@ -56,9 +69,9 @@ class Package:
         (self.rules / "doubling.py").write_text(HELPER)
         (self.rules / "helped.py").write_text(KERNEL)
 
-    def run(self) -> tuple[float, bool]:
+    def run(self, program: str = PROGRAM) -> tuple[float, bool]:
         """What the kernel makes of 1, and whether it was compiled for that."""
-        code = f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{PROGRAM}"
+        code = f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{program}"
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
@@ -91,6 +104,14 @@ def test_edit_of_a_helper_in_another_file_compiles_anew(package: Package) -> Non
     package.edit("doubling", "2.0", "3.0")
     assert package.run() == (3.0, True)
     assert len(package.files()) == 1, "code of the old sources is removed"
+
+
+def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:
+    """The kernel stands in `rules.kernels`, and the maths in the rule's module."""
+    assert package.run(ADDS) == (2.0, True)
+    assert package.run(ADDS) == (2.0, False)
+    package.edit("add", "value[i] += ", "value[i] -= ")
+    assert package.run(ADDS) == (0.0, True)
 
 
 def test_renamed_helper_module_compiles_anew(package: Package) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from paramserve.rules.adagrad import Adagrad, RowAdagrad
-from paramserve.rules.adam import Adam
-from paramserve.rules.add import Add
-from paramserve.rules.base import Array, Hyper, PushInfo, RowRule, Rule, Run
-from paramserve.rules.ftrl import FTRL
-from paramserve.rules.sgd import SGD
-
-__all__ = [
-    "Add",
-    "SGD",
-    "Adam",
-    "Adagrad",
-    "RowAdagrad",
-    "FTRL",
-    "Rule",
-    "RowRule",
-    "Run",
-    "PushInfo",
-    "Hyper",
-    "Array",
-]
+from paramserve.rules.adagrad import Adagrad as Adagrad
+from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
+from paramserve.rules.adam import Adam as Adam
+from paramserve.rules.add import Add as Add
+from paramserve.rules.base import Array as Array
+from paramserve.rules.base import Hyper as Hyper
+from paramserve.rules.base import PushInfo as PushInfo
+from paramserve.rules.base import RowRule as RowRule
+from paramserve.rules.base import Rule as Rule
+from paramserve.rules.base import Run as Run
+from paramserve.rules.ftrl import FTRL as FTRL
+from paramserve.rules.sgd import SGD as SGD

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from paramserve.rules.allowed import FLAG, NOT_NEGATIVE, Allowed, check_hyper
-from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
-from paramserve.rules.built_in import BuiltIn
-from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowView
-
-if TYPE_CHECKING:
-    from paramserve.kernel_cache import Kernels
-
-_STARTS: Mapping[str, Allowed] = {"initial_accumulator_value": NOT_NEGATIVE}
-"""What is fixed when a parameter is defined, and does not travel with a push."""
+from paramserve.rules.base import Array, Hyper
+from paramserve.rules.built_in import FLAG, NOT_NEGATIVE, Allowed, BuiltIn, Numbers, State
+from paramserve.rules.layout import LANES
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,6 @@ class Adagrad(BuiltIn):
     maximize: bool = False
 
     name: ClassVar[str] = "Adagrad"
-    kernel: ClassVar[str] = "adagrad"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "lr_decay": NOT_NEGATIVE,
@@ -57,43 +48,29 @@ class Adagrad(BuiltIn):
     }
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_hyper(self.name, _STARTS, (float(self.initial_accumulator_value),))
+    state_start: ClassVar[str] = "initial_accumulator_value"
 
-    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        return (np.full(size, self.initial_accumulator_value, dtype),)
-
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
         lr, lr_decay, decay, eps, maximize = hyper
-        (total,) = state
-        scale = -push.scale if maximize else push.scale
-        target = out if out is not None else value[:0]
-        adagrad = compiled().adagrad
-        for start, stop, count, _ in runs:
-            step = lr / (1.0 + count * lr_decay)
-            adagrad(value, gradient, total, target, start, stop, scale, decay, eps, step)
+        step = lr / (1.0 + float(count) * lr_decay)
+        return -scale if maximize else scale, decay, eps, step
+
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        kind = value.dtype.type
+        scale, decay, eps, step = coefficients
+        c, wd, e, rate = kind(scale), kind(decay), kind(eps), kind(step)
+        total = state[0]
+        for i in range(value.size):
+            d = c * gradient[i] + wd * value[i]
+            ti = total[i] + d * d
+            total[i] = ti
+            value[i] -= rate * (d / (np.sqrt(ti) + e))
 
     def counted(self, hyper: Hyper) -> bool:
         """With `lr_decay`."""
         return hyper[1] != 0.0
-
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        lr, lr_decay, decay, eps, maximize = hyper
-        rows = compiled_rows()
-        (at,) = view.layout.state_at
-        scale = -push.scale if maximize else push.scale
-        given = rows.rows_of(view, gradients)
-        rows.adagrad(given, at, scale, decay, eps, lr, lr_decay)
 
 
 @dataclass(frozen=True)
@@ -122,7 +99,6 @@ class RowAdagrad(BuiltIn):
     maximize: bool = False
 
     name: ClassVar[str] = "RowAdagrad"
-    kernel: ClassVar[str] = "row_adagrad"
     whole_rows: ClassVar[bool] = True
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
@@ -132,28 +108,39 @@ class RowAdagrad(BuiltIn):
     }
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_hyper(self.name, _STARTS, (float(self.initial_accumulator_value),))
+    state_start: ClassVar[str] = "initial_accumulator_value"
 
-    def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        raise ValueError(NO_ROWS.format(self.name))
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
+        lr, decay, eps, maximize = hyper
+        return -scale if maximize else scale, decay, eps, lr
 
-    def block_kernels(self, dtype: np.dtype[Any]) -> Kernels:
-        """It has no kernel for dense parameters."""
-        return {}
-
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
-        raise ValueError(NO_ROWS.format(self.name))
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        # The mean is summed in an order that is the same on every machine.
+        kind = value.dtype.type
+        scale, decay, eps, lr = coefficients
+        c, wd, e, rate = kind(scale), kind(decay), kind(eps), kind(lr)
+        total, sums = state
+        size = value.size
+        whole = size // LANES * LANES
+        for lane in range(LANES):
+            sums[lane] = 0.0
+        for at in range(0, whole, LANES):
+            v, g = value[at : at + LANES], gradient[at : at + LANES]
+            for lane in range(LANES):
+                d = c * g[lane] + wd * v[lane]
+                sums[lane] += d * d
+        for j in range(whole, size):
+            d = c * gradient[j] + wd * value[j]
+            sums[j - whole] += d * d
+        for width in (8, 4, 2, 1):
+            for lane in range(width):
+                sums[lane] += sums[lane + width]
+        total[0] += sums[0] / kind(size)
+        step = rate / (np.sqrt(total[0]) + e)
+        for j in range(size):
+            value[j] -= step * (c * gradient[j] + wd * value[j])
 
     def row_states(self, dim: int) -> tuple[int, ...]:
         """One number for each row."""
@@ -162,10 +149,3 @@ class RowAdagrad(BuiltIn):
     def initial_row(self, dim: int) -> Array:
         """The initial accumulator value."""
         return np.full(1, self.initial_accumulator_value, np.float32)
-
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        lr, decay, eps, maximize = hyper
-        rows = compiled_rows()
-        (at,) = view.layout.state_at
-        scale = -push.scale if maximize else push.scale
-        rows.row_adagrad(rows.rows_of(view, gradients), at, scale, decay, eps, lr)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paramserve.rules.allowed import FLAG, FRACTION, NOT_NEGATIVE, Allowed
-from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.built_in import BuiltIn
-from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowView
+import numpy as np
+
+from paramserve.rules.base import Array, Hyper
+from paramserve.rules.built_in import FLAG, FRACTION, NOT_NEGATIVE, Allowed, BuiltIn, Numbers, State
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Adam(BuiltIn):
     maximize: bool = False
 
     name: ClassVar[str] = "Adam"
-    kernel: ClassVar[str] = "adam"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "beta1": FRACTION,
@@ -67,40 +65,34 @@ class Adam(BuiltIn):
             float(self.maximize),
         )
 
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
         lr, beta1, beta2, eps, weight_decay, decoupled, maximize = hyper
-        mean, square = state
-        scale = -push.scale if maximize else push.scale
+        updates = float(count + 1)
+        root = math.sqrt(1.0 - beta2**updates)
+        step = lr / (1.0 - beta1**updates)
         decay, shrink = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-        target = out if out is not None else value[:0]
-        adam = compiled().adam
-        for start, stop, count, _ in runs:
-            root = math.sqrt(1.0 - beta2 ** (count + 1))
-            step = lr / (1.0 - beta1 ** (count + 1))
-            adam(
-                value, gradient, mean, square, target, start, stop,
-                scale, decay, shrink, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, step,
-            )  # fmt: skip
+        signed = -scale if maximize else scale
+        return signed, decay, shrink, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, step
+
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        # For a `take1` of 0.5 or more torch's lerp computes the mean from the gradient.
+        kind = value.dtype.type
+        scale, decay, shrink, take1, beta2, take2, root, eps, step = coefficients
+        c, wd, left, rate = kind(scale), kind(decay), kind(shrink), kind(step)
+        t1, b2, t2, r, e = kind(take1), kind(beta2), kind(take2), kind(root), kind(eps)
+        near = t1 >= kind(0.5)
+        way = t1 - kind(1.0) if near else t1
+        mean, square = state
+        for i in range(value.size):
+            d = c * gradient[i] + wd * value[i]
+            mi = (d if near else mean[i]) + way * (d - mean[i])
+            si = b2 * square[i] + t2 * d * d
+            mean[i] = mi
+            square[i] = si
+            value[i] = left * value[i] - rate * (mi / (np.sqrt(si) / r + e))
 
     def counted(self, hyper: Hyper) -> bool:
         """Each row is corrected for its own start: what is called lazy Adam."""
         return True
-
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        lr, beta1, beta2, eps, weight_decay, decoupled, maximize = hyper
-        rows = compiled_rows()
-        scale = -push.scale if maximize else push.scale
-        decay, shrink = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-        rows.adam(
-            rows.rows_of(view, gradients), view.layout.state_at[0],
-            scale, decay, shrink, beta1, beta2, eps, lr,
-        )  # fmt: skip

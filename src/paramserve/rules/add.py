@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.built_in import BuiltIn
-from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowView
+from paramserve.rules.base import Array, Hyper
+from paramserve.rules.built_in import BuiltIn, Numbers, State
 
 
 @dataclass(frozen=True)
@@ -22,23 +19,13 @@ class Add(BuiltIn):
     """
 
     name: ClassVar[str] = "Add"
-    kernel: ClassVar[str] = "add"
 
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
-        add = compiled().add
-        target = out if out is not None else value[:0]
-        for start, stop, *_ in runs:
-            add(value, gradient, target, start, stop, push.scale)
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
+        return (scale,)
 
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        rows = compiled_rows()
-        rows.add(rows.rows_of(view, gradients), push.scale)
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        c = value.dtype.type(coefficients[0])
+        for i in range(value.size):
+            value[i] += c * gradient[i]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paramserve.rules.allowed import FINITE, FLAG, Allowed, check_hyper
 from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
+from paramserve.rules.built_in import FINITE, FLAG, Allowed, check_hyper
 
 INSTANCES_KEPT = 256
 """Copies of a rule with the hyper-parameters of a push: a schedule brings one for each step."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paramserve.rules.allowed import NOT_NEGATIVE, Allowed
-from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.built_in import BuiltIn
-from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowView
+import numpy as np
+
+from paramserve.rules.base import Array, Hyper
+from paramserve.rules.built_in import NOT_NEGATIVE, Allowed, BuiltIn, Numbers, State
 
 _POSITIVE = Allowed("a finite number above 0", lambda x: 0.0 < x < math.inf)
 
@@ -41,7 +40,6 @@ class FTRL(BuiltIn):
     l2: float = 0.0
 
     name: ClassVar[str] = "FTRL"
-    kernel: ClassVar[str] = "ftrl"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "alpha": _POSITIVE,
         "beta": NOT_NEGATIVE,
@@ -50,23 +48,25 @@ class FTRL(BuiltIn):
     }
     state_names: ClassVar[tuple[str, ...]] = ("z", "n")
 
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
-        linear, square = state
-        target = out if out is not None else value[:0]
-        ftrl = compiled().ftrl
-        for start, stop, *_ in runs:
-            ftrl(value, gradient, linear, square, target, start, stop, push.scale, *hyper)
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
+        alpha, beta, l1, l2 = hyper
+        return scale, alpha, beta, l1, l2
 
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        rows = compiled_rows()
-        at = view.layout.state_at[0]
-        rows.ftrl(rows.rows_of(view, gradients), at, push.scale, *hyper)
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        kind = value.dtype.type
+        scale, alpha, beta, l1, l2 = coefficients
+        c, rate, b = kind(scale), kind(alpha), kind(beta)
+        most, ridge, zero = kind(l1), kind(l2), kind(0.0)
+        linear, square = state
+        for i in range(value.size):
+            d = c * gradient[i]
+            si = square[i] + d * d
+            root = np.sqrt(si)
+            zi = linear[i] + (d - (root - np.sqrt(square[i])) / rate * value[i])
+            linear[i] = zi
+            square[i] = si
+            over = min(max(zi, -most), most) - zi
+            # With beta and l2 of 0, an element whose gradients were all 0 would be 0 / 0.
+            value[i] = over / ((b + root) / rate + ridge) if over != zero else zero

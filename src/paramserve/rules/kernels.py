@@ -7,17 +7,18 @@ fastmath, so a result depends neither on the machine nor on how a block is cut i
 A kernel compiles only in `kernel_cache.load`. After that, a call with types that were not loaded
 raises `TypeError`; it does not compile for a second in the middle of a push.
 
-Rule kernels update elements [start, stop) and then write them to `out`, or nowhere if `out` is
-empty. They go by tiles that stay in the first-level cache, so both are one pass over memory, and
-no inner loop sees so many arrays that LLVM gives up proving that they do not overlap (past eight
-comparisons, which five arrays need) and stops vectorising. Numbers come as Python floats and are
-rounded to the dtype before the loop, so that float32 is computed in float32, as torch does.
+A rule's kernel updates elements [start, stop) and then writes them to `out`, or nowhere if `out` is
+empty. It goes by tiles that stay in the first-level cache, so both are one pass over memory, and no
+inner loop sees so many arrays that LLVM gives up proving that they do not overlap (past eight
+comparisons, which five arrays need) and stops vectorising. The maths is the rule's own `update`
+(`rules.built_in`), which `rules.row_kernels` compiles for rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -26,19 +27,27 @@ from paramserve import kernel_cache
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
 
+if TYPE_CHECKING:
+    from paramserve.rules.built_in import BuiltIn
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 TILE = 1024
 """Elements. 512 to 2048 measured alike; 16384 made SGD over 100 MB with `out` 15% slower."""
 LANES = 256
 """Sums that `squared_norm` keeps side by side: as fast as memory, whatever the vector width."""
+INT, FLOAT = numba.types.intp, numba.types.float64
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
-def kernel(function: F) -> F:
-    """Compile with the settings that all kernels share."""
+def kernel(function: F, *modules: str) -> F:
+    """Compile with the settings that all kernels share.
+
+    Args:
+        modules: names of modules that it is made of and that its own does not import.
+    """
     compiler = numba.njit(nogil=True, error_model="numpy")
-    return cast(F, kernel_cache.cached(compiler(function), function.__module__))
+    return cast(F, kernel_cache.cached(compiler(function), function.__module__, *modules))
 
 
 def inlined(function: F) -> F:
@@ -52,21 +61,23 @@ def inlined(function: F) -> F:
     return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(plain))
 
 
-def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
-    """What kernels are compiled for, for one dtype.
-
-    The annotations of a kernel say what it takes: Array of the dtype, int or float.
+def array_of(dtype: np.dtype[Any]) -> Any:
+    """Numba's type of an array of a block.
 
     Raises:
         TypeError: the dtype is neither float32 nor float64.
     """
     if dtype not in DTYPES:
         raise TypeError(f"values are float32 or float64 in this machine's byte order, not {dtype}")
-    types = {
-        "Array": numba.types.Array(numba.from_dtype(dtype), 1, "C"),
-        "int": numba.types.intp,
-        "float": numba.types.float64,
-    }
+    return numba.types.Array(numba.from_dtype(dtype), 1, "C")
+
+
+def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
+    """What kernels are compiled for, for one dtype; raises as `array_of`.
+
+    The annotations of a kernel say what it takes: Array of the dtype, int or float.
+    """
+    types = {"Array": array_of(dtype), "int": INT, "float": FLOAT}
     found = {}
     for each in kernels:
         annotations = cast(Any, each).py_func.__annotations__
@@ -166,192 +177,70 @@ def publish(out: Array, value: Array) -> None:
         out[i] = value[i]
 
 
-@kernel
-def add(value: Array, gradient: Array, out: Array, start: int, stop: int, scale: float) -> None:
-    """value += scale * gradient"""
-    c = value.dtype.type(scale)
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        for i in range(v.size):
-            v[i] += c * g[i]
-        publish(out[at:end], v)
+# --- the kernel of a rule ----------------------------------------------------------------------
 
 
-@kernel
-def sgd(
-    value: Array,
-    gradient: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scale: float,
-    decay: float,
-    lr: float,
-) -> None:
-    """value -= lr * (scale * gradient + decay * value)"""
-    kind = value.dtype.type
-    c, wd, rate = kind(scale), kind(decay), kind(lr)
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        for i in range(v.size):
-            v[i] -= rate * (c * g[i] + wd * v[i])
-        publish(out[at:end], v)
+def parts(states: int) -> Any:
+    """What cuts elements [start, stop) from a tuple of arrays. Compiled code knows their number."""
+    if not states:
+
+        def cut(state: Any, start: int, stop: int) -> Any:
+            return ()
+
+    else:
+        fewer, last = parts(states - 1), states - 1
+
+        def cut(state: Any, start: int, stop: int) -> Any:
+            return (*fewer(state, start, stop), state[last][start:stop])
+
+    return inlined(cut)
 
 
-@kernel
-def sgd_momentum(
-    value: Array,
-    gradient: Array,
-    buffer: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scale: float,
-    decay: float,
-    keep: float,
-    take: float,
-    direct: float,
-    through: float,
-    lr: float,
-) -> None:
-    """g = scale * gradient + decay * value; buffer = keep * buffer + take * g;
-    value -= lr * (direct * g + through * buffer)
-    """
-    kind = value.dtype.type
-    c, wd, rate = kind(scale), kind(decay), kind(lr)
-    old, new, near, far = kind(keep), kind(take), kind(direct), kind(through)
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        b = buffer[at:end]
-        for i in range(v.size):
-            d = c * g[i] + wd * v[i]
-            m = old * b[i] + new * d
-            b[i] = m
-            v[i] -= rate * (near * d + far * m)
-        publish(out[at:end], v)
+@cache
+def block_kernel(rule: type[BuiltIn], states: int) -> Any:
+    """The kernel of a rule for blocks with so many state arrays."""
+    update, coefficients, cut = inlined(rule.update), inlined(rule.coefficients), parts(states)
+
+    def block(
+        value: Array,
+        gradient: Array,
+        state: Any,
+        out: Array,
+        start: int,
+        stop: int,
+        scale: float,
+        hyper: Any,
+        count: int,
+    ) -> None:
+        numbers = coefficients(hyper, scale, count)
+        for at in range(start, stop, TILE):
+            end = min(at + TILE, stop)
+            tile = value[at:end]
+            update(tile, gradient[at:end], cut(state, at, end), numbers)
+            publish(out[at:end], tile)
+
+    return of_rule(rule, states, block)
 
 
-@kernel
-def adam(
-    value: Array,
-    gradient: Array,
-    mean: Array,
-    square: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scale: float,
-    decay: float,
-    shrink: float,
-    take1: float,
-    beta2: float,
-    take2: float,
-    root: float,
-    eps: float,
-    step: float,
-) -> None:
-    """g = scale * gradient + decay * value; mean += take1 * (g - mean), which for a `take1` of 0.5
-    or more is computed from g, as torch's lerp does: mean = g + (take1 - 1) * (g - mean);
-    square = beta2 * square + take2 * g * g;
-    value = shrink * value - step * mean / (sqrt(square) / root + eps)
-    """
-    kind = value.dtype.type
-    c, wd, left, rate = kind(scale), kind(decay), kind(shrink), kind(step)
-    t1, b2, t2, r, e = kind(take1), kind(beta2), kind(take2), kind(root), kind(eps)
-    near = t1 >= kind(0.5)
-    way = t1 - kind(1.0) if near else t1
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        m = mean[at:end]
-        s = square[at:end]
-        for i in range(v.size):
-            d = c * g[i] + wd * v[i]
-            mi = (d if near else m[i]) + way * (d - m[i])
-            si = b2 * s[i] + t2 * d * d
-            m[i] = mi
-            s[i] = si
-            v[i] = left * v[i] - rate * (mi / (np.sqrt(si) / r + e))
-        publish(out[at:end], v)
+def of_rule(rule: type[BuiltIn], states: int, function: F) -> F:
+    """Compile a kernel that was made for a rule, with a name of its own, which its compiled code
+    and its file in the cache have."""
+    owner = rule.update.__qualname__.rpartition(".")[0]
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{owner}_{states}"
+    return kernel(function, rule.update.__module__, rule.coefficients.__module__)
 
 
-@kernel
-def adagrad(
-    value: Array,
-    gradient: Array,
-    total: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scale: float,
-    decay: float,
-    eps: float,
-    step: float,
-) -> None:
-    """g = scale * gradient + decay * value; total += g * g;
-    value -= step * g / (sqrt(total) + eps)
-    """
-    kind = value.dtype.type
-    c, wd, e, rate = kind(scale), kind(decay), kind(eps), kind(step)
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        t = total[at:end]
-        for i in range(v.size):
-            d = c * g[i] + wd * v[i]
-            ti = t[i] + d * d
-            t[i] = ti
-            v[i] -= rate * (d / (np.sqrt(ti) + e))
-        publish(out[at:end], v)
+def block_types(dtype: np.dtype[Any], states: int, hyper: int) -> tuple[Any, ...]:
+    """What a `block_kernel` is compiled for; raises as `array_of`."""
+    array = array_of(dtype)
+    state, numbers = tuple_of(array, states), tuple_of(FLOAT, hyper)
+    return (array, array, state, array, INT, INT, FLOAT, numbers, INT)
 
 
-@kernel
-def ftrl(
-    value: Array,
-    gradient: Array,
-    linear: Array,
-    square: Array,
-    out: Array,
-    start: int,
-    stop: int,
-    scale: float,
-    alpha: float,
-    beta: float,
-    l1: float,
-    l2: float,
-) -> None:
-    """g = scale * gradient; s = square + g * g;
-    linear += g - (sqrt(s) - sqrt(square)) / alpha * value; square = s;
-    value = (linear cut to [-l1, l1] - linear) / ((beta + sqrt(s)) / alpha + l2)
-    """
-    kind = value.dtype.type
-    c, rate, b = kind(scale), kind(alpha), kind(beta)
-    most, ridge, zero = kind(l1), kind(l2), kind(0.0)
-    for at in range(start, stop, TILE):
-        end = min(at + TILE, stop)
-        v = value[at:end]
-        g = gradient[at:end]
-        z = linear[at:end]
-        s = square[at:end]
-        for i in range(v.size):
-            d = c * g[i]
-            si = s[i] + d * d
-            root = np.sqrt(si)
-            zi = z[i] + (d - (root - np.sqrt(s[i])) / rate * v[i])
-            z[i] = zi
-            s[i] = si
-            over = min(max(zi, -most), most) - zi
-            # With beta and l2 of 0, an element whose gradients were all 0 would be 0 / 0.
-            v[i] = over / ((b + root) / rate + ridge) if over != zero else zero
-        publish(out[at:end], v)
+def tuple_of(kind: Any, size: int) -> Any:
+    """Numba's type of a tuple of so many."""
+    make: Any = numba.types.Tuple
+    return make([kind] * size)
 
 
 def shared(dtype: np.dtype[Any]) -> Kernels:

@@ -12,6 +12,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Of a row's values, by the number that the kernels know them by."""
 
 
+LANES = 16
+"""Sums that a rule which looks at whole rows keeps side by side, whatever the vector width."""
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """How one row lies in 32-bit words: its values, then each state, then its update count.

@@ -10,21 +10,23 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from paramserve import rules
 from paramserve.config import RuleSpec
 from paramserve.errors import UnknownRule
-from paramserve.rules.adagrad import Adagrad, RowAdagrad
-from paramserve.rules.adam import Adam
-from paramserve.rules.add import Add
 from paramserve.rules.base import NO_ROWS, Rule
+from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.custom import CustomRule
-from paramserve.rules.ftrl import FTRL
-from paramserve.rules.sgd import SGD
 
 Option = float | str | bool
 
 BUILT_IN: Mapping[str, type[Rule]] = MappingProxyType(
-    {kind.name: kind for kind in (Add, SGD, Adam, Adagrad, RowAdagrad, FTRL)}
+    {
+        kind.name: kind
+        for kind in vars(rules).values()
+        if isinstance(kind, type) and issubclass(kind, BuiltIn)
+    }
 )
+"""What `paramserve.rules` exports."""
 NONE: Mapping[str, type[Any]] = MappingProxyType({})
 TORCH = "torch"
 """Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""

@@ -1,33 +1,33 @@
-"""Updates of rows, one after another, by the kernels that update dense blocks.
+"""Updates of rows, one after another, by the maths that updates dense blocks.
 
 Imports Numba: import this lazily, and load what is called before the first call, as with
-`rules.kernels`. The maths of a rule stands there, once; here is what goes round it: which words of
-a row are what, the rows of 16 bits, the row's update count, and memory asked for ahead of its use.
+`rules.kernels`. The maths is the rule's own `update`; here is what goes round it: which words of a
+row are what, the rows of 16 bits, the row's update count, and memory asked for ahead of its use.
 
 No kernel checks sizes or slots: `rules.rows` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
 
 from paramserve.kernel_cache import Kernels
-from paramserve.rules import kernels
 from paramserve.rules.base import Array
 from paramserve.rules.borrowed import borrowed
 from paramserve.rules.halves import decode, encode, noise_of
-from paramserve.rules.kernels import inlined, kernel
-from paramserve.rules.layout import RowView
+from paramserve.rules.kernels import FLOAT, inlined, kernel, of_rule, tuple_of
+from paramserve.rules.layout import LANES, RowView
 from paramserve.rules.prefetch import LINE, prefetch_to_write
+
+if TYPE_CHECKING:
+    from paramserve.rules.built_in import BuiltIn
 
 AHEAD = 8
 """Rows. Measured with 512 bytes a row, random in 4 GiB."""
-LANES = 16
-"""Sums that are kept side by side, whatever the vector width."""
 LAST_COUNT = 2**32 - 1
 """Where a row's count stays."""
 
@@ -51,6 +51,10 @@ class Rows(NamedTuple):
     """uint64"""
     half: int
     count_at: int
+    states_at: int
+    """Where the first state begins, in words; the others follow."""
+    width: int
+    """float32 elements of each state of a rule with a kernel: they are alike."""
 
 
 def rows_of(view: RowView, gradients: Array) -> Rows:
@@ -66,6 +70,8 @@ def rows_of(view: RowView, gradients: Array) -> Rows:
         np.uint64(view.stream),
         layout.half,
         layout.count_at,
+        layout.value_words,
+        layout.widths[0] if layout.widths else 0,
     )
 
 
@@ -83,34 +89,21 @@ ROWS = _named_tuple(
         _array(numba.float32, 2),
         _array(numba.float32, 1),
         numba.uint64,
-        numba.intp,
-        numba.intp,
+        *(numba.intp,) * 4,
     ),
     Rows,
 )
 
 
-def typed(*drivers: Callable[..., Any]) -> Kernels:
-    """What kernels of this file are compiled for."""
-    types = {
-        "Rows": ROWS,
-        "Array": _array(numba.float32, 2),
-        "int": numba.types.intp,
-        "float": numba.types.float64,
-    }
-    found = {}
-    for each in drivers:
-        annotations = cast(Any, each).py_func.__annotations__
-        found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
-    return found
+def row_types(hyper: int) -> tuple[Any, ...]:
+    """What a `row_kernel` is compiled for."""
+    return (ROWS, FLOAT, tuple_of(FLOAT, hyper))
 
 
-_add = inlined(kernels.add)
-_sgd = inlined(kernels.sgd)
-_sgd_momentum = inlined(kernels.sgd_momentum)
-_adam = inlined(kernels.adam)
-_adagrad = inlined(kernels.adagrad)
-_ftrl = inlined(kernels.ftrl)
+def copies() -> Kernels:
+    """The kernels for rules that are given copies of rows."""
+    values = _array(numba.float32, 2)
+    return {gather: (ROWS, values), scatter: (ROWS, values)}
 
 
 # --- what every driver does for a row ----------------------------------------------------------
@@ -141,6 +134,8 @@ def begun(given: Any) -> Any:
         given.stream,
         given.half,
         given.count_at,
+        given.states_at,
+        given.width,
     )
     for i in range(AHEAD):
         fetch(rows, i)
@@ -161,16 +156,17 @@ def opened(rows: Any, i: int, scratch: Array) -> Array:
 
 
 @inlined
-def state_of(rows: Any, i: int, at: int, width: int) -> Array:
+def state_of(rows: Any, i: int, number: int) -> Array:
     """A state of a row: [width]."""
-    state: Array = rows.floats[rows.slots[i], at : at + width]
+    at = rows.states_at + number * rows.width
+    state: Array = rows.floats[rows.slots[i], at : at + rows.width]
     return state
 
 
 @inlined
 def count_of(rows: Any, i: int) -> Any:
-    """Updates that a row has had, as int64; 0 where they are not counted."""
-    return np.int64(rows.words[rows.slots[i], rows.count_at]) if rows.count_at >= 0 else 0
+    """Updates that a row has had, as int64; 1 where they are not counted."""
+    return np.int64(rows.words[rows.slots[i], rows.count_at]) if rows.count_at >= 0 else 1
 
 
 @inlined
@@ -184,162 +180,56 @@ def closed(rows: Any, i: int, value: Array) -> None:
             encode(value, rows.half, rows.words[slot], noise_of(rows.stream, rows.keys[i], count))
 
 
-# --- one driver for each rule -------------------------------------------------------------------
+# --- the kernel of a rule -----------------------------------------------------------------------
 
 
-@kernel
-def add(given: Rows, scale: float) -> None:
-    """`kernels.add` on each row."""
-    rows, dim, scratch = begun(given)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        _add(value, rows.gradients[i], rows.scratch[:0], 0, dim, scale)
-        closed(rows, i, value)
+def states(number: int) -> Any:
+    """What gathers so many states of a row, as a tuple; a kernel knows their number."""
+    if not number:
+
+        def gathered(rows: Any, i: int) -> Any:
+            return ()
+
+    else:
+        fewer, last = states(number - 1), number - 1
+
+        def gathered(rows: Any, i: int) -> Any:
+            return (*fewer(rows, i), state_of(rows, i, last))
+
+    return inlined(gathered)
 
 
-@kernel
-def sgd(given: Rows, scale: float, decay: float, lr: float) -> None:
-    """`kernels.sgd` on each row."""
-    rows, dim, scratch = begun(given)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        _sgd(value, rows.gradients[i], rows.scratch[:0], 0, dim, scale, decay, lr)
-        closed(rows, i, value)
+def with_scratch(number: int) -> Any:
+    """As `states`, and float32 [LANES] behind them."""
+    own = states(number)
+
+    @inlined
+    def gathered(rows: Any, i: int) -> Any:
+        return (*own(rows, i), rows.scratch[rows.gradients.shape[1] :])
+
+    return gathered
 
 
-@kernel
-def sgd_momentum(
-    given: Rows,
-    at: int,
-    scale: float,
-    decay: float,
-    momentum: float,
-    dampening: float,
-    direct: float,
-    through: float,
-    lr: float,
-) -> None:
-    """`kernels.sgd_momentum` on each row. A row that is not counted never has dampening, and then
-    its first update is like all others, for a buffer of zeros."""
-    rows, dim, scratch = begun(given)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        keep, take = momentum, 1.0 - dampening
-        if rows.count_at >= 0 and count_of(rows, i) == 0:
-            keep, take = 0.0, 1.0
-        _sgd_momentum(
-            value, rows.gradients[i], state_of(rows, i, at, dim), rows.scratch[:0], 0, dim,
-            scale, decay, keep, take, direct, through, lr,
-        )  # fmt: skip
-        closed(rows, i, value)
+@cache
+def row_kernel(rule: type[BuiltIn], number: int) -> Any:
+    """The kernel of a rule for rows with so many states."""
+    update, coefficients = inlined(rule.update), inlined(rule.coefficients)
+    states_of = with_scratch(number) if rule.whole_rows else states(number)
 
+    def row(given: Rows, scale: float, hyper: Any) -> None:
+        rows, _, scratch = begun(given)
+        count: Any = np.int64(1)
+        numbers = coefficients(hyper, scale, count)
+        for i in range(rows.slots.size):
+            value = opened(rows, i, scratch)
+            now = count_of(rows, i)
+            if now != count:  # neighbours often share it, and powers cost as much as the row
+                count = now
+                numbers = coefficients(hyper, scale, count)
+            update(value, rows.gradients[i], states_of(rows, i), numbers)
+            closed(rows, i, value)
 
-@kernel
-def adam(
-    given: Rows,
-    at: int,
-    scale: float,
-    decay: float,
-    shrink: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    lr: float,
-) -> None:
-    """`kernels.adam` on each row, corrected for the row's own start."""
-    rows, dim, scratch = begun(given)
-    known, root, step = -1, 1.0, lr
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        count = count_of(rows, i)
-        if count != known:  # neighbours often share it, and powers cost as much as the row
-            known = count
-            updates = np.float64(count + 1)
-            root = np.sqrt(1.0 - beta2**updates)
-            step = lr / (1.0 - beta1**updates)
-        _adam(
-            value, rows.gradients[i],
-            state_of(rows, i, at, dim), state_of(rows, i, at + dim, dim), rows.scratch[:0], 0, dim,
-            scale, decay, shrink, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, step,
-        )  # fmt: skip
-        closed(rows, i, value)
-
-
-@kernel
-def adagrad(
-    given: Rows, at: int, scale: float, decay: float, eps: float, lr: float, lr_decay: float
-) -> None:
-    """`kernels.adagrad` on each row."""
-    rows, dim, scratch = begun(given)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        step = lr / (1.0 + np.float64(count_of(rows, i)) * lr_decay)
-        _adagrad(
-            value, rows.gradients[i], state_of(rows, i, at, dim), rows.scratch[:0], 0, dim,
-            scale, decay, eps, step,
-        )  # fmt: skip
-        closed(rows, i, value)
-
-
-@kernel
-def ftrl(
-    given: Rows, at: int, scale: float, alpha: float, beta: float, l1: float, l2: float
-) -> None:
-    """`kernels.ftrl` on each row."""
-    rows, dim, scratch = begun(given)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        _ftrl(
-            value, rows.gradients[i],
-            state_of(rows, i, at, dim), state_of(rows, i, at + dim, dim), rows.scratch[:0], 0, dim,
-            scale, alpha, beta, l1, l2,
-        )  # fmt: skip
-        closed(rows, i, value)
-
-
-@inlined
-def mean_square(value: Array, gradient: Array, c: Any, wd: Any, sums: Array) -> Any:
-    """Mean of (c * gradient + wd * value)**2 over a row, in float32, in an order of addition that
-    is the same on every machine.
-
-    Args:
-        sums: float32 [LANES], overwritten.
-    """
-    size = value.size
-    whole = size // LANES * LANES
-    for lane in range(LANES):
-        sums[lane] = 0.0
-    for at in range(0, whole, LANES):
-        v, g = value[at : at + LANES], gradient[at : at + LANES]
-        for lane in range(LANES):
-            d = c * g[lane] + wd * v[lane]
-            sums[lane] += d * d
-    for j in range(whole, size):
-        d = c * gradient[j] + wd * value[j]
-        sums[j - whole] += d * d
-    for width in (8, 4, 2, 1):
-        for lane in range(width):
-            sums[lane] += sums[lane + width]
-    return sums[0] / np.float32(size)
-
-
-@kernel
-def row_adagrad(given: Rows, at: int, scale: float, decay: float, eps: float, lr: float) -> None:
-    """g = scale * gradient + decay * value; total += mean of g * g, one number for a row;
-    value -= lr / (sqrt(total) + eps) * g
-    """
-    rows, dim, scratch = begun(given)
-    sums = rows.scratch[dim:]
-    c, wd, e, rate = np.float32(scale), np.float32(decay), np.float32(eps), np.float32(lr)
-    for i in range(rows.slots.size):
-        value = opened(rows, i, scratch)
-        gradient = rows.gradients[i]
-        total = state_of(rows, i, at, 1)
-        total[0] += mean_square(value, gradient, c, wd, sums)
-        step = rate / (np.sqrt(total[0]) + e)
-        for j in range(dim):
-            value[j] -= step * (c * gradient[j] + wd * value[j])
-        closed(rows, i, value)
+    return of_rule(rule, number, row)
 
 
 # --- for rules without a driver -----------------------------------------------------------------

@@ -116,7 +116,7 @@ def kernels_of(rule: Rule) -> Kernels:
     dense, rows = compiled(), compiled_rows()
     return {
         **dense.typed(FLOAT, dense.finite, dense.below),
-        **rows.typed(rows.gather, rows.scatter),
+        **rows.copies(),
     }
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paramserve.rules.allowed import FINITE, FLAG, NOT_NEGATIVE, Allowed
-from paramserve.rules.base import Array, Hyper, PushInfo, Run
-from paramserve.rules.built_in import BuiltIn
-from paramserve.rules.compiled import compiled, compiled_rows
-from paramserve.rules.layout import RowView
+from paramserve.rules.base import Array, Hyper
+from paramserve.rules.built_in import FINITE, FLAG, NOT_NEGATIVE, Allowed, BuiltIn, Numbers, State
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class SGD(BuiltIn):
     maximize: bool = False
 
     name: ClassVar[str] = "SGD"
-    kernel: ClassVar[str] = "sgd"
     allowed: ClassVar[Mapping[str, Allowed]] = {
         "lr": NOT_NEGATIVE,
         "momentum": NOT_NEGATIVE,
@@ -50,6 +46,7 @@ class SGD(BuiltIn):
         "maximize": FLAG,
     }
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    state_if: ClassVar[str] = "momentum"
 
     def check(self, hyper: Hyper) -> None:
         super().check(hyper)
@@ -60,63 +57,31 @@ class SGD(BuiltIn):
                 f"not momentum {momentum} and dampening {dampening}"
             )
 
-    def states(self, hyper: Hyper) -> tuple[str, ...]:
-        return self.state_names if hyper[1] != 0.0 else ()
-
-    def kernels(self) -> tuple[str, ...]:
-        """With momentum, the one without as well: a push may turn it off."""
-        return ("sgd", "sgd_momentum") if self.states(self.hyper()) else ("sgd",)
-
-    def apply(
-        self,
-        value: Array,
-        gradient: Array,
-        state: tuple[Array, ...],
-        hyper: Hyper,
-        runs: Sequence[Run],
-        push: PushInfo,
-        out: Array | None = None,
-    ) -> None:
-        """As `Rule.apply`.
-
-        Raises:
-            ValueError: `hyper` has momentum and the block was defined without. Nothing was applied.
-        """
+    @staticmethod
+    def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:
         lr, momentum, dampening, decay, nesterov, maximize = hyper
-        scale = -push.scale if maximize else push.scale
-        target = out if out is not None else value[:0]
-        if momentum == 0.0:
-            sgd = compiled().sgd
-            for start, stop, *_ in runs:
-                sgd(value, gradient, target, start, stop, scale, decay, lr)
-            return
-        if not state:
-            raise ValueError(
-                f"SGD with momentum {momentum} needs a momentum_buffer, and this block was "
-                "defined without momentum. Applied: no. To fix: define it with "
-                "SGD(momentum=...) above 0"
-            )
+        keep, take = (momentum, 1.0 - dampening) if count else (0.0, 1.0)
         direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
-        sgd_momentum = compiled().sgd_momentum
-        for start, stop, count, _ in runs:
-            keep, take = (momentum, 1.0 - dampening) if count else (0.0, 1.0)
-            sgd_momentum(
-                value, gradient, state[0], target, start, stop,
-                scale, decay, keep, take, direct, through, lr,
-            )  # fmt: skip
+        signed = -scale if maximize else scale
+        return signed, decay, lr, keep, take, direct, through
+
+    @staticmethod
+    def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
+        kind = value.dtype.type
+        scale, decay, lr, keep, take, direct, through = coefficients
+        c, wd, rate = kind(scale), kind(decay), kind(lr)
+        old, new, near, far = kind(keep), kind(take), kind(direct), kind(through)
+        if len(state) == 0:
+            for i in range(value.size):
+                value[i] -= rate * (c * gradient[i] + wd * value[i])
+        else:
+            buffer = state[0]
+            for i in range(value.size):
+                d = c * gradient[i] + wd * value[i]
+                m = old * buffer[i] + new * d
+                buffer[i] = m
+                value[i] -= rate * (near * d + far * m)
 
     def counted(self, hyper: Hyper) -> bool:
         """With dampening, whose first update is unlike all others."""
         return hyper[1] != 0.0 and hyper[2] != 0.0
-
-    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        lr, momentum, dampening, decay, nesterov, maximize = hyper
-        rows = compiled_rows()
-        given = rows.rows_of(view, gradients)
-        scale = -push.scale if maximize else push.scale
-        if momentum == 0.0:
-            rows.sgd(given, scale, decay, lr)
-            return
-        direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
-        (at,) = view.layout.state_at
-        rows.sgd_momentum(given, at, scale, decay, momentum, dampening, direct, through, lr)

@@ -21,7 +21,7 @@ from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
-from paramserve.rules.allowed import FRACTION, Allowed
+from paramserve.rules.built_in import FRACTION, Allowed
 from paramserve.rules.compiled import compiled
 from paramserve.testing.history import Applied, Row
 
