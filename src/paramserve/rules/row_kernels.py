@@ -17,11 +17,10 @@ import numpy as np
 
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.borrowed import borrowed
 from paramserve.rules.halves import decode, encode, noise_of
+from paramserve.rules.intrinsics import LINE, borrowed, prefetch_to_write
 from paramserve.rules.kernels import FLOAT, inlined, kernel, of_rule, tuple_of
 from paramserve.rules.layout import LANES, RowView
-from paramserve.rules.prefetch import LINE, prefetch_to_write
 
 if TYPE_CHECKING:
     from paramserve.rules.built_in import BuiltIn

@@ -8,10 +8,8 @@ from numba import types
 from paramserve.core.table.kernels import INT, KEYS, hidden_hash, mix
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.borrowed import borrowed
+from paramserve.rules.intrinsics import LINE, borrowed, fence, stream_row, streaming_pays
 from paramserve.rules.kernels import kernel
-from paramserve.rules.prefetch import LINE
-from paramserve.rules.streaming import fence, stream_row, streaming_pays
 
 FEW = 8
 """One repeated row in so many, at most: such a row is read again soon after it was streamed."""

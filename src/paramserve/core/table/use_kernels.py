@@ -11,8 +11,8 @@ import numpy as np
 from paramserve.core.table.kernels import ENTRIES, INT, KEYS
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
+from paramserve.rules.intrinsics import prefetch
 from paramserve.rules.kernels import kernel
-from paramserve.rules.prefetch import prefetch
 
 NEWER, OLDER, CLOCK = 0, 1, 2
 NEWEST, OLDEST = 0, 1

@@ -9,8 +9,7 @@ import pytest
 from paramserve.core.table import routing
 from paramserve.core.table.compiled import prepare, row_kernels
 from paramserve.loading import load_routing
-from paramserve.rules.prefetch import LINE
-from paramserve.rules.streaming import STREAMED_BYTES, streaming_pays
+from paramserve.rules.intrinsics import LINE, STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
