@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paramserve.compiling import load_if_compiled, needed
 from paramserve.config import Credentials, ServerConfig
 from paramserve.consistency.registered import Registered, registered
 from paramserve.consistency.registry import build as build_policy
@@ -35,7 +36,6 @@ from paramserve.core.events import (
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
-from paramserve.loading import load_if_compiled
 from paramserve.messages import (
     AskReport,
     Batch,
@@ -55,7 +55,6 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.preparing import needed
 from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import refusal

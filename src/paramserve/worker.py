@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from paramserve import seeding
 from paramserve.client import Client
+from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
-from paramserve.loading import load_if_compiled
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
 from paramserve.client import late, life
-from paramserve.loading import load_table
+from paramserve.compiling import load_table
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.rows import row_layout
 from paramserve.transport import peers

@@ -21,6 +21,7 @@ import numpy as np
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
 from paramserve.client import Client
+from paramserve.compiling import load_kernels
 from paramserve.config import (
     NO_CREDENTIALS,
     CoordinatorConfig,
@@ -36,7 +37,6 @@ from paramserve.consistency.registry import spec as policy_spec
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.coordination import Coordination
 from paramserve.errors import ConnectTimeout
-from paramserve.loading import load_kernels
 from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register, Scale
 from paramserve.rules import SGD, Adam, Add
 from paramserve.server import ServerRole, process_role

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from paramserve.client.rows import Lent
 from paramserve.client.table import Table
+from paramserve.compiling import load_table
 from paramserve.core.table.options import Constant
-from paramserve.loading import load_table
 from paramserve.pytorch import Embedding, EmbeddingBag
 from paramserve.rules import Add
 from paramserve.rules.rows import row_layout

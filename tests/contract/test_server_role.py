@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads, wait_until
 
-from paramserve import preparing
+from paramserve import compiling
 from paramserve.client import Client
 from paramserve.config import NO_CREDENTIALS, Limits
 from paramserve.consistency.built_in import Sync
@@ -40,8 +40,8 @@ class Compiler:
         self.error = error
         self.started, self.gate = threading.Event(), threading.Event()
         self.done = 0
-        monkeypatch.setattr(preparing, "loaded", lambda dtype, rule: bool(self.done))
-        monkeypatch.setattr(preparing, "load_kernels", self)
+        monkeypatch.setattr(compiling, "loaded", lambda dtype, rule: bool(self.done))
+        monkeypatch.setattr(compiling, "load_kernels", self)
 
     def __call__(self, dtype: Any, rule: Any) -> None:
         self.started.set()

@@ -30,9 +30,9 @@ from tests.contract.test_tables_links import PATIENT
 
 from paramserve.client import Client
 from paramserve.client.table import Table
+from paramserve.compiling import load_table
 from paramserve.core.table.options import LRU, TTL, Constant, MinCount, Normal, Uniform, Zeros
 from paramserve.errors import NonFinite, TableFull
-from paramserve.loading import load_table
 from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, RowAdagrad, Rule
 from paramserve.rules.rows import row_layout
 

@@ -18,9 +18,9 @@ from paramserve.client.step_parts import StepOptions
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.client.watching import WatchingClient
+from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
-from paramserve.loading import load_kernels
 
 Array = npt.NDArray[Any]
 

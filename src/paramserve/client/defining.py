@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paramserve.client.life import ClientLife
 from paramserve.client.names import Tensor, as_tensors
 from paramserve.client.steps import offset_of
+from paramserve.compiling import load_kernels
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import spec as policy_spec
@@ -24,7 +25,6 @@ from paramserve.errors import (
     Timeout,
     UnknownName,
 )
-from paramserve.loading import load_kernels
 from paramserve.messages import (
     Define,
     Defined,

@@ -7,13 +7,13 @@ from typing import Any
 from paramserve.client.keyed import KeyedClient
 from paramserve.client.table import Table
 from paramserve.client.table import TablePush as TablePush
+from paramserve.compiling import load_routing
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core.partition import Block
 from paramserve.core.table.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
 from paramserve.errors import ParamServeError, ServerGone, Timeout, UnknownName
-from paramserve.loading import load_routing
 from paramserve.messages import (
     Define,
     Defined,

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from paramserve.client.links import Slot
 from paramserve.client.rows import RowPull, RowPush, lay_pull, lay_push
+from paramserve.compiling import load_table
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
@@ -22,7 +23,6 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.core.table.store import Purpose
-from paramserve.loading import load_table
 from paramserve.messages import Define, Piece, PlaceBlock, Step, TableSpec
 from paramserve.rules import Rule
 from paramserve.rules.add import Add

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.client.fakes import block_of
 
 from paramserve.client.names import NamedPiece, Names, as_tensors
+from paramserve.compiling import load_kernels
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
-from paramserve.loading import load_kernels
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
 
+from paramserve.compiling import load_kernels, load_table
 from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.consistency.registry import spec as policy_spec
@@ -24,7 +25,6 @@ from paramserve.core.table.parts import (
     within,
 )
 from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
-from paramserve.loading import load_kernels, load_table
 from paramserve.messages import (
     Assign,
     BlockSpec,

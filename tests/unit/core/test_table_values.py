@@ -10,12 +10,12 @@ import pytest
 from tests.unit.core.rig import done, refused
 from tests.unit.core.test_table_requests import DIM, ME, push, pushed, rig, rows_of, table_spec
 
+from paramserve.compiling import load_table
 from paramserve.core.table import memory as table_memory
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import Records, RowGradient, records_at
 from paramserve.core.table.store import Purpose
 from paramserve.errors import NonFinite, RuleFailed
-from paramserve.loading import load_table
 from paramserve.messages import Put
 from paramserve.rules import SGD, Adam, PushInfo, Rule
 from paramserve.rules.custom import CustomRule

@@ -11,8 +11,8 @@ import numpy as np
 from tests.unit.pytorch.fakes import FakeClient, FakeCluster, FakeTicket
 
 from paramserve.client.table import TablePush
+from paramserve.compiling import load_routing
 from paramserve.errors import NonFinite
-from paramserve.loading import load_routing
 
 LR = 0.1
 

@@ -13,7 +13,7 @@ from tests.unit.pytorch.test_loader import worker as plain_worker
 from tests.unit.pytorch.test_loader_leased import FakeCluster, in_turns, samples, stepping, tensors
 
 from paramserve.client.table import Table, TableRead
-from paramserve.loading import load_routing
+from paramserve.compiling import load_routing
 from paramserve.pytorch.embedding import Embedding
 from paramserve.pytorch.loader import load
 

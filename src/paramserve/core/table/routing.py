@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @cache
 def routing_kernels() -> ModuleType:
-    """The module `paramserve.core.table.routing_kernels`; `loading.load_routing` compiles it."""
+    """The module `paramserve.core.table.routing_kernels`; `compiling.load_routing` compiles it."""
     from paramserve.core.table import routing_kernels as kernels
 
     return kernels

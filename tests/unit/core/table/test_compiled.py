@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.unit.core.table.rig import keys_of
 
-from paramserve import loading
+from paramserve import compiling
+from paramserve.compiling import load_table, table_loaded
 from paramserve.core.table import compiled
-from paramserve.loading import load_table, table_loaded
 from paramserve.rules import SGD, Adam
 from paramserve.rules.rows import row_layout
 
@@ -34,7 +34,7 @@ def test_every_kernel_of_the_store_is_prepared() -> None:
 
 
 def test_table_is_loaded_once_for_its_rule_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_loaded", set[tuple[str, ...]]())
+    monkeypatch.setattr(compiling, "_loaded", set[tuple[str, ...]]())
     load_table(SGD(0.1), row_layout(SGD(0.1), 3, "float32"))
     for dim in (3, 8):
         assert table_loaded(SGD(0.5), row_layout(SGD(0.5), dim, "float32"))

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from paramserve.compiling import load_routing
 from paramserve.core.table import routing
 from paramserve.core.table.compiled import prepare, row_kernels
-from paramserve.loading import load_routing
 from paramserve.rules.intrinsics import LINE, STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve import kernel_cache, loading
-from paramserve.loading import load_kernels, loaded
+from paramserve import compiling, kernel_cache
+from paramserve.compiling import load_kernels, loaded
 from paramserve.rules import SGD, Adam, Add
 
 F4, F8, I8 = np.dtype("float32"), np.dtype("float64"), np.dtype("int64")
@@ -20,7 +20,7 @@ SAYS = "paramserve: compiling kernels, once per installation; some seconds\n"
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Nothing is loaded or compiled yet; tells how many kernels each load has."""
     calls: list[int] = []
-    monkeypatch.setattr(loading, "_loaded", set())
+    monkeypatch.setattr(compiling, "_loaded", set())
     monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: False)
     monkeypatch.setattr(kernel_cache, "load", lambda kernels: calls.append(len(kernels)))
     return calls
@@ -82,8 +82,8 @@ def test_what_another_process_has_compiled_meanwhile_is_loaded(
 def test_lock_that_another_user_keeps_delays_loading_and_no_more(
     loads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "COMPILE_WAIT_S", 0.05)
-    with open(loading.__file__, "rb") as file:
+    monkeypatch.setattr(compiling, "COMPILE_WAIT_S", 0.05)
+    with open(compiling.__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         load_kernels(F4, Add())
     assert len(loads) == 1

@@ -1,4 +1,4 @@
-"""Which kernels a rule, a dtype or a table needs, and having them loaded before they are used."""
+"""What has to be compiled, loaded or imported before a definition or a push, and doing it once."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paramserve.config import RuleSpec
+from paramserve.core.partition import DTYPES
 from paramserve.core.table.compiled import kernels as store_kernels
 from paramserve.core.table.routing import routing_kernels
+from paramserve.errors import ParamServeError
+from paramserve.messages import BlockSpec, TableSpec
 from paramserve.rules.base import Rule
 from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled
 from paramserve.rules.layout import RowLayout
-from paramserve.rules.registry import build, is_built_in
-from paramserve.rules.rows import kernels_of
+from paramserve.rules.registry import TORCH, build, is_built_in
+from paramserve.rules.rows import kernels_of, row_layout
 
 if TYPE_CHECKING:
     from paramserve.kernel_cache import Kernels
@@ -30,11 +34,59 @@ COMPILE_WAIT_S = 120.0
 _LOOK_S = 0.05
 FLOAT = np.dtype(np.float32)
 
+Rules = Mapping[str, type[Any]]
+
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
 _ROUTING = ("routing",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
+
+
+# --- what a server has to have before it can take a definition; slow, so in a thread --------------
+
+
+def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
+    """What has to run before a block can be defined; None: nothing.
+
+    Args:
+        rules: registered ones, by name. Where a rule cannot be built the shard refuses it properly.
+    """
+    described = spec.rule
+    dtype: np.dtype[Any] = np.dtype(spec.dtype) if spec.dtype in DTYPES else np.dtype(np.float32)
+    foreign = described is not None and (described.name == TORCH or described.name in rules)
+    if described is not None and foreign and not prepared(dtype, described.name):
+        return partial(_prepare, spec, dtype, described, rules)
+    if spec.table is not None and described is not None:
+        return _needed_for_table(spec.table, described, rules)
+    if foreign or spec.dtype not in DTYPES:
+        return None  # No kernel of ours is for it.
+    rule: Rule | None = None
+    with contextlib.suppress(ParamServeError, ValueError):
+        rule = None if described is None else build(described)
+    return None if loaded(dtype, rule) else partial(load_kernels, dtype, rule)
+
+
+def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: RuleSpec, rules: Rules) -> None:
+    prepare_rule(dtype, described, rules)
+    if spec.table is not None:
+        more = _needed_for_table(spec.table, described, rules)
+        if more is not None:
+            more()
+
+
+def _needed_for_table(
+    table: TableSpec, described: RuleSpec, rules: Rules
+) -> Callable[[], None] | None:
+    with contextlib.suppress(Exception, SystemExit):  # a user's code; its block tells
+        rule = build(described, rules)
+        layout = row_layout(rule, table.dim, table.dtype)
+        if not table_loaded(rule, layout):
+            return partial(load_table, rule, layout)
+    return None
+
+
+# --- having it -----------------------------------------------------------------------------------
 
 
 def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
@@ -107,9 +159,7 @@ def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
     return _key(dtype, rule) in _loaded or dtype.name not in ("float32", "float64")
 
 
-def prepare_rule(
-    dtype: np.dtype[Any], described: RuleSpec, registered: Mapping[str, type[Any]]
-) -> None:
+def prepare_rule(dtype: np.dtype[Any], described: RuleSpec, registered: Rules) -> None:
     """Import what a rule that is not built in needs (torch takes seconds), and let it prepare.
 
     What fails here is no error yet: it fails again, and is told, where a block is defined.
