@@ -10,7 +10,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client.exchange import WINDOW
-from paramserve.client.pushes import BlockPush
+from paramserve.client.steps import BlockPush
 from paramserve.config import Limits
 from paramserve.rules import Add
 

@@ -16,9 +16,7 @@ import numpy.typing as npt
 from paramserve.client.exchange import done
 from paramserve.client.gradients import Pushes, clip
 from paramserve.client.keyed import joined
-from paramserve.client.pushes import BlockPush
-from paramserve.client.step_parts import StepOptions, StepParts
-from paramserve.client.steps import offset_of
+from paramserve.client.steps import BlockPush, StepOptions, StepParts, offset_of
 from paramserve.client.table import TablePush
 from paramserve.client.tables import TablesClient
 from paramserve.client.ticket import Ticket

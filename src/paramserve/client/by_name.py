@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paramserve.client.keyed import check_weight
 from paramserve.client.names import as_pairs
-from paramserve.client.step_parts import StepOptions
+from paramserve.client.steps import StepOptions
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.client.watching import WatchingClient

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
-from paramserve.client.pushes import BlockPush, check_rule
+from paramserve.client.steps import BlockPush, check_rule
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ShapeMismatch

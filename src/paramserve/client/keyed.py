@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import done
-from paramserve.client.pushes import check_row_hyper
 from paramserve.client.reading import ReadingClient
 from paramserve.client.rows import RowPush, class_bytes, lay_push
-from paramserve.client.step_parts import StepOptions, StepParts
+from paramserve.client.steps import StepOptions, StepParts, check_row_hyper
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block

@@ -352,7 +352,7 @@ class ClientLife:
         self._check()
         limit = self._limit(timeout_s)
         if not self._lock.acquire(timeout=limit):  # Another thread's call is under way.
-            raise self._steps.late("drain", None, limit)
+            raise self._steps.timed_out("drain", None, limit)
         try:
             self._steps.wait_for(self._exchange.settle, "drain", None, timeout_s)
             self._steps.raise_unread()

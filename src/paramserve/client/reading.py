@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from paramserve.client.changing import ChangingClient
 from paramserve.client.exchange import done
-from paramserve.client.given import as_keys
+from paramserve.client.names import as_keys
 from paramserve.client.row_cache import CacheReport, Found, RowCache
 from paramserve.client.rows import RowPull, lay_pull, owned
-from paramserve.client.step_parts import StepParts
+from paramserve.client.steps import StepParts
 from paramserve.client.table import TableRead
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block

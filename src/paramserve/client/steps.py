@@ -7,24 +7,154 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
+
+from paramserve.client import timeouts
 from paramserve.client.entering import Entering, left_until
 from paramserve.client.exchange import Exchange, Slot, again
-from paramserve.client.late import INQUIRE_S, late, not_sent
-from paramserve.client.pushes import BlockPush, check_push
-from paramserve.client.step_parts import Captured, Prepared, StepOptions, StepParts
+from paramserve.client.rows import RowPull, RowPush
 from paramserve.client.ticket import Ticket
+from paramserve.config import RuleSpec
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import CURRENT_CLOCK, Gradient, ReadTarget, ShardRequest, Step
+from paramserve.rules.base import Hyper
+from paramserve.rules.registry import BUILT_IN
+from paramserve.rules.registry import build as build_rule
+from paramserve.rules.rows import check_rows, row_layout
+
+Array = npt.NDArray[Any]
 
 ENTERING_WEIGHT = 1e-30
 """Of an empty step: it counts for nothing in a mean, and must be above 0."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
+
+
+class BlockPush(NamedTuple):
+    """One block's gradient for `Client.step`.
+
+    `gradient` is what `gradient_slot` gave; `active` lists the pieces that have a gradient (None:
+    all); `hyper` are the rule's hyper-parameters for this push (None: as defined).
+    """
+
+    block: Block
+    gradient: Array
+    active: tuple[int, ...] | None = None
+    hyper: Hyper | None = None
+
+
+def check_rule(block: Block) -> RuleSpec:
+    """The block's rule. Raises `ParamServeError` if it has none: it cannot be pushed to."""
+    if block.rule is None:
+        raise ParamServeError(
+            f"{block.pieces[0].name!r} has no rule: it cannot be pushed to",
+            fix="define it with a rule, or use assign",
+        )
+    return block.rule
+
+
+def check_push(push: BlockPush) -> None:
+    """Refuse what the shards would refuse, before anything is sent to any of them.
+
+    Raises:
+        ParamServeError, ValueError: the block has no rule, a hyper-parameter is out of range, or
+            the rule's state does not suffice for them. Of a rule that is not built in, which need
+            not be known here, only the first is checked.
+    """
+    block, hyper = push.block, push.hyper
+    described = check_rule(block)
+    if hyper is not None and described.name in BUILT_IN:  # the shards check what others are
+        rule = build_rule(described)
+        rule.check(hyper)
+        needed = rule.states(hyper)
+        if len(needed) > len(rule.states(rule.hyper())):
+            raise ParamServeError(
+                f"{rule.name} with {hyper} needs the state {', '.join(needed)}, but the block of "
+                f"{block.pieces[0].name!r} was defined without it",
+                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
+            )
+
+
+def check_row_hyper(block: Block, hyper: Hyper) -> None:
+    """Refuse hyper-parameters that the shards would refuse for a table's rows, before anything is
+    sent: a synchronous clock that only some count cannot be ended any more.
+
+    Raises:
+        ValueError: one is out of range, or needs more than the rows hold. Of a rule that is not
+            built in, which need not be known here, nothing is checked.
+    """
+    described = check_rule(block)
+    if described.name in BUILT_IN:
+        assert block.table is not None
+        rule = build_rule(described)
+        rule.check(hyper)
+        check_rows(rule, row_layout(rule, block.table.dim, block.table.dtype), hyper)
+
+
+Captured = Sequence[tuple[BlockPush, Slot]]
+"""Gradients with the slots that they lie in."""
+
+
+class StepOptions(NamedTuple):
+    """How a step is meant; see `messages.Step`."""
+
+    tick: bool = False
+    weight: float = 1.0
+    skip: bool = False
+    clip_norm: float = 0.0
+    note: bytes = b""
+
+
+class StepParts(NamedTuple):
+    """One group's part of a call.
+
+    `pushes` and `row_pushes` are captured: their slots go back when all shards have answered.
+    """
+
+    what: str
+    """"push", "pull", "tick" or "step", for messages."""
+    block: Block
+    """Any of the group."""
+    pushes: Captured = ()
+    pull: Sequence[Block] = ()
+    options: StepOptions = StepOptions()
+    row_pushes: Sequence[RowPush] = ()
+    row_pulls: Sequence[RowPull] = ()
+    leased: bool = False
+    """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
+
+    def order(self) -> tuple[bool, int]:
+        """In which all clients send the parts of a call: tables first, then by group. A shard runs
+        a client's requests one after the other, so two workers whose steps come in different orders
+        could wait for each other's second one, for ever."""
+        return self.block.table is None, self.block.group
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Those of the gradients."""
+        return [slot for _, slot in self.pushes] + [each.slot for each in self.row_pushes]
+
+    @property
+    def read_slots(self) -> list[Slot]:
+        """Those of keys that are read, and of the rows."""
+        return [slot for each in self.row_pulls for slot in (each.keys, each.values)]
+
+
+class Prepared(NamedTuple):
+    """A step that is about to be sent."""
+
+    ticket: Ticket
+    requests: list[Step]
+    operation: Operation
+    group: str
+    clock: int
+    """Of this client in that group before it."""
+    tick: bool
 
 
 class Steps(Entering):
@@ -301,7 +431,7 @@ class Steps(Entering):
     def fail_staged(self, group: str, why: BaseException) -> None:
         """The step of these pushes was not sent: their tickets say so, and not the next step's."""
         operation = Operation(1)
-        operation.failed(not_sent(group, why))
+        operation.failed(_not_sent(group, why))
         for ticket in self._staged.pop(group, ()):
             ticket.operation = operation
 
@@ -420,7 +550,7 @@ class Steps(Entering):
         """
         if timeout_s is not None:
             if not wait(timeout_s):
-                raise self.late(what, group, timeout_s)
+                raise self.timed_out(what, group, timeout_s)
             return
         began, limit, told = time.monotonic(), self.timeout_s, False
         while not wait(limit):
@@ -431,7 +561,7 @@ class Steps(Entering):
             if wait(0.0):
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
-                raise self.late(what, asked, waited_s, busy=busy)
+                raise self.timed_out(what, asked, waited_s, busy=busy)
             if not told:
                 told = True
                 who = ", ".join(f"rank {each}" for each in busy)
@@ -447,7 +577,7 @@ class Steps(Entering):
 
         A shard that has not answered yet proves nothing: it has up to `stall_s`, if the wait has.
         """
-        told = self._exchange.inquire(group, min(self.stall_s, max(INQUIRE_S, left_s)))
+        told = self._exchange.inquire(group, min(self.stall_s, max(timeouts.INQUIRE_S, left_s)))
         missing = {rank for each in told for rank, _ in each.missing}
         return tuple(sorted(missing - {self._rank}))
 
@@ -494,7 +624,7 @@ class Steps(Entering):
             else:
                 self._forgotten.append(ticket)
 
-    def late(
+    def timed_out(
         self, what: str, group: int | None, waited_s: float, *, busy: Collection[int] | None = None
     ) -> ParamServeError:
         """The error of a wait that has failed; asks the shards who is missing.
@@ -502,7 +632,17 @@ class Steps(Entering):
         Args:
             busy: where no call has said how long: the ranks that were waited for.
         """
-        return late(self._exchange, self._rank, what, group, waited_s, busy)
+        return timeouts.timed_out(self._exchange, self._rank, what, group, waited_s, busy)
+
+
+def _not_sent(group: str, why: BaseException) -> ParamServeError:
+    """What the tickets of pushes say whose step was not sent."""
+    if isinstance(why, ParamServeError):
+        return why
+    return ParamServeError(
+        f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
+        fix="fix the rejected argument and push these gradients again",
+    )
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client import arrow, arrow_in
-from paramserve.client.given import as_keys, as_rows
+from paramserve.client import arrow
+from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
@@ -342,7 +342,7 @@ class Table:
                 pyarrow.Table; else the text says how many rows were put before.
             TableFull: and how many were put before.
         """
-        return arrow_in.from_arrow(self, source, self._putting(timeout_s), state=state)
+        return arrow.from_arrow(self, source, self._putting(timeout_s), state=state)
 
     def from_parquet(
         self,
@@ -359,7 +359,7 @@ class Table:
         Raises:
             OSError: the file cannot be read. The rest as `from_arrow`, from a stream.
         """
-        return arrow_in.from_parquet(self, path, self._putting(timeout_s), state=state)
+        return arrow.from_parquet(self, path, self._putting(timeout_s), state=state)
 
     def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
         return lambda records: self._calls.put_rows(self.block, records, timeout_s)

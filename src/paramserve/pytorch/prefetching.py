@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client import Client, Table
-from paramserve.client.given import as_keys
+from paramserve.client.names import as_keys
 from paramserve.client.reading import RowRead
 from paramserve.client.table import TableRead
 from paramserve.core.table import routing

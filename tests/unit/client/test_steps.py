@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.pushes import BlockPush, check_push
-from paramserve.client.step_parts import StepOptions
-from paramserve.client.steps import Steps
+from paramserve.client.steps import BlockPush, StepOptions, Steps, check_push
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
@@ -194,12 +192,12 @@ def test_timeout_says_what_was_late_and_who_is_missing(
         Waiting(1, 3, ((1, 3), (2, 2)), "the clock waits"),
         Waiting(1, 3, (), "shard 1 waits for shard 0"),
     ]
-    late = bench.steps.late(what, 1, 2.0)
+    late = bench.steps.timed_out(what, 1, 2.0)
     assert type(late) is error
     assert late.applied == applied
     assert "rank 7 waited 2.0 s" in str(late)
     assert "worker 1 (at clock 3), worker 2 (at clock 2); shard 1 waits for shard 0" in str(late)
-    assert "the servers did not answer" in str(bench.steps.late(what, None, 2.0))
+    assert "the servers did not answer" in str(bench.steps.timed_out(what, None, 2.0))
 
 
 def test_finish_gives_slots_back_only_when_answered(bench: Bench) -> None:

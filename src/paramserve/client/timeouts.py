@@ -1,4 +1,4 @@
-"""The error of a wait that has failed: what was waited for, and who is missing."""
+"""The error of a wait that has timed out: what was waited for, and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -35,17 +35,7 @@ def _knob(busy: Collection[int] | None) -> str:
     return "busy" if busy else "request"
 
 
-def not_sent(group: str, why: BaseException) -> ParamServeError:
-    """What the tickets of pushes say whose step was not sent."""
-    if isinstance(why, ParamServeError):
-        return why
-    return ParamServeError(
-        f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
-        fix="mend what the step was refused for, and push these gradients again",
-    )
-
-
-def late(
+def timed_out(
     exchange: Exchange,
     rank: int,
     what: str,
