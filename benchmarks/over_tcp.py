@@ -24,6 +24,7 @@ import paramserve as ps
 from benchmarks.ours import InPlace
 from benchmarks.workloads import Call, Tcp, fresh, medians, timed
 from paramserve.cli.certificates import make_certificates
+from paramserve.client import Connection
 from paramserve.config import Deadlines, Limits
 from paramserve.messages import Hello, Join, Joined
 from paramserve.transport.control import ControlLink
@@ -109,13 +110,15 @@ def _client(address: str, token: Path, tls: ps.TLS | None) -> ps.Client:
     )
     joined = control.call(Join(0, -1, os.getpid()), Joined, timeout_s=START_S)
     return ps.Client(
-        control,
-        joined,
-        rank=-1,
-        credentials=credentials,
-        limits=limits,
-        deadlines=deadlines,
-        connect=_by_tcp,
+        Connection(
+            control,
+            joined,
+            rank=-1,
+            credentials=credentials,
+            limits=limits,
+            deadlines=deadlines,
+            connect=_by_tcp,
+        )
     )
 
 

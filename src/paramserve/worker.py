@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from paramserve import seeding
-from paramserve.client import Client
+from paramserve.client import Client, Connection
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
@@ -144,12 +144,12 @@ class Worker:
     @property
     def workers(self) -> int:
         """How many workers the run had when this one joined; `job.scale` may change it."""
-        return self.client.workers
+        return self.client.connection.workers
 
     @property
     def incarnation(self) -> int:
         """Counts the restarts of this rank."""
-        return self.client.incarnation
+        return self.client.connection.incarnation
 
     @property
     def clock(self) -> int:
@@ -194,13 +194,13 @@ class Worker:
     @property
     def missed(self) -> int:
         """Clocks that the others decided without this worker, as `ps.Sync(backup=)` allows."""
-        return self.client.missed
+        return self.client.steps.missed
 
     @property
     def retiring(self) -> bool:
         """Whether the run will do without this worker: `job.scale` has made it superfluous. Loaders
         end by themselves; a loop of your own should."""
-        return self.client.retiring
+        return self.client.steps.retiring
 
     @property
     def step_samples(self) -> float | None:
@@ -225,7 +225,7 @@ class Worker:
         elif self.incarnation > 1 and (not self._steps_before or self._counted <= self.ended):
             new = [group for group in self.groups if group not in self._counted]
             if new or not self._steps_before:
-                self._steps_before = self.client.resumed.get(new[0], 0) if new else 0
+                self._steps_before = self.client.steps.resumed.get(new[0], 0) if new else 0
         self._counted.update(self.groups)
         return self._steps_before
 
@@ -245,7 +245,9 @@ class Worker:
             TypeError: a value is no number. Nothing was recorded.
             ValueError: an int is too large for a float. Nothing was recorded.
         """
-        self.client.log({name: _number(name, value) for name, value in values.items()})
+        clock = max(self.client.steps.clocks.values(), default=0)
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self.client.connection.log(clock, numbers)
 
     def optimizer(
         self,
@@ -386,7 +388,7 @@ class Worker:
     def batches_per_step(self) -> int:
         """Batches of one clock on the first of `groups`, with one for each call of the optimizer:
         what a loader's iteration goes by if the loader was not told."""
-        policy = self.client.terms(self.groups[0]).policy
+        policy = self.client.steps.terms(self.groups[0]).policy
         return policy.every if isinstance(policy, LocalSteps | ElasticAverage) else 1
 
     def sampler(
@@ -468,23 +470,24 @@ def main(boot: Bootstrap) -> None:
     # Before connecting: this may import torch, while the servers start.
     function, args, kwargs = boot.load()
     seeding.seed_everything(seeding.rank_seed(config.seed, config.rank))
-    client = Client.connect(
+    connection = Connection.join(
         config.coordinator,
         boot.credentials,
         rank=config.rank,
         limits=config.limits,
         deadlines=config.deadlines,
     )
-    client.factor = config.factor
-    boot.report("ready", msgspec.msgpack.encode(client.incarnation))
+    client = Client(connection)
+    client.steps.factor = config.factor
+    boot.report("ready", msgspec.msgpack.encode(client.connection.incarnation))
     worker = Worker(client, config.seed, boot.report)
-    if client.incarnation > 1:
-        resumed = Resumed(client.incarnation, worker.clock, client.repeated)
+    if client.connection.incarnation > 1:
+        resumed = Resumed(client.connection.incarnation, worker.clock, client.steps.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
     try:
         returned = _pickle(function(worker, *args, **kwargs))
     except BaseException:
-        client.send_log()  # what it logged last says most about why
+        client.connection.send_log()  # what it logged last says most about why
         raise
     worker.finish()
     boot.report("returned", returned)

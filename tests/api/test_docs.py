@@ -236,9 +236,9 @@ def test_quoted_messages_stand_in_the_source() -> None:
 
 
 def test_names_find_what_is_there_and_nothing_else(names: Names) -> None:
-    for there in ("Shard.step", "BlockClient.step", "Client.step", "collecting.collect", "ps.run"):
+    for there in ("Shard.step", "Dense.step", "Client.push", "collecting.collect", "ps.run"):
         assert names.has(there), there
-    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.table", "client.rows"):
+    for absent in ("Shard.jump", "Nobody", "stepping.nothing", "ps.table", "client.columns"):
         assert not names.has(absent), absent
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
-from paramserve.client import life, timeouts
+from paramserve.client import connection, timeouts
 from paramserve.compiling import load_table
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.rows import row_layout
@@ -21,7 +21,7 @@ MakeCluster = Callable[..., RoleCluster]
 def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
     monkeypatch.setattr(timeouts, "INQUIRE_S", 0.05)
-    monkeypatch.setattr(life, "CLOSE_S", 0.2)
+    monkeypatch.setattr(connection, "CLOSE_S", 0.2)
     monkeypatch.setattr(peers, "CONNECT_S", 0.3)
     with clusters() as make:
         yield make

@@ -136,7 +136,7 @@ def adds(worker: Worker) -> list[int]:
     client.define("w", one, rule=ps.Add())
     client.define("enough", np.zeros(1), rule=ps.Add(), group="control")
     one[worker.rank, worker.incarnation] = 1.0
-    while not (client.retiring or client.pull("enough")[0]):
+    while not (client.steps.retiring or client.pull("enough")[0]):
         client.push_pull({"w": one}, tick=True)
         steps += 1
     return [worker.incarnation, steps]

@@ -29,7 +29,7 @@ class Harness:
     def goes_on(self) -> None:
         """The member is served, and nothing was raised out of the servers' loop."""
         self.member.push_pull({"b": np.zeros(3)}, tick=True, timeout_s=WAIT_S)
-        assert len(self.member.reports()) == len(self.cluster.servers)
+        assert len(self.member.connection.reports()) == len(self.cluster.servers)
         assert self.cluster.serving.errors == []
 
     def stranger(self, **hello: Any) -> Link:

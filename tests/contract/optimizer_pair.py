@@ -272,7 +272,7 @@ class Pair:
         found = set()
         for block in client.blocks():
             if block.group_name in (self.name, f"{self.name}.buffers"):
-                flat = torch.from_numpy(client.fetch(block, 0)[0])
+                flat = torch.from_numpy(client.dense.fetch(block, 0)[0])
                 for piece, start in zip(block.pieces, block.starts[:-1], strict=True):
                     value = model[piece.name]
                     part = flat[start : start + value.numel()].view(value.shape)

@@ -72,7 +72,7 @@ class Ranks:
                     worker.finish()
                     return
                 except Killed:
-                    worker.client._control.close()
+                    worker.client.connection.control.close()
                     if not self._again:
                         return
                     self.restarts.append(rank)

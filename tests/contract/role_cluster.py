@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
-from paramserve.client import Client
+from paramserve.client import Client, Connection
 from paramserve.compiling import load_kernels
 from paramserve.config import (
     NO_CREDENTIALS,
@@ -226,13 +226,15 @@ class RoleCluster:
         )
         try:
             client = Client(
-                control,
-                control.call(Join(0, rank, os.getpid()), Joined, timeout_s=WAIT_S),
-                rank=rank,
-                credentials=self.credentials,
-                limits=limits,
-                deadlines=deadlines if deadlines is not None else self.deadlines,
-                connect=self._connect,
+                Connection(
+                    control,
+                    control.call(Join(0, rank, os.getpid()), Joined, timeout_s=WAIT_S),
+                    rank=rank,
+                    credentials=self.credentials,
+                    limits=limits,
+                    deadlines=deadlines if deadlines is not None else self.deadlines,
+                    connect=self._connect,
+                )
             )
         except BaseException:
             control.close()
@@ -279,7 +281,7 @@ class RoleCluster:
         role = self.servers[shard].role
 
         def end() -> None:
-            conn = role._clients.get(client.id)
+            conn = role._clients.get(client.connection.id)
             if conn is not None:
                 conn.close()
 

@@ -33,7 +33,7 @@ def test_worker_that_evaluates_is_waited_for_while_it_lives(make_cluster: MakeCl
         if worker.rank == 0:
             assert waited.wait(10.0)  # the other one has waited as long as for a request
         elif worker.rank == 1:
-            client._steps.all_live = told(client._steps.all_live)
+            client.steps.all_live = told(client.steps.all_live)
         return float(client.push_pull({"w": np.ones(3)}, tick=True)["w"][0])
 
     def told(ask: Callable[..., bool]) -> Callable[..., bool]:
@@ -204,12 +204,12 @@ def test_worker_that_enters_waits_as_long_for_a_busy_worker(
 def asked_of(client: Client) -> threading.Event:
     """Set when a client that waits has asked whether those that it waits for live."""
     asked = threading.Event()
-    ask = client._steps.all_live
+    ask = client.steps.all_live
 
     def told(ranks: Collection[int]) -> bool:
         live = ask(ranks)
         asked.set()
         return live
 
-    client._steps.all_live = told
+    client.steps.all_live = told
     return asked

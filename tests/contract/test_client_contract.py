@@ -21,7 +21,7 @@ LARGE = 40_000
 
 def taken(client: Client) -> int:
     """Slots of shared memory that are in use."""
-    return len(client._exchange._pool.taken)
+    return len(client.connection.exchange._pool.taken)
 
 
 # --- define -----------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def test_define_values_can_be_pulled_by_another_client(cluster: RoleCluster) -> 
     first.define("w", values, rule=Add())
     assert np.array_equal(second.pull("w"), values)
     assert second.pull("w").dtype == np.float64
-    assert (first.rank, first.id != second.id) == (-1, True)
+    assert (first.rank, first.connection.id != second.connection.id) == (-1, True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
@@ -83,7 +83,9 @@ def test_await_block_returns_when_another_has_defined_it(cluster: RoleCluster) -
     found = []
 
     def wait() -> None:
-        found.append(second.await_block({"w": (3,)}, dtype="float64", rule=SGD(0.5), group="g"))
+        found.append(
+            second.directory.await_block({"w": (3,)}, dtype="float64", rule=SGD(0.5), group="g")
+        )
 
     in_threads(wait, lambda: first.define("w", np.ones(3), rule=SGD(0.1), group="g") and None)
     assert found == first.blocks()
@@ -93,14 +95,16 @@ def test_await_block_returns_when_another_has_defined_it(cluster: RoleCluster) -
 def test_await_block_that_nobody_defines_times_out(cluster: RoleCluster) -> None:
     client = cluster.client()
     with pytest.raises(DefineTimeout, match=r"'g'.*'w' was not defined in 0\.1 s"):
-        client.await_block({"w": (3,)}, dtype="float32", rule=None, group="g", timeout_s=0.1)
+        client.directory.await_block(
+            {"w": (3,)}, dtype="float32", rule=None, group="g", timeout_s=0.1
+        )
 
 
 def test_await_block_with_another_shape_is_a_mismatch(cluster: RoleCluster) -> None:
     first, second = cluster.client(), cluster.client()
     first.define("w", np.ones(3), rule=Add())
     with pytest.raises(DefineMismatch, match=r"\(3,\).*\(4,\)"):
-        second.await_block({"w": (4,)}, dtype="float64", rule=Add())
+        second.directory.await_block({"w": (4,)}, dtype="float64", rule=Add())
 
 
 # --- push, pull, assign -----------------------------------------------------------------------
@@ -156,7 +160,7 @@ def test_push_mapping_updates_only_its_names(cluster: RoleCluster) -> None:
     client.push({"b": np.ones(LARGE)})
     values = client.pull()
     assert {name: value[0] for name, value in values.items()} == {"a": 0, "b": 1, "c": 1, "d": 1}
-    counts = [client.fetch(block, 0)[1] for block in client.blocks()]
+    counts = [client.dense.fetch(block, 0)[1] for block in client.blocks()]
     assert counts == [(0, 1, 1), (1,)]
 
 

@@ -28,4 +28,4 @@ def test_client_sends_heartbeats_as_often_as_its_cluster_expects_them(
 
     monkeypatch.setattr(ControlLink, "notify", noted)
     worker = cluster.client(0, deadlines=RARE)
-    wait_until(lambda: sent.count(worker._control) >= 3)
+    wait_until(lambda: sent.count(worker.connection.control) >= 3)

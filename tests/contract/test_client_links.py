@@ -15,7 +15,7 @@ from msgspec import structs
 from tests.contract.echo_host import frame
 from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
-from paramserve.client import Client
+from paramserve.client import Client, Snapshots
 from paramserve.config import Deadlines
 from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
@@ -38,7 +38,7 @@ MakeCluster = Callable[..., RoleCluster]
 
 def taken(client: Client) -> int:
     """Slots of shared memory that are in use."""
-    return len(client._exchange._pool.taken)
+    return len(client.connection.exchange._pool.taken)
 
 
 # --- the connection ends, the server lives ----------------------------------------------------
@@ -58,7 +58,7 @@ def test_pipelined_pushes_are_applied_once_through_reconnects(cluster: RoleClust
     assert (client.pull("w") == 60.0).all()
     assert (other.pull("w") == 60.0).all()
     assert cluster.connects > before + 5
-    exchange = client._exchange
+    exchange = client.connection.exchange
     assert len(exchange._by_fileno) == len(cluster.servers)  # broken links are polled no more
     assert taken(client) == 0
 
@@ -105,9 +105,9 @@ def test_questions_lost_with_a_connection_do_not_hang(cluster: RoleCluster) -> N
     for shard in range(len(cluster.servers)):
         cluster.cut(client, shard)
     start = time.monotonic()
-    client.reports()
+    client.connection.reports()
     assert time.monotonic() - start < SOON_S
-    assert len(client.reports()) == len(cluster.servers)
+    assert len(client.connection.reports()) == len(cluster.servers)
 
 
 @pytest.mark.parametrize("part", [1, 19, 25, -1], ids=["prelude", "most", "header", "payload"])
@@ -168,7 +168,7 @@ def test_server_that_ends_is_gone_for_those_who_wait_and_for_every_later_call(
         lambda: client.assign("w", np.ones(LARGE)),
         lambda: client.push_pull({"w": np.ones(LARGE)}),
         lambda: client.tick(),
-        lambda: client.reports(),
+        lambda: client.connection.reports(),
         lambda: client.define("x", np.ones(2)),
         lambda: idle.pull("w"),
     ):
@@ -271,18 +271,18 @@ def test_pull_that_timed_out_gives_its_memory_back_when_the_answer_comes(
 def test_every_call_has_its_timeout(remote: RoleCluster) -> None:
     client = remote.client()
     block = client.define("w", np.zeros(3), rule=Add())
-    client.watch("default", 1)
+    Snapshots(client).watch("default", 1)
     client.timeout_s = 0.02
     with remote.frozen():
         for use, error in (
             (lambda: client.define("x", np.zeros(2), rule=Add()), DefineTimeout),
             (lambda: client.assign("w", np.zeros(3)), PushTimeout),
-            (lambda: client.fetch(block, 0), PullTimeout),
-            (lambda: client.take_snapshot("default", 0), PullTimeout),
+            (lambda: client.dense.fetch(block, 0), PullTimeout),
+            (lambda: Snapshots(client).take("default", 0), PullTimeout),
         ):
             with pytest.raises(error, match="timed out"):
                 use()
-        assert client.reports() == []
+        assert client.connection.reports() == []
     client.timeout_s = 5.0
     assert client.push_pull({"w": np.ones(3)})["w"].tolist() == [1.0] * 3
     client.pull("w")
@@ -324,7 +324,7 @@ def test_close_by_another_thread_ends_every_wait(remote: RoleCluster) -> None:
         threads = [
             wait(ticket.result),
             wait(ticket.result),
-            wait(lambda: client.await_block({"v": (2,)}, dtype="float64", rule=None)),
+            wait(lambda: client.directory.await_block({"v": (2,)}, dtype="float64", rule=None)),
         ]
         time.sleep(0.02)
         start = time.monotonic()

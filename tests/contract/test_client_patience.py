@@ -21,7 +21,7 @@ BUSY_S = 3 * DEADLINES.reconnect_s
 
 def cut(client: Client) -> None:
     """Break a client's link as the network does."""
-    link = client._exchange.shards[0].link
+    link = client.connection.exchange.shards[0].link
     assert link is not None
     link._sock.shutdown(socket.SHUT_RDWR)
 

@@ -49,7 +49,7 @@ class Unknown:
 
 def a_slot(client: Client) -> tuple[Any, Any]:
     block = client.blocks()[0]
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
     return block, slot
 
@@ -58,17 +58,17 @@ def step(client: Client, **options: Any) -> Any:
     block, slot = a_slot(client)
     fields = {name: options.pop(name) for name in ("active", "hyper") if name in options}
     push = [BlockPush(block, slot, **fields)]
-    return client.step(options.pop("group", "default"), push, **options).result()
+    return client.dense.step(options.pop("group", "default"), push, **options).result()
 
 
 def foreign_slot(client: Client) -> Any:
     block, slot = a_slot(client)
-    return client.step("default", [BlockPush(block, slot.copy())])
+    return client.dense.step("default", [BlockPush(block, slot.copy())])
 
 
 def pushed_twice(client: Client) -> Any:
     block, slot = a_slot(client)
-    return client.step("default", [BlockPush(block, slot), BlockPush(block, slot)])
+    return client.dense.step("default", [BlockPush(block, slot), BlockPush(block, slot)])
 
 
 ONES = np.ones(LARGE)
@@ -108,32 +108,32 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
     "unknown assign": (lambda c: c.assign("x", ONES), UnknownName, "'x'"),
     "unknown gradient": (lambda c: c.gradient("x"), UnknownName, "'x'"),
     "unknown group": (lambda c: c.tick("x"), UnknownName, "group 'x' is not defined"),
-    "step of unknown group": (lambda c: c.step("x", ()), UnknownName, "group 'x'"),
+    "step of unknown group": (lambda c: c.dense.step("x", ()), UnknownName, "group 'x'"),
     # assign
     "assign shape": (lambda c: c.assign("w", np.ones(3)), ShapeMismatch, r"got \[3\]"),
     "assign dtype": (lambda c: c.assign("c", np.ones(2)), DtypeMismatch, "int64, got float64"),
-    "store shape": (lambda c: c.store(c.blocks()[0], 0, np.ones(3)), ShapeMismatch, r"\[3\]"),
+    "store shape": (lambda c: c.dense.store(c.blocks()[0], 0, np.ones(3)), ShapeMismatch, r"\[3\]"),
     "store dtype": (
-        lambda c: c.store(c.blocks()[0], 0, np.ones(LARGE + 2) * 1j),
+        lambda c: c.dense.store(c.blocks()[0], 0, np.ones(LARGE + 2) * 1j),
         DtypeMismatch,
         "got complex128",
     ),
     "store field": (
-        lambda c: c.store(c.blocks()[0], 5, np.ones(LARGE + 2)),
+        lambda c: c.dense.store(c.blocks()[0], 5, np.ones(LARGE + 2)),
         ParamServeError,
         "0 state arrays, number 5",
     ),
     "store counts": (
-        lambda c: c.store(c.blocks()[0], 0, np.ones(LARGE + 2), counts=(1,)),
+        lambda c: c.dense.store(c.blocks()[0], 0, np.ones(LARGE + 2), counts=(1,)),
         ShapeMismatch,
         "2 pieces, 1 counts",
     ),
     "store piece": (
-        lambda c: c.store(c.blocks()[0], 0, np.ones(LARGE + 2), active=(9,)),
+        lambda c: c.dense.store(c.blocks()[0], 0, np.ones(LARGE + 2), active=(9,)),
         ShapeMismatch,
         r"pieces \[9\]",
     ),
-    "fetch field": (lambda c: c.fetch(c.blocks()[0], -1), ParamServeError, "number -1"),
+    "fetch field": (lambda c: c.dense.fetch(c.blocks()[0], -1), ParamServeError, "number -1"),
     # define
     "other shape": (
         lambda c: c.define({"w": np.ones(3), "b": np.ones(2)}, rule=SGD(0.1)),
@@ -193,7 +193,7 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
     "pushed twice": (pushed_twice, ValueError, "not what gradient_slot gave"),
     # others
     "timeout": (lambda c: setattr(c, "timeout_s", 0), ValueError, "timeout_s must be > 0"),
-    "log": (lambda c: c.log({"loss": "low"}), ValueError, "could not convert"),
+    "log": (lambda c: c.connection.log(0, {"loss": "low"}), ValueError, "could not convert"),
 }  # fmt: skip
 
 
@@ -227,8 +227,8 @@ def test_wrong_use_is_refused_whole(house: RoleCluster, case: str) -> None:
         assert each.push({"w": ONES, "b": np.ones(2)}).result().version == number
     assert np.allclose(other.pull("w"), -0.2)
     client.drain()
-    lent = len(client._gradients._given)  # a slot that is still the caller's
-    assert len(client._exchange._pool.taken) == lent
+    lent = len(client.dense.gradients._given)  # a slot that is still the caller's
+    assert len(client.connection.exchange._pool.taken) == lent
 
 
 def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> None:
@@ -238,8 +238,8 @@ def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> No
     for use in (lambda: client.pull("w"), lambda: client.pull(), lambda: client.push("w", ONES)):
         with pytest.raises(UnknownName, match="'w' is in several groups: a, b"):
             use()
-    assert client.fetch(first, 0)[0].tolist() == [1.0, 1.0]
-    assert client.fetch(second, 0)[0].tolist() == [0.0] * 3
+    assert client.dense.fetch(first, 0)[0].tolist() == [1.0, 1.0]
+    assert client.dense.fetch(second, 0)[0].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
 
     def use_more() -> None:
         for _ in range(20):
-            tickets.append(client.step("default", (), pull=client.blocks(), tick=False))
+            tickets.append(client.dense.step("default", (), pull=client.blocks(), tick=False))
 
     with pytest.raises(Overloaded, match=r"arenas_max is|arena_bytes_max"):
         use_more()
@@ -304,7 +304,7 @@ def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
     client.push("w", np.ones(60_000)).result()
     assert (other.pull("w") == 3.0).all()
     client.drain()
-    assert not client._exchange._pool.taken
+    assert not client.connection.exchange._pool.taken
 
 
 def test_payload_over_the_limit_is_told(make_cluster: MakeCluster) -> None:

@@ -36,7 +36,7 @@ class Pair:
     def dies(self) -> None:
         """As if its process had ended: the coordinator loses it without a word. What it has left to
         say to the shards is a ghost's."""
-        self.mortal._control.close()
+        self.mortal.connection.control.close()
         wait_until(lambda: self.states(1) == {"restarting"})
 
     def comes_again(self) -> Client:
@@ -82,9 +82,9 @@ def gradient(rank: int, clock: int) -> float:
 def step(client: Client) -> Ticket:
     """The next step of a rank."""
     (block,) = client.blocks()
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = gradient(client.rank, client.clock())
-    return client.step("default", [BlockPush(block, slot)], pull=[block])
+    return client.dense.step("default", [BlockPush(block, slot)], pull=[block])
 
 
 def every(clocks: int) -> float:
@@ -94,7 +94,7 @@ def every(clocks: int) -> float:
 
 def reach(client: Client, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this client sends from now on reaches only so many of its shards."""
-    exchange, transmit = client._exchange, Exchange._transmit
+    exchange, transmit = client.connection.exchange, Exchange._transmit
 
     def lossy(shard: object, message: ShardRequest) -> None:
         if shard.number < shards:
@@ -118,7 +118,7 @@ def test_sync_every_clock_has_each_rank_once(
     wait_until(lambda: pair.cluster.held(1) == reached)
     pair.dies()
     new = pair.comes_again()
-    assert new.incarnation == 2
+    assert new.connection.incarnation == 2
     assert new.clock() == (2 if reached == shards else 1)
     seen: list[tuple[int, float]] = []
     for client in (new, pair.first, new, pair.first, new, pair.first, new, pair.first):
@@ -162,7 +162,7 @@ def test_sync_a_second_death_before_the_first_step_is_waited_for_too(
         if not last:
             pair.dies()
             pair.mortal = pair.comes_again()
-    assert pair.mortal.incarnation == 3
+    assert pair.mortal.connection.incarnation == 3
     step(pair.first).result()
     assert (pair.values() == every(1)).all()
 
@@ -181,7 +181,7 @@ def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
         step(pair.first).result()
     new = pair.comes_again()
     lacking = shards == 2
-    assert (new.clock(), new.repeated) == ((2, 1) if lacking else (3, 0))
+    assert (new.clock(), new.steps.repeated) == ((2, 1) if lacking else (3, 0))
     while new.clock() < STEPS:
         step(new).result()
         assert min(pair.clocks(1)) == new.clock(), "no clock goes back"
@@ -210,15 +210,16 @@ def test_ghost_is_refused_before_and_after_the_new_worker_comes(
 
 def step_of_a_ghost(client: Client) -> Ticket:
     """By what it knows already: it cannot ask the coordinator any more."""
-    (block,) = client._exchange.blocks.values()
-    slot = client.gradient_slot(block)
+    (block,) = client.connection.exchange.blocks.values()
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1e30
-    return client.step("default", [BlockPush(block, slot)])
+    return client.dense.step("default", [BlockPush(block, slot)])
 
 
 def test_rank_of_a_living_worker_is_taken(make_pair: MakePair) -> None:
     pair = make_pair(Async())
-    text = rf"rank 1 is taken by a live worker \(client {pair.mortal.id}, incarnation 1\), heard"
+    client = pair.mortal.connection.id
+    text = rf"rank 1 is taken by a live worker \(client {client}, incarnation 1\), heard"
     with pytest.raises(RankTaken, match=text):
         pair.comes_again()
     with pytest.raises(ParamServeError, match=r"more ranks than workers.*2 workers"):
@@ -234,7 +235,7 @@ def test_sync_goes_on_without_a_worker_that_does_not_come_in_time(make_pair: Mak
     assert pair.states(1) == {"dead"}
     step(pair.first).result()
     new = pair.comes_again()
-    assert (new.incarnation, new.clock()) == (2, 2)
+    assert (new.connection.incarnation, new.clock()) == (2, 2)
     for each in [step(pair.first), step(new)]:
         each.result()
     assert (pair.values() == sum(gradient(0, c) for c in range(3)) + gradient(1, 2)).all()
@@ -262,7 +263,7 @@ def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
     pair = make_pair(Async())
     pair.dies()
     reports, notify = Exchange.reports, ControlLink.notify
-    old = {pair.first._control, pair.mortal._control}
+    old = {pair.first.connection.control, pair.mortal.connection.control}
     sent: list[bool] = []
 
     def noted(control: ControlLink, message: CoordinatorNotice, *, waits: bool = True) -> bool:
@@ -277,7 +278,7 @@ def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
 
     monkeypatch.setattr(ControlLink, "notify", noted)
     monkeypatch.setattr(Exchange, "reports", slow)
-    assert pair.comes_again().incarnation == 2
+    assert pair.comes_again().connection.incarnation == 2
     assert all(sent)
 
 

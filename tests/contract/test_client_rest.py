@@ -20,7 +20,9 @@ MakeCluster = Callable[..., RoleCluster]
 
 def counted(client: Client) -> set[tuple[int, ...]]:
     """The ranks that the shards count in the group."""
-    return {tuple(r for r, _ in g.clocks) for beat in client.reports() for g in beat.groups}
+    return {
+        tuple(r for r, _ in g.clocks) for beat in client.connection.reports() for g in beat.groups
+    }
 
 
 @pytest.mark.parametrize("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
@@ -72,6 +74,6 @@ def test_worker_that_enters_goes_on_at_the_clock_of_the_others(
         enters.push_pull(gradient, tick=True, timeout_s=2.0)
         steps.push_pull(gradient, tick=True, timeout_s=2.0)
     assert enters.clock() == steps.clock() == 8
-    assert enters.missed == 0
-    said = {tuple(g.clocks) for beat in steps.reports() for g in beat.groups}
+    assert enters.steps.missed == 0
+    said = {tuple(g.clocks) for beat in steps.connection.reports() for g in beat.groups}
     assert said == {((0, 8), (1, 8))}

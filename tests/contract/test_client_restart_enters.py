@@ -40,9 +40,9 @@ def define(client: Client) -> Client:
 def push(client: Client) -> Ticket:
     """Add 1 to all elements, in one clock."""
     (block,) = client.blocks()
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
-    return client.step("default", [BlockPush(block, slot)], pull=[block])
+    return client.dense.step("default", [BlockPush(block, slot)], pull=[block])
 
 
 def step(client: Client) -> Outcome:
@@ -80,7 +80,7 @@ def stepping(client: Client) -> Iterator[list[int]]:
 
 def dies(cluster: RoleCluster, client: Client) -> None:
     """As if its process had ended: the coordinator loses it without a word."""
-    client._control.close()
+    client.connection.control.close()
     shards = [server.role.shard for server in cluster.servers]
     wait_until(lambda: {s.members[client.rank].state for s in shards} == {"restarting"})
 
@@ -89,13 +89,13 @@ def each_step_counts(cluster: RoleCluster, first: Client, before: int) -> None:
     """The next incarnation of rank 1 steps while rank 0 does, which is always ahead of it."""
     with stepping(first) as made:
         again = define(cluster.client(1))
-        assert again.incarnation == 2
+        assert again.connection.incarnation == 2
         joined = made[0]
         wait_until(lambda: made[0] > joined)
         outcomes = [step(again) for _ in range(STEPS)]
         again.rest()
     assert [outcome.skipped for outcome in outcomes] == [False] * STEPS
-    assert again.missed == 0
+    assert again.steps.missed == 0
     with cluster.client() as reader:
         assert (reader.pull("w") == before + made[0] + STEPS).all()
 
@@ -126,7 +126,7 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
     """Its first step is for the clock after that one, and not left out."""
     cluster = make_cluster(servers=2, workers=2, policy=Sync(reduce="sum"))
     first, mortal = (define(cluster.client(rank)) for rank in range(2))
-    mortal._control.close()
+    mortal.connection.control.close()
     shards = [server.role.shard for server in cluster.servers]
     wait_until(lambda: {shard.members[1].state for shard in shards} == {"dead"})
     on_the_way = [HoldsBack(server.role._peers.send) for server in cluster.servers]
@@ -135,13 +135,13 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
     alone = push(first)
     wait_until(lambda: all(shard.groups[0].collect.sent for shard in shards))
     again = define(cluster.client(1))
-    assert (again.incarnation, again.clock()) == (2, 0)
+    assert (again.connection.incarnation, again.clock()) == (2, 0)
     for peers in on_the_way:
         cluster.on_server(peers.let_go)
     assert not alone.result().skipped
     both = [push(again), push(first)]
     assert [ticket.result().skipped for ticket in both] == [False, False]
-    assert (again.missed, again.clock(), first.clock()) == (0, 2, 2)
+    assert (again.steps.missed, again.clock(), first.clock()) == (0, 2, 2)
     assert (again.pull("w") == 3).all()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster, in_threads
 
-from paramserve.client import BlockPush, Client
+from paramserve.client import BlockPush, Client, Snapshots
 from paramserve.errors import ClientClosed
 from paramserve.rules import SGD, Adam, Add
 
@@ -24,7 +24,7 @@ LARGE = 40_000
 
 def taken(client: Client) -> int:
     """Slots of shared memory that are in use."""
-    return len(client._exchange._pool.taken)
+    return len(client.connection.exchange._pool.taken)
 
 
 # --- tickets ----------------------------------------------------------------------------------
@@ -97,12 +97,12 @@ def test_step_pushes_ticks_and_pulls_in_one_message(cluster: RoleCluster) -> Non
     client = cluster.client()
     first = client.define({"a": np.zeros(LARGE), "b": np.zeros(2)}, rule=SGD(1.0), group="g")
     second = client.define("c", np.zeros(5, np.float32), rule=SGD(1.0), group="g")
-    slots = client.gradient_slot(first), client.gradient_slot(second)
-    assert client.gradient_slot(first) is slots[0]
+    slots = client.dense.gradient_slot(first), client.dense.gradient_slot(second)
+    assert client.dense.gradient_slot(first) is slots[0]
     for slot in slots:
         slot[:] = 1.0
     push = [BlockPush(first, slots[0], (1,), (0.5, 0, 0, 0, 0, 0)), BlockPush(second, slots[1])]
-    ticket = client.step("g", push, pull=[first, second])
+    ticket = client.dense.step("g", push, pull=[first, second])
     values = ticket.result().values
     assert (values[first.id][:LARGE] == 0.0).all()
     assert values[first.id][LARGE:].tolist() == [-0.5, -0.5]
@@ -114,9 +114,9 @@ def test_step_pushes_ticks_and_pulls_in_one_message(cluster: RoleCluster) -> Non
 def test_step_clips_by_the_global_norm_of_its_gradient(cluster: RoleCluster) -> None:
     client = cluster.client()
     block = client.define("w", np.zeros(LARGE), rule=Add())
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 3.0
-    client.step("default", [BlockPush(block, slot)], clip_norm=1.0).result()
+    client.dense.step("default", [BlockPush(block, slot)], clip_norm=1.0).result()
     assert np.linalg.norm(client.pull("w")) == pytest.approx(1.0, rel=1e-6)
 
 
@@ -124,18 +124,18 @@ def test_fetch_and_store_every_field(cluster: RoleCluster) -> None:
     client = cluster.client()
     block = client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Adam())
     client.push("a", np.ones(LARGE)).result()
-    average, counts = client.fetch(block, 1)
+    average, counts = client.dense.fetch(block, 1)
     assert counts == (1, 0)
     assert average[:LARGE] == pytest.approx(0.1)
     assert not average[LARGE:].any()
     for field in (0, 1, 2):
-        client.store(block, field, np.full(block.size, 1.0 + field), counts=(7, 8))
+        client.dense.store(block, field, np.full(block.size, 1.0 + field), counts=(7, 8))
     for field in (0, 1, 2):
-        values, counts = client.fetch(block, field)
+        values, counts = client.dense.fetch(block, field)
         assert (values == 1.0 + field).all()
         assert counts == (7, 8)
-    client.store(block, 2, np.zeros(block.size), active=(1,))
-    assert client.fetch(block, 2)[0].tolist() == [3.0] * LARGE + [0.0] * 3
+    client.dense.store(block, 2, np.zeros(block.size), active=(1,))
+    assert client.dense.fetch(block, 2)[0].tolist() == [3.0] * LARGE + [0.0] * 3
     assert taken(client) == 0
 
 
@@ -144,7 +144,7 @@ def test_reports_tell_versions_staleness_and_bytes_of_each_shard(cluster: RoleCl
     client.define("w", np.zeros(LARGE), rule=Add())
     for _ in range(3):
         client.push("w", np.ones(LARGE)).result()
-    reports = client.reports()
+    reports = client.connection.reports()
     assert [report.shard for report in reports] == list(range(len(cluster.servers)))
     assert sum(report.value_bytes for report in reports) == LARGE * 8
     for report in reports:
@@ -155,21 +155,21 @@ def test_reports_tell_versions_staleness_and_bytes_of_each_shard(cluster: RoleCl
 
 def test_snapshots_are_kept_from_watch_on(cluster: RoleCluster) -> None:
     writer, reader = cluster.client(), cluster.client()
-    assert reader.watch("default", 2) is False
-    assert reader.take_snapshot("default", 0) is None
+    assert Snapshots(reader).watch("default", 2) is False
+    assert Snapshots(reader).take("default", 0) is None
     writer.define("w", np.zeros(LARGE), rule=Add())
-    assert reader.watch("default", every=2, keep=2) is True
-    assert reader.take_snapshot("default", 0) is None
+    assert Snapshots(reader).watch("default", every=2, keep=2) is True
+    assert Snapshots(reader).take("default", 0) is None
     for _ in range(7):
         writer.push("w", np.ones(LARGE)).result()
-    first = reader.take_snapshot("default", 0)
+    first = Snapshots(reader).take("default", 0)
     assert first is not None
     assert (first.version, first.dropped) == (4, 1)
     assert (first.values["w"] == 4.0).all()
-    second = reader.take_snapshot("default", first.version)
+    second = Snapshots(reader).take("default", first.version)
     assert second is not None
     assert second.version == 6
-    assert reader.take_snapshot("default", 6) is None
+    assert Snapshots(reader).take("default", 6) is None
     assert taken(reader) == 0
 
 
@@ -183,11 +183,11 @@ def test_arenas_grow_with_what_is_in_use_and_not_with_the_steps(cluster: RoleClu
     names = [f"w{number}" for number in range(6)]
     for _ in range(3):
         values = client.push_pull({name: np.ones(60_000) for name in names})
-    before = len(client._exchange._arenas)
+    before = len(client.connection.exchange._arenas)
     for _ in range(10):
         values = client.push_pull({name: np.ones(60_000) for name in names})
     assert all((values[name] == 13.0).all() for name in names)
-    assert (len(client._exchange._arenas), taken(client)) == (before, 0)
+    assert (len(client.connection.exchange._arenas), taken(client)) == (before, 0)
     assert before > 1
     assert (other.pull("w5") == 13.0).all()
 
@@ -240,7 +240,7 @@ def test_close_waits_for_what_was_sent_and_then_refuses(cluster: RoleCluster) ->
         lambda: client.tick(),
         lambda: client.gradient("w"),
         lambda: client.define("x", np.ones(1)),
-        lambda: client.reports(),
+        lambda: client.connection.reports(),
         lambda: client.drain(),
     ):
         with pytest.raises(ClientClosed, match="was closed"):
@@ -256,7 +256,7 @@ def test_pickled_client_is_a_new_one(make_cluster: MakeCluster) -> None:
     assert cluster.token in data
     assert cluster.token.hex() not in repr(client) + str(vars(client))
     with pickle.loads(data) as copy:
-        assert copy.id != client.id
+        assert copy.connection.id != client.connection.id
         copy.push("w", np.ones(3)).result()
         assert (copy.pull("w") == 2.0).all()
     assert (client.pull("w") == 2.0).all()

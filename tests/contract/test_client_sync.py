@@ -77,10 +77,10 @@ def gradient(rank: int, step: int, size: int = LARGE) -> np.ndarray:
 def step(client: Client, values: np.ndarray, **options: object) -> Ticket:
     """One step of the default group by block."""
     block = client.blocks()[0]
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = values
     hyper = options.pop("hyper", None)
-    return client.step("default", [BlockPush(block, slot, None, hyper)], **options)
+    return client.dense.step("default", [BlockPush(block, slot, None, hyper)], **options)
 
 
 # --- clocks -----------------------------------------------------------------------------------
@@ -229,16 +229,16 @@ def test_nonfinite_gradient_is_refused_with_rank_and_name(
     with pytest.raises(NonFinite, match=words):
         client.push_pull({"a": np.ones(4), "b": bad}, tick=True)
     block = client.blocks()[1]
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = np.inf
     with pytest.raises(NonFinite, match="gradient of 'a' on rank 1"):
-        client.step("default", [BlockPush(block, slot)])
+        client.dense.step("default", [BlockPush(block, slot)])
     assert client.clock() == 0
     assert team.versions() == [0] * len(team.cluster.servers)
     # What was refused left nothing behind that the next push would carry along.
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
-    ends = [client.step("default", [BlockPush(block, slot)])]
+    ends = [client.dense.step("default", [BlockPush(block, slot)])]
     ends += [other.tick() for other in (team.ranks[0], team.ranks[2])]
     for end in ends:
         end.result()
@@ -279,7 +279,7 @@ def test_nonfinite_gradient_skipped_is_counted_on_all_shards_alike(
     assert [end.result().skipped for end in ends] == [sync] * 3
     expected = 0.0 if sync else 2.0
     assert (team.values() == expected).all()
-    reports = team.ranks[0].reports()
+    reports = team.ranks[0].connection.reports()
     assert [report.groups[0].skipped for report in reports] == [2] * len(team.cluster.servers)
     assert team.versions() == [int(expected)] * len(team.cluster.servers)
 
@@ -356,13 +356,13 @@ def test_worker_that_dies_between_two_shards_counts_on_all_or_none(
     team = Team(make_cluster(kind, servers=2, workers=WORKERS, policy=Sync(reduce="sum")))
     team.define()
     dying = team.ranks[1]
-    transmit = dying._exchange._transmit
+    transmit = dying.connection.exchange._transmit
 
     def first_only(shard: object, message: object) -> None:
-        if shard is dying._exchange.shards[0]:
+        if shard is dying.connection.exchange.shards[0]:
             transmit(shard, message)
 
-    monkeypatch.setattr(dying._exchange, "_transmit", first_only)
+    monkeypatch.setattr(dying.connection.exchange, "_transmit", first_only)
     step(dying, np.full(LARGE, 100.0))
     tickets = [step(team.ranks[rank], np.ones(LARGE)) for rank in (0, 2)]
     with pytest.raises(PushTimeout, match=r"worker 1|decision of shard"):
@@ -380,7 +380,7 @@ def test_older_incarnation_is_fenced_by_a_newer_one(team: Team) -> None:
         team.cluster.client(1)
     team.cluster.mark_dead(1)
     new = team.cluster.client(1)
-    assert (new.incarnation, old.incarnation) == (2, 1)
+    assert (new.connection.incarnation, old.connection.incarnation) == (2, 1)
     wait_until(lambda: all(s.role.shard.members[1].incarnation == 2 for s in team.cluster.servers))
     with pytest.raises(WorkerFenced, match=r"worker 1 \(incarnation 1\)"):
         step(old, np.ones(LARGE)).result()

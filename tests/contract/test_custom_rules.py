@@ -126,7 +126,7 @@ def test_async_rule_sees_worker_and_staleness(make: Make) -> None:
     first.push("w", np.ones(SIZE)).result()
     second.push("w", np.ones(SIZE)).result()
     assert set(first.pull("w")) == {0.5 * 2 + 0.5 * 3}
-    assert set(first.fetch(block, 1)[0]) == {1.0}
+    assert set(first.dense.fetch(block, 1)[0]) == {1.0}
 
 
 def test_hyper_parameters_travel_with_a_push_to_a_rule_that_the_client_does_not_know(
@@ -136,9 +136,9 @@ def test_hyper_parameters_travel_with_a_push_to_a_rule_that_the_client_does_not_
     owner, other = cluster.client(0), cluster.client()
     owner.define("w", np.zeros(SIZE), rule=ByWorker())
     (block,) = other.blocks()
-    slot = other.gradient_slot(block)
+    slot = other.dense.gradient_slot(block)
     slot[:] = 1.0
-    other.step("default", [BlockPush(block, slot, None, (4.0,))]).result()
+    other.dense.step("default", [BlockPush(block, slot, None, (4.0,))]).result()
     assert set(owner.pull("w")) == {4.0}
 
 
@@ -179,9 +179,9 @@ def test_async_push_to_a_rule_that_fails_is_refused_and_the_servers_go_on(
 def test_rule_by_the_protocol_cannot_write_to_the_clients_gradient(make: Make) -> None:
     client = make().client(0)
     block = client.define("w", np.zeros(SIZE), rule=Scribbles())
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
-    client.step("default", [BlockPush(block, slot)]).result()
+    client.dense.step("default", [BlockPush(block, slot)]).result()
     assert set(slot) == {1.0}
     assert set(client.pull("w")) == {1.0}
 
@@ -232,10 +232,10 @@ def test_sync_clock_with_clipping_that_a_rule_fails_says_what_others_may_have_do
     block = client.define("w", np.zeros(SIZE), rule=Fails())
 
     def clipped(last: float) -> None:
-        slot, other = client.gradient_slot(block), client.gradient_slot(plain)
+        slot, other = client.dense.gradient_slot(block), client.dense.gradient_slot(plain)
         slot[:], slot[-1], other[:] = 1.0, last, 1.0
         push = [BlockPush(plain, other), BlockPush(block, slot)]
-        client.step("default", push, clip_norm=1e9).result()
+        client.dense.step("default", push, clip_norm=1e9).result()
 
     with pytest.raises(RuleFailed, match="thirteen") as caught:
         clipped(13.0)

@@ -10,7 +10,7 @@ import torch
 from tests.contract.role_cluster import clusters
 from torch import Tensor, nn
 
-from paramserve.client.rows import Lent
+from paramserve.client.row_slots import Lent
 from paramserve.client.table import Table
 from paramserve.compiling import load_table
 from paramserve.core.table.options import Constant

@@ -32,9 +32,9 @@ def test_refusal_that_arrives_while_a_table_step_enters_is_raised_and_the_client
         table.push([1], ones(1))
         client.tick(table.name).result()
     client.rest("users")
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
-    client.step("default", [BlockPush(block, slot, None, BAD)])
+    client.dense.step("default", [BlockPush(block, slot, None, BAD)])
     kept = users.push([1], ones(1))
     with pytest.raises(ParamServeError, match=r"rate is -1\.0, it must not be negative"):
         client.tick("users")

@@ -157,7 +157,7 @@ class Trial:
         self.known = now
 
     def _begin_anew(self) -> None:
-        number = self.client.id
+        number = self.client.connection.id
         self.client.close()
         roles = [server.role for server in self.cluster.servers]
         wait_until(lambda: all(number not in role._clients for role in roles))

@@ -33,10 +33,10 @@ def test_steps_sent_before_the_first_is_read_are_answered_on_one_connection(
     block = client.define("w", np.zeros(SIZE), rule=Add())
     connects, tickets = cluster.connects, []
     for _ in range(WINDOW - 1):
-        gradient = client.gradient_slot(block)
+        gradient = client.dense.gradient_slot(block)
         gradient[:] = 1.0
         push = BlockPush(block, gradient)
-        tickets.append(client.step("default", [push], pull=[block], tick=False))
+        tickets.append(client.dense.step("default", [push], pull=[block], tick=False))
     for number, ticket in enumerate(tickets, 1):
         values = ticket.result().values[block.id]
         assert (values == number).all()
@@ -63,7 +63,7 @@ def test_threads_that_pull_at_once_are_answered_on_one_connection(cluster: RoleC
 def test_client_that_reads_nothing_stops_no_other(cluster: RoleCluster) -> None:
     slow, other = cluster.client(), cluster.client()
     block = slow.define("w", np.ones(SIZE), rule=Add())
-    tickets = [slow.step("default", [], pull=[block], tick=False) for _ in range(WINDOW - 1)]
+    tickets = [slow.dense.step("default", [], pull=[block], tick=False) for _ in range(WINDOW - 1)]
     assert (other.push_pull({"w": np.ones(SIZE)})["w"] == 2.0).all()
     for ticket in tickets:
         assert np.isin(ticket.result().values[block.id], (1.0, 2.0)).all()

@@ -34,7 +34,7 @@ class Tensor:
 
     def step(self, gradient: float, weight: float = 1.0, clip_norm: float = 0.0) -> Outcome:
         block = self.client.blocks()[0]
-        slot = self.client.gradient_slot(block)
+        slot = self.client.dense.gradient_slot(block)
         slot[:] = 1.0
         slot[-1] = gradient
         push = [BlockPush(block, slot)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 
-from paramserve.client import Client, changing
+from paramserve.client import Client, groups
 from paramserve.config import NO_CREDENTIALS, ServerConfig
 from paramserve.consistency.base import APPLY, DROP, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import (
@@ -166,7 +166,7 @@ def test_registered_policy_drops_what_it_says(make: MakeCluster) -> None:
     ]
     assert [outcome.skipped for outcome in outcomes] == [True, False, False]
     assert value(cluster) == 12.0
-    for beat in second.reports():
+    for beat in second.connection.reports():
         assert [(g.policy, g.dropped) for g in beat.groups] == [("IgnoreStragglers", ((1, 1),))]
 
 
@@ -206,7 +206,7 @@ def test_policy_that_no_server_knows_is_refused_and_the_name_stays_free(make: Ma
             client.define("w", np.zeros(SIZE), rule=Add(), group="g", consistency=policy)
         assert told.value.applied == "no"
     client.define("w", np.ones(SIZE), rule=Add(), group="g", consistency=Buffered(size=2))
-    assert client.terms("g").policy == Buffered(size=2)
+    assert client.steps.terms("g").policy == Buffered(size=2)
     with pytest.raises(UnknownRule, match="IgnoreStragglers"):
         client.set_consistency("g", IgnoreStragglers(1))
 
@@ -225,11 +225,11 @@ def test_server_does_not_start_with_a_policy_that_it_does_not_know() -> None:
 def test_client_goes_by_the_terms_of_a_policy_that_it_has_no_class_of(make: MakeCluster) -> None:
     cluster = make(Patient(on_nonfinite="skip"), workers=1, registers=[Patient])
     (client,) = team(cluster, 1)
-    assert client.terms() == (True, False, None)
+    assert client.steps.terms() == (True, False, None)
     ticket = client.push("w", ones(np.nan))
     client.tick()
     assert ticket.result().skipped
-    assert (client.terms(), value(cluster)) == ((True, False, None), 0.0)
+    assert (client.steps.terms(), value(cluster)) == ((True, False, None), 0.0)
 
 
 # --- a group's own --------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_groups_go_by_their_own_policies(make: MakeCluster) -> None:
     first, second = team(cluster)
     for client in (first, second):
         client.define("s", np.zeros(3), rule=Add(), group="g", consistency=Sync(reduce="sum"))
-    assert (first.terms().collects, first.terms("g").collects) == (False, True)
+    assert (first.steps.terms().collects, first.steps.terms("g").collects) == (False, True)
     first.push("w", ones()).result()
     first.push("s", np.ones(3))
     ticket = first.tick("g")
@@ -255,7 +255,7 @@ def test_group_of_an_async_cluster_may_take_the_mean_of_local_steps(make: MakeCl
     cluster = make(Async(), workers=2)
     policy = LocalSteps(every=4)
     first, second = team(cluster, group="g", consistency=policy)
-    assert first.terms("g").policy == policy
+    assert first.steps.terms("g").policy == policy
     first.push("w", ones(2.0))
     ticket = first.tick("g")
     assert value(cluster) == 0.0
@@ -285,12 +285,12 @@ def test_groups_policy_is_given_once_and_the_same_by_all(make: MakeCluster) -> N
         with pytest.raises(DefineMismatch, match=r"group 'g' is defined with .*BoundedStaleness"):
             other.define("a", np.zeros(3), consistency=policy, **first)
         with pytest.raises(DefineMismatch, match="'g'"):
-            other.await_block({"a": (3,)}, dtype="float64", consistency=policy, **first)
+            other.directory.await_block({"a": (3,)}, dtype="float64", consistency=policy, **first)
     for policy in (None, BoundedStaleness(2)):
         other.define("a", np.zeros(3), consistency=policy, **first)
-        other.await_block({"a": (3,)}, dtype="float64", consistency=policy, **first)
+        other.directory.await_block({"a": (3,)}, dtype="float64", consistency=policy, **first)
         other.define("b", np.zeros(3), consistency=policy, **first)
-    assert other.terms("g").policy == BoundedStaleness(2)
+    assert other.steps.terms("g").policy == BoundedStaleness(2)
     client.define("w", np.zeros(3), rule=Add())
     with pytest.raises(DefineMismatch, match="group 'default' is defined with the cluster's"):
         other.define("v", np.zeros(3), rule=Add(), consistency=BoundedStaleness(2))
@@ -305,10 +305,10 @@ def test_worker_that_comes_too_late_is_told_and_goes_on_with_the_others(make: Ma
     for _ in range(3):
         assert not ended(fast).result().skipped
     outcome = ended(slow, 100.0).result()
-    assert (outcome.skipped, slow.clock(), slow.missed) == (True, 3, 2)
+    assert (outcome.skipped, slow.clock(), slow.steps.missed) == (True, 3, 2)
     outcome = ended(slow, 10.0).result()
-    assert (outcome.skipped, slow.clock(), slow.missed) == (False, 4, 2)
-    assert (fast.missed, value(cluster)) == (0, 13.0)
+    assert (outcome.skipped, slow.clock(), slow.steps.missed) == (False, 4, 2)
+    assert (fast.steps.missed, value(cluster)) == (0, 13.0)
 
 
 def test_worker_that_rests_holds_up_nobody_and_comes_back(make: MakeCluster) -> None:
@@ -324,7 +324,7 @@ def test_worker_that_rests_holds_up_nobody_and_comes_back(make: MakeCluster) -> 
     for ticket in both:
         assert not ticket.result().skipped
     assert first.clock() == second.clock()
-    assert (second.missed, value(cluster)) == (0, 2.0 + 3.0 + pushes + 101.0)
+    assert (second.steps.missed, value(cluster)) == (0, 2.0 + 3.0 + pushes + 101.0)
     with pytest.raises(UnknownName, match="group 'x'"):
         second.rest("x")
 
@@ -335,9 +335,11 @@ def test_rest_raises_what_was_refused_before_and_nobody_rests(make: MakeCluster)
     client.push("w", ones())
     with pytest.raises(RuleFailed, match="thirteen"):
         client.rest()
-    assert {group.clocks for beat in client.reports() for group in beat.groups} == {((0, 0),)}
+    assert {group.clocks for beat in client.connection.reports() for group in beat.groups} == {
+        ((0, 0),)
+    }
     client.rest()
-    assert {group.clocks for beat in client.reports() for group in beat.groups} == {()}
+    assert {group.clocks for beat in client.connection.reports() for group in beat.groups} == {()}
 
 
 def test_worker_that_joins_later_begins_where_the_others_are(make: MakeCluster) -> None:
@@ -354,7 +356,7 @@ def test_worker_that_joins_later_begins_where_the_others_are(make: MakeCluster) 
     for ticket in tickets:
         assert not ticket.result().skipped
     assert late.clock() == first.clock()
-    assert (late.missed, value(cluster)) == (0, 5.0 + pushes + 2.0)
+    assert (late.steps.missed, value(cluster)) == (0, 5.0 + pushes + 2.0)
 
 
 def test_worker_that_joins_later_enters_with_its_first_step(make: MakeCluster) -> None:
@@ -372,18 +374,18 @@ def test_worker_that_joins_later_enters_with_its_first_step(make: MakeCluster) -
             time.sleep(0.001)
     thread.join()
     late.close()
-    assert (late.missed, value(cluster) - first.clock()) == (0, 100.0)
+    assert (late.steps.missed, value(cluster) - first.clock()) == (0, 100.0)
 
 
 def test_worker_that_the_run_will_do_without_is_told(make: MakeCluster) -> None:
     cluster = make(Async(), workers=2)
     first, second = team(cluster)
     ended(second).result()
-    assert not second.retiring
+    assert not second.steps.retiring
     scale(cluster, 1)
-    wait_until(lambda: ended(second).result().version > 0 and second.retiring)
+    wait_until(lambda: ended(second).result().version > 0 and second.steps.retiring)
     ended(first).result()
-    assert not first.retiring
+    assert not first.steps.retiring
 
 
 # --- weights, factors, marks ----------------------------------------------------------------------
@@ -415,7 +417,7 @@ def test_weight_that_is_none_is_refused(make_cluster: MakeCluster, weight: float
         lambda: client.push("w", ones(), weight=weight),
         lambda: client.push_pull({"w": ones()}, weight=weight),
         lambda: client.tick(weight=weight),
-        lambda: setattr(client, "factor", weight),
+        lambda: setattr(client.steps, "factor", weight),
     ):
         with pytest.raises(ValueError, match=r"(weight|factor) (of|must be)"):
             use()
@@ -426,7 +428,7 @@ def test_weight_that_is_none_is_refused(make_cluster: MakeCluster, weight: float
 def test_factor_multiplies_a_workers_gradients(make: MakeCluster, policy: Policy) -> None:
     cluster = make(policy, workers=2)
     first, second = team(cluster)
-    second.factor = 0.25
+    second.steps.factor = 0.25
     tickets = [ended(first, 8.0), ended(second, 8.0)]
     for ticket in tickets:
         ticket.result()
@@ -437,7 +439,7 @@ def test_mark_of_each_tick_is_reported_once_it_is_in_the_values(make: MakeCluste
     cluster = make(Sync(), workers=2)
     first, second = team(cluster)
     marks = iter([(7, 1), None, (8, 2)])
-    second.next_mark = lambda: next(marks)
+    second.steps.next_mark = lambda: next(marks)
     second.pull("w")
     for _ in range(2):
         ended(first)
@@ -445,11 +447,11 @@ def test_mark_of_each_tick_is_reported_once_it_is_in_the_values(make: MakeCluste
         last = ended(second)
     last.result()
     ended(second)
-    for beat in first.reports():
-        assert [group.marks for group in beat.groups] == [((second.id, 7, 1),)]
+    for beat in first.connection.reports():
+        assert [group.marks for group in beat.groups] == [((second.connection.id, 7, 1),)]
     ended(first).result()
-    for beat in first.reports():
-        assert [group.marks for group in beat.groups] == [((second.id, 8, 2),)]
+    for beat in first.connection.reports():
+        assert [group.marks for group in beat.groups] == [((second.connection.id, 8, 2),)]
 
 
 # --- changes while running ------------------------------------------------------------------------
@@ -468,17 +470,17 @@ def test_change_takes_effect_at_one_clock_on_all_shards(make: MakeCluster) -> No
     rounds([first, second], 3)
     clock = first.set_consistency("default", Sync(reduce="sum"))
     assert clock > 3
-    assert not first.terms().collects
-    assert first._terms.at(0, clock).collects, "no answer has to say so"
+    assert not first.steps.terms().collects
+    assert first.steps._terms.at(0, clock).collects, "no answer has to say so"
     while first.clock() < clock:
         ended(first).result()  # by the old policy: it waits for nobody
-    assert first.terms().collects
+    assert first.steps.terms().collects
     assert second.clock() == 3
     waiting = ended(first)
     while second.clock() < clock:
         ended(second).result()
         assert not waiting.done()
-    assert second.terms().collects
+    assert second.steps.terms().collects
     ended(second).result()
     assert waiting.result().version == 2 * clock + 1, "one update of both"
     assert value(cluster) == 2 * (clock + 1)
@@ -496,7 +498,7 @@ def test_change_of_one_group_leaves_the_others_alone(make: MakeCluster) -> None:
     for group in ("a", "b"):
         for _ in range(clock):
             client.tick(group).result()
-    assert (client.terms("a").collects, client.terms("b").collects) == (False, True)
+    assert (client.steps.terms("a").collects, client.steps.terms("b").collects) == (False, True)
 
 
 def test_gradients_of_a_step_that_its_policy_changed_in_go_with_its_tick(
@@ -506,7 +508,7 @@ def test_gradients_of_a_step_that_its_policy_changed_in_go_with_its_tick(
     clock = client.set_consistency("default", Async())
     rounds([client], clock - 1)
     client.push("w", ones())
-    client._steps.go_on("default", clock)  # as an answer may say
+    client.steps.go_on("default", clock)  # as an answer may say
     client.push("w", ones())
     assert client.pull("w")[0] == clock - 1
     client.tick().result()
@@ -520,9 +522,9 @@ def test_worker_that_comes_again_knows_the_changed_policy(make: MakeCluster) -> 
     rounds([first, second], clock + 1)
     second.close(leave=False)
     again = cluster.client(1)
-    assert (again.incarnation, again.clock()) == (2, clock + 1)
+    assert (again.connection.incarnation, again.clock()) == (2, clock + 1)
     again.define("w", np.zeros(SIZE), rule=Add())
-    assert again.terms().collects
+    assert again.steps.terms().collects
     rounds([first, again], clock + 2)
     assert value(cluster) == 2 * (clock + 2)
 
@@ -554,8 +556,8 @@ def test_worker_that_comes_between_two_changes_steps_by_the_policy_in_between(
         expected += come_in(other, workers[:2])
     other.pull("w")  # from now on it counts, where nothing is collected
     while other.clock() < until + 2:
-        assert other.terms().collects == (collects == (other.clock() < until))
-        assert other.terms().refuses
+        assert other.steps.terms().collects == (collects == (other.clock() < until))
+        assert other.steps.terms().refuses
         for ticket in [ended(client) for client in workers]:
             ticket.result()
         expected += len(workers)
@@ -581,7 +583,7 @@ def test_change_to_what_cannot_be_is_refused(
     first, second = team(cluster)
     with pytest.raises(error, match=words):
         first.set_consistency("default", policy)
-    for beat in first.reports():
+    for beat in first.connection.reports():
         assert [group.change for group in beat.groups] == [None]
     rounds([first, second], 6)
 
@@ -601,7 +603,7 @@ def test_change_of_an_unknown_group_or_from_a_local_algorithm_is_refused(
 def test_change_that_a_shard_does_not_learn_names_it(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changing, "CHANGE_POLL_S", 0.001)
+    monkeypatch.setattr(groups, "CHANGE_POLL_S", 0.001)
     cluster = make_cluster(servers=2, workers=1)
     (client,) = team(cluster, 1)
     deaf = cluster.servers[1].role.shard
@@ -609,4 +611,6 @@ def test_change_that_a_shard_does_not_learn_names_it(
     with pytest.raises(Timeout, match=r"Sync for group 'default': shard 1 has not.*unknown"):
         client.set_consistency("default", Sync(), timeout_s=0.1)
     monkeypatch.undo()
-    wait_until(lambda: all(g.change is not None for b in client.reports() for g in b.groups))
+    wait_until(
+        lambda: all(g.change is not None for b in client.connection.reports() for g in b.groups)
+    )

@@ -45,9 +45,9 @@ def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
         assert part in str(refused.value)
     assert refused.value.applied == "no"
     steps(4)
-    assert (client.terms().policy, (client.pull("w") == 6).all()) == (before, True)
+    assert (client.steps.terms().policy, (client.pull("w") == 6).all()) == (before, True)
     first = client.set_consistency("default", BoundedStaleness(3))
     while client.clock() < first:
         steps(1)
     steps(1)
-    assert client.terms().policy == BoundedStaleness(3)
+    assert client.steps.terms().policy == BoundedStaleness(3)

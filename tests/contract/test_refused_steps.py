@@ -47,9 +47,9 @@ class Dense:
 
     def step(self, client: Client, rate: tuple[float, ...]) -> Ticket:
         block = client.blocks()[0]
-        slot = client.gradient_slot(block)
+        slot = client.dense.gradient_slot(block)
         slot[:] = 1.0
-        return client.step("default", [BlockPush(block, slot, None, rate)], pull=[block])
+        return client.dense.step("default", [BlockPush(block, slot, None, rate)], pull=[block])
 
     def value(self) -> Sequence[float]:
         values = self.clients[0].pull("w")

@@ -27,7 +27,7 @@ def test_reports_leave_the_notes_out_unless_they_are_asked_for(
         for number in range(2):
             note = bytes([number]) * NOTE_BYTES
             worker.step("default", (), pull=[block], tick=True, note=note).result()
-    (beat,) = watcher.reports()
+    (beat,) = watcher.connection.reports()
     assert beat.groups[0].clocks == tuple((rank, 2) for rank in range(WORKERS))
     assert watcher.pull("w").tolist() == [0.0] * 4, "the watcher goes on"
-    assert [len(notes) for notes in workers[0].notes("default").values()] == [2] * WORKERS
+    assert [len(notes) for notes in workers[0].dense.notes("default").values()] == [2] * WORKERS

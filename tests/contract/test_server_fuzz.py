@@ -237,7 +237,7 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
                     timeout_s=WAIT_S,
                 )
         cluster.on_server(lambda: None)
-        assert len(first.reports()) == 1
+        assert len(first.connection.reports()) == 1
         assert cluster.serving.errors == []
         if half:
             meet({first: ticket, second: second.tick()})

@@ -64,7 +64,7 @@ def test_requests_wait_in_order_while_kernels_are_compiled(
     assert compiler.started.wait(WAIT_S)
     tickets = [other.push("w", np.full(100, float(n))) for n in range(3)]
     gone = cluster.client()
-    gone._exchange.shards[0].link.close()  # what it had sent is dropped with it
+    gone.connection.exchange.shards[0].link.close()  # what it had sent is dropped with it
     time.sleep(0.02)
     assert not any(ticket.done() for ticket in tickets)
     compiler.gate.set()
@@ -217,11 +217,11 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
 def test_heartbeat_goes_out_while_a_call_waits_for_its_answer(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("unix", workers=1)
     worker = cluster.client(0)
-    driver = cluster.client()._control
+    driver = cluster.client().connection.control
     thread = threading.Thread(target=lambda: _await_nothing(worker))
-    calls = worker._control._call
+    calls = worker.connection.control._call
     thread.start()
-    wait_until(lambda: worker._control._call > calls)
+    wait_until(lambda: worker.connection.control._call > calls)
     worker.log({"loss": 0.5})
     wait_until(lambda: ask(driver).next_record == 1)
     assert thread.is_alive()
@@ -231,7 +231,7 @@ def test_heartbeat_goes_out_while_a_call_waits_for_its_answer(make_cluster: Make
 
 def _await_nothing(client: Client) -> None:
     with pytest.raises(ParamServeError):
-        client.await_block({"v": (2,)}, dtype="float64", rule=None)
+        client.directory.await_block({"v": (2,)}, dtype="float64", rule=None)
 
 
 def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster) -> None:
@@ -241,14 +241,14 @@ def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster)
 
     def wait() -> None:
         try:
-            client.await_block({"v": (2,)}, dtype="float64", rule=None)
+            client.directory.await_block({"v": (2,)}, dtype="float64", rule=None)
         except ParamServeError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    calls = client._control._call
+    calls = client.connection.control._call
     thread.start()
-    wait_until(lambda: client._control._call > calls)
+    wait_until(lambda: client.connection.control._call > calls)
     cluster.coordinating.call(cluster._coordinator.close)
     thread.join(2.0)
     assert [type(error) for error in errors] == [CoordinatorGone]

@@ -105,10 +105,10 @@ def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
     first.close()
     harness = Harness(cluster)
     second = cluster.client(0)
-    assert second.incarnation == 2
+    assert second.connection.incarnation == 2
     wait_until(lambda: cluster.servers[0].role.shard.members[0].incarnation == 2)
     with pytest.raises(WorkerFenced, match=r"worker 0 \(incarnation 1\).*knows incarnation 2"):
-        harness.stranger(client=first.id, rank=0, incarnation=1)
+        harness.stranger(client=first.connection.id, rank=0, incarnation=1)
     assert second.push("w", np.zeros(8)).result().version == 1
     harness.goes_on()
 
@@ -116,7 +116,7 @@ def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
 def test_another_clients_number_does_not_shut_it_out(harness: Harness) -> None:
     """The newest connection counts, since a reconnect looks the same; the client takes it back."""
     for _ in range(3):
-        thief = harness.stranger(client=harness.member.id)
+        thief = harness.stranger(client=harness.member.connection.id)
         harness.member.pull("w")
         with pytest.raises(ConnectionError):
             thief.receive(WAIT_S)
@@ -128,7 +128,9 @@ def test_attached_arena_of_another_incarnation_is_refused(make_cluster: MakeClus
     harness = Harness(make_cluster("unix"))
     arena = Arena.create(4096, 1)
     with pytest.raises(ProtocolError, match="without a connection"):
-        harness.stranger(role="attach", client=harness.member.id, incarnation=3, arenas=[arena])
+        harness.stranger(
+            role="attach", client=harness.member.connection.id, incarnation=3, arenas=[arena]
+        )
     arena.close()
     harness.goes_on()
 
@@ -290,8 +292,8 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     harness = Harness(make_cluster("unix", workers=1, policy=Sync()), rank=0)
     harness.cluster.mark_dead(0)
     worker = harness.cluster.client(0)
-    link = harness.stranger(client=worker.id, rank=0, incarnation=worker.incarnation, window=2)
-    harness.cluster.servers[0].role.shard.sessions[worker.id].requests = 4
+    link = harness.stranger(client=worker.connection.id, rank=0, incarnation=1, window=2)
+    harness.cluster.servers[0].role.shard.sessions[worker.connection.id].requests = 4
     held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 
     def flood() -> None:

@@ -16,7 +16,7 @@ from tests.contract.test_tables_memory import in_use
 from tests.contract.test_tables_overlap import calls_of, films, step
 
 import paramserve as ps
-from paramserve.client import reading
+from paramserve.client import row_reads
 from paramserve.rules import Add
 
 
@@ -99,7 +99,7 @@ def test_cache_does_not_keep_what_was_prefetched_before_a_push_to_it(cluster: Ro
 def test_cache_notes_no_more_of_many_pushes_than_a_prefetch_reads(
     cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PUSHED_MAX", 20)
+    monkeypatch.setattr(row_reads, "PUSHED_MAX", 20)
     client = cluster.client()
     table = users(client, rule=Add()).cache_rows(100, clocks=9)
     reads = client.prefetch_tables([(table, [1, 2, 3, 4]), (table, [5, 6])])
@@ -180,7 +180,7 @@ def test_cache_is_refused_and_not_used_where_all_read_the_same_clock(
     other.table("films").push([1], ones(1, 2)).result()
     assert table.pull([1])[0, 0] == 0.0
     client.set_consistency("films", ps.Sync())
-    while not client.terms("films").collects:
+    while not client.steps.terms("films").collects:
         step(table)
     assert table.pull([1])[0, 0] == 1.0
 

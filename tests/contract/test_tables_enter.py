@@ -48,22 +48,22 @@ def tables(client: Client) -> None:
 
 def dense(client: Client) -> None:
     """A step of a table and of dense values."""
-    block = next(b for b in client._exchange.blocks.values() if b.group_name == "default")
-    slot = client.gradient_slot(block)
+    block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
     push = TablePush(client.table("words"), [1], ROW)
-    ticket = client.step("default", [BlockPush(block, slot)], pull=[block], tables=[push])
+    ticket = client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=[push])
     ticket.result()
     ticket.release()
 
 
 def three(client: Client) -> None:
     """A step of two tables and of dense values, in one call."""
-    block = next(b for b in client._exchange.blocks.values() if b.group_name == "default")
-    slot = client.gradient_slot(block)
+    block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
     pushes = [TablePush(client.table(name), [1], ROW) for name in NAMES]
-    ticket = client.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
+    ticket = client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
     ticket.result()
     ticket.release()
 
@@ -85,10 +85,10 @@ def ahead(client: Client) -> None:
 def apart(client: Client) -> None:
     """As `dense`, in a call for each group: first the dense values, although tables go first where
     one call has both."""
-    block = next(b for b in client._exchange.blocks.values() if b.group_name == "default")
-    slot = client.gradient_slot(block)
+    block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
+    slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
-    ticket = client.step("default", [BlockPush(block, slot)], pull=[block])
+    ticket = client.dense.step("default", [BlockPush(block, slot)], pull=[block])
     ticket.result()
     ticket.release()
     for name in NAMES:
@@ -145,7 +145,7 @@ def trained(guest: Client, others: Sequence[Client], step: Step) -> None:
         for group in groups:
             guest.rest(group)
     steps = STEPS + sum(each[0] for each in made)
-    assert [client.missed for client in (guest, *others)] == [0] * (1 + len(others))
+    assert [client.steps.missed for client in (guest, *others)] == [0] * (1 + len(others))
     for group in set(groups) & set(NAMES):
         assert guest.table(group).pull([1]).tolist() == [[steps, steps]]
 
@@ -203,7 +203,7 @@ def test_worker_that_rested_in_some_of_three_groups_steps_in_all_again(
             step(clients[1])
         for group in ALL:
             clients[1].rest(group)
-    assert clients[1].missed == 0
+    assert clients[1].steps.missed == 0
     for name in NAMES:
         assert clients[0].table(name).pull([1]).tolist() == [[2 + made[0] + STEPS] * 2]
 
@@ -283,6 +283,6 @@ def test_workers_that_come_late_step_in_both_groups(make: Made, step: Step) -> N
             step(late[1])
         for group in GROUPS[step]:
             late[1].rest(group)
-    assert [client.missed for client in (first, *late)] == [0, 0, 0]
+    assert [client.steps.missed for client in (first, *late)] == [0, 0, 0]
     steps = 1 + made[0] + its[0] + STEPS
     assert first.table("words").pull([1]).tolist() == [[steps, steps]]

@@ -121,7 +121,7 @@ def test_full_table_drops_a_buffer_that_it_has_no_room_for(make_cluster: MakeClu
     with pytest.raises(TableFull, match="Applied: no"):
         table.push([0], ones(1)).result()
     assert (len(table), table.pull([0])[0, 0]) == (most, 1.0)
-    (report,) = [group for beat in client.reports() for group in beat.groups]
+    (report,) = [group for beat in client.connection.reports() for group in beat.groups]
     assert sum(count for _, count in report.dropped) == 1, "the first one had been taken"
     table.push([0], ones(1)).result()
     table.push([0], ones(1)).result()

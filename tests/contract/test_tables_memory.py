@@ -11,7 +11,7 @@ from tests.contract.test_client_contract import taken
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 
 from paramserve.client import Client
-from paramserve.client.reading import PREFETCHED_MAX
+from paramserve.client.row_reads import PREFETCHED_MAX
 from paramserve.errors import ClientClosed, PullTimeout
 from paramserve.rules import Add
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("tables_ready")
 
 def shared_bytes(client: Client) -> int:
     """Of all arenas of a client."""
-    return sum(arena.nbytes for arena in client._exchange._arenas.values())
+    return sum(arena.nbytes for arena in client.connection.exchange._arenas.values())
 
 
 def in_use(client: Client) -> int:
     """Slots in use, when what was given back later has been taken back."""
-    client._exchange.give_back([client._exchange.take(64)])
+    client.connection.exchange.give_back([client.connection.exchange.take(64)])
     return taken(client)
 
 
@@ -70,7 +70,7 @@ def test_slot_goes_back_with_the_last_view_of_its_rows(cluster: RoleCluster) -> 
     assert in_use(client) == 0
     rows = table.pull(np.arange(100).reshape(10, 10))
     used = in_use(client)
-    assert used == (1 if client._exchange.shared else 0)
+    assert used == (1 if client.connection.exchange.shared else 0)
     corner = rows[3:5, 2:4][1][..., 1:]
     del rows
     gc.collect()
@@ -152,7 +152,7 @@ def test_threads_pull_and_push_at_once(cluster: RoleCluster) -> None:
 
 def requests_of(client: Client) -> int:
     """Numbered requests that a client has sent to the first shard."""
-    return client._exchange.shards[0].session.last
+    return client.connection.exchange.shards[0].session.last
 
 
 def test_pull_finds_what_was_prefetched_and_sends_nothing(cluster: RoleCluster) -> None:

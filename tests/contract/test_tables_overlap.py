@@ -18,7 +18,7 @@ from tests.contract.test_tables_memory import in_use
 
 import paramserve as ps
 from paramserve.client import Client
-from paramserve.client.reading import PREFETCHED_MAX
+from paramserve.client.row_reads import PREFETCHED_MAX
 from paramserve.client.table import Table, TablePush
 from paramserve.errors import PullTimeout, ServerGone, UnknownName
 from paramserve.rules import SGD, Add
@@ -31,7 +31,7 @@ def films(client: Client) -> Table:
 
 def calls_of(client: Client) -> int:
     """Messages that a client has sent to its first shard."""
-    return client._exchange.shards[0].session.calls
+    return client.connection.exchange.shards[0].session.calls
 
 
 def step(table: Table, keys: Any = (), gradient: float = 1.0) -> int:
@@ -69,7 +69,8 @@ def test_prefetch_of_more_tables_than_a_message_holds_is_whole(cluster: RoleClus
     before = calls_of(client)
     assert [table.pull([n])[0, 0] for n in range(PREFETCHED_MAX)] == list(range(PREFETCHED_MAX))
     assert calls_of(client) == before
-    client.drop_prefetched(reads)
+    for read in reads:
+        read.drop()
 
 
 def test_prefetch_and_pull_that_differ_in_create_do_not_meet(cluster: RoleCluster) -> None:
@@ -91,8 +92,10 @@ def test_dropped_prefetches_give_their_memory_back(cluster: RoleCluster) -> None
     first, second = users(client), films(client)
     reads = client.prefetch_tables([(first, np.arange(50)), (second, [1, 2])])
     read = second.pull([1, 2])
-    client.drop_prefetched(reads)
-    client.drop_prefetched(reads)
+    for read in reads:
+        read.drop()
+    for read in reads:
+        read.drop()
     before = calls_of(client)
     first.pull(np.arange(50))
     assert calls_of(client) == before + 1
@@ -112,7 +115,7 @@ def test_prefetch_of_wrong_keys_or_tables_asks_for_nothing(cluster: RoleCluster)
     with pytest.raises(ValueError, match="from another client"):
         client.prefetch_tables([(table, [1]), (other.table("users"), [1])])
     assert calls_of(client) == before
-    assert not client._prefetched
+    assert not client._rows.reads._prefetched
 
 
 def test_prefetch_that_comes_too_late_is_raised_by_the_pull_and_not_used_again(
@@ -174,7 +177,7 @@ def test_prefetched_rows_are_used_across_one_clock_at_most_and_in_sync_across_no
     before = calls_of(client)
     assert table.pull([1, 2])[:, 0].tolist() == [0.0 if used else clocks, 0.0]
     assert calls_of(client) - before == (not used)
-    assert not any(client._prefetched.values())
+    assert not any(client._rows.reads._prefetched.values())
 
 
 def test_prefetch_of_before_a_change_to_sync_is_not_used_after_it(
@@ -183,7 +186,7 @@ def test_prefetch_of_before_a_change_to_sync_is_not_used_after_it(
     client = make_cluster("unix", servers=2, workers=1).client(0)
     table = users(client, rule=Add(), init=ps.Zeros())
     client.set_consistency("users", ps.Sync())
-    while not client.terms("users").collects:
+    while not client.steps.terms("users").collects:
         table.prefetch([1])
         step(table, [1])
     assert client.clock("users") > 0
@@ -201,7 +204,7 @@ def test_prefetches_that_are_too_old_give_their_memory_back_without_a_pull(
     client.drain()
     films(client).pull([1])
     assert in_use(client) == 0
-    assert not client._under_way[table.block.id], "nothing is noted for them any more"
+    assert not client._rows.reads._under_way[table.block.id], "nothing is noted for them any more"
     assert len(reads) == 20
 
 
@@ -307,7 +310,7 @@ def test_loader_that_prefetches_trains_alike_and_its_forwards_send_nothing(
     assert np.array_equal(plain[0], ahead[0]), "no key comes in two batches that follow each other"
     assert (plain[1], ahead[1]) == ([3] * 16, [1] * 16)
     assert 0 not in client.table("users").keys().tolist()
-    assert not any(client._prefetched.values())
+    assert not any(client._rows.reads._prefetched.values())
 
 
 def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: MakeCluster) -> None:
@@ -329,7 +332,7 @@ def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: Ma
             list(worker.loader(data, prefetch=fails, **options))
         with pytest.raises(UnknownName, match="ghosts"):
             next(iter(worker.loader(data, prefetch=lambda batch: {"ghosts": batch[0]}, **options)))
-    assert not any(client._prefetched.values())
+    assert not any(client._rows.reads._prefetched.values())
     client.drain()
     table.pull([1])
     gc.collect()

@@ -14,7 +14,7 @@ from tests.contract.harness import Harness
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 
-from paramserve.client import BlockPush, Client
+from paramserve.client import BlockPush, Client, Snapshots
 from paramserve.client.table import Table, TablePush
 from paramserve.consistency.built_in import (
     Async,
@@ -247,10 +247,10 @@ def test_step_of_no_table_or_of_another_clients_or_with_half_a_push_is_refused(
 def test_table_is_no_block_of_tensors(table: Table) -> None:
     client, block = table.client, table.block
     for use in (
-        lambda: client.fetch(block, 0),
-        lambda: client.store(block, 0, np.zeros(DIM)),
-        lambda: client.step("users", [], pull=[block]),
-        lambda: client.step("users", [BlockPush(block, np.zeros(DIM))]),
+        lambda: client.dense.fetch(block, 0),
+        lambda: client.dense.store(block, 0, np.zeros(DIM)),
+        lambda: client.dense.step("users", [], pull=[block]),
+        lambda: client.dense.step("users", [BlockPush(block, np.zeros(DIM))]),
     ):
         refused(use, ValueError, "'users' is a table")
     assert unchanged(table)
@@ -260,14 +260,14 @@ def test_step_whose_tensors_are_refused_gives_the_tables_memory_back(two: RoleCl
     client = two.client()
     table = users(client)
     dense = client.define("w", np.zeros(3), rule=Add())
-    slot = client.gradient_slot(dense)
+    slot = client.dense.gradient_slot(dense)
     slot[:] = np.nan
-    before = len(client._exchange._pool.taken)
+    before = len(client.connection.exchange._pool.taken)
     for skip, error in ((False, NonFinite), (True, ValueError)):
         push = BlockPush(dense, slot if not skip else np.zeros(3))
         with pytest.raises(error):
-            client.step("default", [push], tables=[TablePush(table, [1], ones(1))], skip=skip)
-    assert len(client._exchange._pool.taken) == before
+            client.dense.step("default", [push], tables=[TablePush(table, [1], ones(1))], skip=skip)
+    assert len(client.connection.exchange._pool.taken) == before
     assert (len(table), client.clock("users")) == (0, 0)
 
 
@@ -383,7 +383,9 @@ def _read_on(link: Link) -> None:
 
 
 def test_table_has_no_snapshots(table: Table) -> None:
-    refused(lambda: table.client.watch("users", 1), ParamServeError, "'users' is a table")
+    refused(
+        lambda: Snapshots(table.client).watch("users", 1), ParamServeError, "'users' is a table"
+    )
     assert unchanged(table)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
-from paramserve.client import BlockPush, Client, Ticket, keyed
+from paramserve.client import BlockPush, Client, Ticket, rows
 from paramserve.client.table import Table, TablePush
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
@@ -66,7 +66,7 @@ def test_too_many_tables_in_one_step_are_refused(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, films = two_tables(make_cluster("unix").client())
-    monkeypatch.setattr(words.client._exchange, "requests", 2)
+    monkeypatch.setattr(words.client.connection.exchange, "requests", 2)
     with pytest.raises(ValueError, match="2 tables, at most 1 go in one"):
         words.client.push_tables([TablePush(words), TablePush(films)])
     words.client.push_tables([TablePush(words)]).result()
@@ -85,7 +85,7 @@ def test_servers_with_a_low_limit_of_requests_take_reads_in_more_messages(
 def test_rows_that_wait_for_a_tick_have_a_limit(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keyed, "STAGED_ROWS_MAX", 3)
+    monkeypatch.setattr(rows, "STAGED_ROWS_MAX", 3)
     cluster = make_cluster("unix", workers=1)
     client = cluster.client(rank=0)
     words = client.table("words", dim=2, rule=SGD(0.5), init=Zeros(), consistency=Sync())
@@ -105,11 +105,11 @@ def test_step_of_tables_alone_counts_leased_samples_once_if_it_has_them(
     client = cluster.client()
     words, films = two_tables(client)
     marks = iter([(7, 32), (7, 64)])
-    client.next_mark = lambda: next(marks)
+    client.steps.next_mark = lambda: next(marks)
     client.push_tables([TablePush(words), TablePush(films)], leased=leased).result()
     found = [
         (report.name, lease, samples)
-        for beat in client.reports()
+        for beat in client.connection.reports()
         for report in beat.groups
         for _, lease, samples in report.marks
     ]
@@ -142,10 +142,10 @@ def test_step_of_tables_and_tensors_is_one_frame_to_each_shard(
     dense = client.define("w", np.zeros(30_000), rule=Add())
     frames = Frames(monkeypatch)
     keys = np.arange(100)
-    slot = client.gradient_slot(dense)
+    slot = client.dense.gradient_slot(dense)
     slot[:] = 1.0
     tables = [TablePush(words, keys, ones(100, 2)), TablePush(films, keys, ones(100, 3))]
-    ticket = client.step("default", [BlockPush(dense, slot)], pull=[dense], tables=tables)
+    ticket = client.dense.step("default", [BlockPush(dense, slot)], pull=[dense], tables=tables)
     sent = list(frames.sent)
     outcome = ticket.result()
     assert (len(sent), len(set(sent))) == (3, 3)
@@ -165,11 +165,11 @@ def test_step_with_one_bad_table_sends_nothing_of_the_others(cluster: RoleCluste
     dense = client.define("w", np.zeros(3), rule=Add())
     before = versions(cluster)
     bad = np.full((1, 3), np.nan)
-    slot = client.gradient_slot(dense)
+    slot = client.dense.gradient_slot(dense)
     slot[:] = 1.0
     for use in (
         lambda: client.push_tables([TablePush(words, [1], ones(1, 2)), TablePush(films, [7], bad)]),
-        lambda: client.step(
+        lambda: client.dense.step(
             "default",
             [BlockPush(dense, slot)],
             tables=[TablePush(words, [1], ones(1, 2)), TablePush(films, [7], bad)],
@@ -379,11 +379,11 @@ def test_sync_steps_of_two_tables_and_tensors_are_all_or_nothing(
     ]
     tickets = []
     for client, block, (films, words) in zip(clients, blocks, both, strict=True):
-        slot = client.gradient_slot(block)
+        slot = client.dense.gradient_slot(block)
         slot[:] = 1.0
         pushes = [TablePush(words, [1, 2], ones(2, 2)), TablePush(films, [1], ones(1, 3))]
         tickets.append(
-            client.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
+            client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
         )
         if client is clients[0]:
             wait_until(lambda: both[1][0].pull([1], create=False)[0, 0] == 1.0)

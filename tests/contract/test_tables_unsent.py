@@ -42,13 +42,13 @@ def test_dense_gradient_that_is_refused_fails_the_kept_pushes_of_all_its_tables(
     tables = two_tables(client)
     early = [table.push([1], ones(1), weight=3.0) for table in tables]
     pushes = [TablePush(table, [2], ones(1)) for table in tables]
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = bad if bad is not None else 0.0
     gradient = slot if bad is not None else np.ones(4)
     with pytest.raises(raised):
-        client.step("default", [BlockPush(block, gradient)], tables=pushes, weight=3.0)
+        client.dense.step("default", [BlockPush(block, gradient)], tables=pushes, weight=3.0)
     slot[:] = 1.0
-    ended = client.step("default", [BlockPush(block, slot)], tables=pushes)
+    ended = client.dense.step("default", [BlockPush(block, slot)], tables=pushes)
     assert ended.result().version == 1
     for ticket in early:
         with pytest.raises(ParamServeError, match=told):
@@ -68,13 +68,13 @@ def test_step_without_a_tick_that_is_refused_leaves_what_was_kept(
     block = client.define("w", np.zeros(4), rule=Add())
     words, films = two_tables(client)
     early = words.push([1], ones(1))
-    slot = client.gradient_slot(block)
+    slot = client.dense.gradient_slot(block)
     slot[:] = np.nan
     push = [BlockPush(block, slot)]
     with pytest.raises(NonFinite):
-        client.step("default", push, tables=[TablePush(films)], tick=False)
+        client.dense.step("default", push, tables=[TablePush(films)], tick=False)
     with pytest.raises(NonFinite):
-        client.step("default", push, tables=[TablePush(films)])
+        client.dense.step("default", push, tables=[TablePush(films)])
     client.tick("words").result()
     assert early.result().version == 1
     assert words.pull([1])[0, 0] == 1.0

@@ -18,7 +18,7 @@ def adds(worker: ps.Worker, deaf: bool = False) -> tuple[int, int]:
     client.define("enough", np.zeros(1), rule=ps.Add(), group="control")
     one[worker.rank] = 1.0
     while not client.pull("enough")[0]:
-        if client.retiring and not deaf:
+        if client.steps.retiring and not deaf:
             break
         client.push_pull({"w": one}, tick=True)
     return worker.incarnation, worker.clock

@@ -20,16 +20,16 @@ def trains(worker: ps.Worker) -> tuple[int, int]:
     tables = [client.table(n, dim=2, rule=ps.Add(), init=ps.Zeros()) for n in names]
     client.define("enough", np.zeros(1), rule=ps.Add(), group="control", consistency=ps.Async())
     client.define("w", np.zeros(1), rule=ps.Add())
-    block = next(b for b in client._exchange.blocks.values() if b.group_name == "default")
+    block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
     steps = 0
     while not client.pull("enough")[0]:
-        slot = client.gradient_slot(block)
+        slot = client.dense.gradient_slot(block)
         slot[:] = 1.0
         pushes = [TablePush(table, [1], ROW) for table in tables]
-        ticket = client.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
+        ticket = client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
         ticket.result()
         ticket.release()
         steps += 1
     for group in (*names, "default"):
         client.rest(group)
-    return steps, client.missed
+    return steps, client.steps.missed

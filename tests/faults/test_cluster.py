@@ -46,7 +46,7 @@ def test_cluster_ranks_step_together_under_sync() -> None:
     with ps.Cluster(servers=2, workers=2, consistency=ps.Sync(reduce="sum")) as cluster:
         ranks = [cluster.client(rank=rank) for rank in range(2)]
         assert [client.rank for client in ranks] == [0, 1]
-        assert [client.workers for client in ranks] == [2, 2]
+        assert [client.connection.workers for client in ranks] == [2, 2]
         ranks[0].define("w", np.zeros(4), rule=ps.Add())
         tickets = []
         for client in ranks:

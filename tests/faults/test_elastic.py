@@ -191,9 +191,9 @@ def test_command_scale_opens_and_retires_ranks_of_plain_processes(tmp_path: Path
                 client = worker.client
                 client.define("w", np.zeros(1), rule=ps.Add())
                 client.push_pull({"w": np.ones(1)}, tick=True)
-                assert not client.retiring
+                assert not client.steps.retiring
                 scale(1)
-                until(lambda: client.push_pull({"w": np.ones(1)}) and client.retiring)
+                until(lambda: client.push_pull({"w": np.ones(1)}) and client.steps.retiring)
             with pytest.raises(ParamServeError, match="started for 1 workers"):
                 ps.connect(address, rank=1, token_file=token)
         finally:

@@ -23,7 +23,12 @@ def _leaves_nothing() -> Iterator[None]:
 
 def taking_part(client: ps.Client) -> set[frozenset[int]]:
     """The ranks that the groups wait for, as the shards say."""
-    groups = [group for beat in client.reports() for group in beat.groups if group.name in GROUPS]
+    groups = [
+        group
+        for beat in client.connection.reports()
+        for group in beat.groups
+        if group.name in GROUPS
+    ]
     return {frozenset(rank for rank, _ in group.clocks) for group in groups}
 
 

@@ -208,7 +208,7 @@ def test_running_job_can_be_read_and_connected_to(pipe: str) -> None:
     assert client.rank == -1
     assert client.pull("w").shape == (victims.SIZE,)
     with pickle.loads(pickle.dumps(job.handle())).connect() as elsewhere:
-        assert elsewhere.id != client.id
+        assert elsewhere.connection.id != client.connection.id
         assert elsewhere.pull("w").shape == (victims.SIZE,)
     assert job.status().workers == {0: "running", 1: "running"}
     job.stop()

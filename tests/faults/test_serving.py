@@ -279,7 +279,7 @@ def test_another_number_of_workers_is_refused_and_the_rank_stays_free(servers: S
     with pytest.raises(ParamServeError, match=r"started for 2 workers, but rank 1.*as one of 4"):
         ps.connect(address, rank=1, workers=4, token_file=servers.token)
     with ps.connect(address, rank=1, workers=2, token_file=servers.token) as worker:
-        assert worker.client.incarnation == 1, "the one that was refused has not been there"
+        assert worker.incarnation == 1, "the one that was refused has not been there"
 
 
 # --- who may come --------------------------------------------------------------------------------

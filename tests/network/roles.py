@@ -126,7 +126,7 @@ def worker(
     with joined:
         client = joined.client
         blocks = define(client, counting)
-        tell(joined=client.incarnation, clock=client.clock(), links=links(client))
+        tell(joined=client.connection.incarnation, clock=client.clock(), links=links(client))
         for number, clock in enumerate(range(client.clock(), clocks)):
             call = {
                 "writer": writer,
@@ -148,13 +148,13 @@ def step(
     number, clock = call["number"], call["clock"]
     push = []
     for block in blocks:
-        slot = client.gradient_slot(block)
+        slot = client.dense.gradient_slot(block)
         counting.fill(slot, block, Pushed(call["writer"], call["rank"], number, clock))
         push.append(BlockPush(block, slot))
     tell(call={**call, "issued": time.monotonic_ns()})
     tell(step=clock)
     try:
-        ticket = client.step("default", push, pull=blocks)
+        ticket = client.dense.step("default", push, pull=blocks)
         outcome = ticket.result()
     except ParamServeError as error:
         told = {"number": number, "error": type(error).__name__, "applied": error.applied}
@@ -168,7 +168,7 @@ def step(
 
 def links(client: Client) -> list[tuple[str, bool]]:
     """For each shard, the address that was reached and whether memory is shared."""
-    found = [shard.link for shard in client._exchange.shards]
+    found = [shard.link for shard in client.connection.exchange.shards]
     return [(link.address, link.shared) for link in found if link is not None]
 
 
@@ -177,7 +177,7 @@ def reader(tell: Teller, address: str, token: str, *, writers: int) -> None:
     counting = Counting(writers)
     with Client.connect(f"tcp:{address}", credentials_of(token)) as client:
         blocks = client.blocks()
-        values = {block.id: client.fetch(block, 0)[0] for block in blocks}
+        values = {block.id: client.dense.fetch(block, 0)[0] for block in blocks}
         tell(final=[row for block in blocks for row in rows(counting, block, values[block.id])])
 
 

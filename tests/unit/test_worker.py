@@ -31,6 +31,7 @@ class RecordsCalls:
         self.incarnation = 1
         self.repeated = 0
         self.clocks = {"default": 4, "model": 7}
+        self.connection = self.steps = self
         self.calls: list[Any] = []
         self.policies: dict[str, Policy] = {}
 
@@ -41,7 +42,8 @@ class RecordsCalls:
     def clock(self, group: str = "default") -> int:
         return self.clocks.get(group, 0)
 
-    def log(self, values: dict[str, float]) -> None:
+    def log(self, clock: int, values: dict[str, float]) -> None:
+        assert clock == 7
         self.calls.append(("log", values))
 
     def send_log(self) -> None:
@@ -205,7 +207,8 @@ def run_main(
         client.calls.append(kind)
         reports.append((kind, body))
 
-    monkeypatch.setattr(worker_module.Client, "connect", connect)
+    monkeypatch.setattr(worker_module.Connection, "join", connect)
+    monkeypatch.setattr(worker_module, "Client", lambda connection: connection)
     payload = msgspec.msgpack.encode(WorkerConfig(1, ("unix:/nowhere",), 17))
     state, legacy, finders = random.getstate(), np.random.get_state(), list(sys.meta_path)
     try:

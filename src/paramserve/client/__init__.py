@@ -1,28 +1,30 @@
 """The client: routes pushes and pulls to the shards, by name, by block or by key.
 
-From the face down: `by_name` (key-value) and `leases`; `watching` (snapshots), `by_block` (steps,
-values), `tables`, `keyed` and `reading` (tables: who defines one; their pushes; their reads),
-`changing` (policies, rests), `defining` (blocks) and `life` (joining, resuming, closing), each a
-class that derives from the next. `gradients`, `rows` and `names`: what goes into shared memory.
-`steps` (one message to every shard), with what they go by: `clocks` (how far this client is),
-`ticket` (a step's outcome). `table` (a table as its users
-hold it), `row_cache`, `arrow`. `exchange` (sessions, waiting, sending again) and `heartbeat`;
-`links` (connections, slots) and `payloads` (bytes in frames).
+`client` is what users hold. It owns the parts that make its calls: `connection` (joins, leaves),
+`steps` (one message to every shard; `clocks` and `entering`: how far the client is), `directory`
+(what is defined), `dense` (parameters by name and by block; `gradients`: their way into shared
+memory), `rows` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
+`leases` and `snapshots` work through a client. `table` and `ticket` are what its calls give back;
+`names` and `arrow` read what they are given. Below: `exchange` (sessions, waiting, sending again),
+`links` (connections, slots), `payloads` (bytes in frames) and `heartbeat`.
 """
 
-from paramserve.client.by_name import Client
+from paramserve.client.client import Client
+from paramserve.client.connection import Connection
 from paramserve.client.row_cache import CacheReport
+from paramserve.client.snapshots import GroupSnapshot, Snapshots
 from paramserve.client.steps import BlockPush
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Outcome, Ticket
-from paramserve.client.watching import GroupSnapshot
 
 __all__ = [
     "BlockPush",
     "CacheReport",
     "Client",
+    "Connection",
     "GroupSnapshot",
     "Outcome",
+    "Snapshots",
     "Table",
     "TablePush",
     "Ticket",

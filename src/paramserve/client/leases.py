@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from paramserve.client.client import Client
 from paramserve.errors import ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
-from paramserve.transport.control import ControlLink
 
 WAIT_S = 2.0
 """How long one question for samples waits at the coordinator."""
@@ -31,24 +31,6 @@ AS_WORKER_SAYS = 0
 """For a plan's `batches_per_step`, until the first loop begins."""
 
 Mark = tuple[int, int]
-
-
-class Client(Protocol):
-    """What leases need of the worker's client."""
-
-    next_mark: Callable[[], Mark | None] | None
-
-    @property
-    def _control(self) -> ControlLink: ...
-    @property
-    def retiring(self) -> bool: ...
-    @property
-    def waited_s(self) -> float: ...
-    @property
-    def patience_s(self) -> float: ...
-    def drain(self) -> None: ...
-    def rest(self, group: str) -> None: ...
-    def enter(self, group: str) -> bool: ...
 
 
 class OwnSteps(Protocol):
@@ -78,7 +60,7 @@ class Worker(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def client(self) -> Any: ...  # a `Client`
+    def client(self) -> Client: ...
     @property
     def groups(self) -> tuple[str, ...]:
         """That this worker steps on."""
@@ -128,7 +110,9 @@ class LeasedWork:
         self.active = False
         """Whether a loop is under way."""
         self._worker = worker
-        self._client: Client = worker.client
+        self._client = worker.client
+        self._connection = worker.client.connection
+        self._control = worker.client.connection.control
         self._told = told
         self._clock = clock
         self._turn = 0
@@ -180,7 +164,7 @@ class LeasedWork:
             self._finishes = True
             self._worker.finishers.append(self.finish)
         self._worker.leased = self
-        self._client.next_mark = self.next_mark
+        self._client.steps.next_mark = self.next_mark
         self.active = True
         self._since = None
         if self.over or (self._begun and not self.more() and self.over):
@@ -206,7 +190,7 @@ class LeasedWork:
     @property
     def retiring(self) -> bool:
         """Whether the run wants this worker to end."""
-        return self._client.retiring
+        return self._client.steps.retiring
 
     @property
     def _left(self) -> int:
@@ -230,7 +214,7 @@ class LeasedWork:
         self.settle()
         if self._left:
             return False
-        before_s, waited_s = self._clock(), self._client.waited_s
+        before_s, waited_s = self._clock(), self._connection.waited_s
         try:
             self._client.drain()
             for group in self._worker.groups:
@@ -241,7 +225,7 @@ class LeasedWork:
                 self._enter()
             return found
         finally:
-            waited_s = self._client.waited_s - waited_s
+            waited_s = self._connection.waited_s - waited_s
             self._waited_s += self._clock() - before_s - waited_s
 
     def _enter(self) -> None:
@@ -263,12 +247,12 @@ class LeasedWork:
                 return False
             if self._lease.holders != holders:
                 holders, changed_s = self._lease.holders, self._clock()
-            elif self._clock() - changed_s > self._client.patience_s:
+            elif self._clock() - changed_s > self._client.steps.patience_s:
                 who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
                 raise Timeout(
                     f"rank {self._worker.rank} waits for the end of loader {self.name!r}: "
                     f"{who or 'a rank that ended'} has not finished what was leased to it, for "
-                    f"{self._client.patience_s:.1f} s",
+                    f"{self._client.steps.patience_s:.1f} s",
                     fix="step with every batch that a leased loader gives, leave its loop with "
                     "break if you will not, or raise deadlines=ps.Deadlines(busy_s=...)",
                 )
@@ -281,7 +265,7 @@ class LeasedWork:
         message = Lease(
             0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken
         )
-        self._lease = self._client._control.call(message, Leased, timeout_s=wait_s)
+        self._lease = self._control.call(message, Leased, timeout_s=wait_s)
         if not idle:  # else the one who waits counts it
             self._waited_s += self._clock() - before_s
         self.over = self._lease.over
@@ -326,7 +310,7 @@ class LeasedWork:
             # Where the coordinator is gone, or this worker counts as dead, there is nobody to
             # give it to; what a worker holds goes back when it ends, too.
             with contextlib.suppress(ParamServeError):
-                self._client._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
+                self._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
         self._lease = Leased(0)
         self._pending = deque(islice(self._pending, kept))
         self._delivered = kept if self._told else 0
@@ -384,7 +368,7 @@ class LeasedWork:
 
     def _measure(self, samples: int) -> None:
         """Own compute: from step to step, without what was waited for."""
-        now, waited_s = self._clock(), self._client.waited_s + self._waited_s
+        now, waited_s = self._clock(), self._connection.waited_s + self._waited_s
         if self._since is not None:
             busy_s = now - self._since[0] - (waited_s - self._since[1])
             if busy_s > 0:

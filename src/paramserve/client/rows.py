@@ -1,129 +1,339 @@
-"""What a step says of a table's rows, and the slots that its keys, gradients and values lie in.
+"""A client's tables: pushes of rows, those of several tables in one message to each shard.
 
-Keys and gradients are written straight to where each shard reads them. A pulled array lies where
-the shards have written it; its slot goes back when the last view of it is gone.
+Whole tables are read and written here as well.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.links import Links, Slot
+from paramserve.client.connection import Connection
+from paramserve.client.exchange import done
+from paramserve.client.names import as_keys
+from paramserve.client.row_reads import RowRead, RowReads, TableRead
+from paramserve.client.row_slots import RowPush, class_bytes, lay_push
+from paramserve.client.steps import StepOptions, StepParts, Steps, check_row_hyper, check_weight
+from paramserve.client.table import Table, TablePush
+from paramserve.client.ticket import Ticket
+from paramserve.compiling import load_routing
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
-from paramserve.messages import Gradient, Keys, ReadTarget
+from paramserve.core.table.parts import Records, records_at, records_bytes
+from paramserve.errors import NonFinite, Overloaded, ParamServeError
+from paramserve.messages import Put, Scan, ShardRequest, TableReport
 from paramserve.rules.base import Hyper
 
 Array = npt.NDArray[Any]
 
-CLASSES = 8
-"""Slots of rows have one of so many sizes between a power of two and the next: batches differ by
-some rows, and a slot of the same size is used again without cutting memory anew."""
+SCAN_ROWS_MIN = 1024
+"""A scan looks at this many rows at a time at least, if it may: some can be free."""
+STAGED_ROWS_MAX = 1 << 24
+"""Rows of one table that may wait for its tick, under a policy that collects."""
 
 
-class RowPush(NamedTuple):
-    """Gradients of one table's rows, captured."""
+class Rows:
+    """What a client pushes to tables, and whole tables.
 
-    block: Block
-    headers: tuple[Gradient, ...]
-    """For each shard."""
-    slot: Slot
-    bad: int
-    """The number of a row that is not finite, or -1."""
-
-
-class RowPull(NamedTuple):
-    """A read of one table's rows."""
-
-    block: Block
-    places: tuple[ReadTarget, ...]
-    """For each shard."""
-    keys: Slot
-    values: Slot
-    rows: int
-
-
-class Lent:
-    """Memory of a slot as an array that owns it: the slot goes back when the array is gone."""
-
-    def __init__(self, links: Links, slot: Slot, shape: tuple[int, int]) -> None:
-        self._links, self._slot = links, slot
-        memory = slot.bytes
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": "<f4",
-            "data": (memory.ctypes.data, False),
-            "version": 3,
-        }
-        self._memory = memory  # The mapping lives as long as this.
-
-    def __del__(self) -> None:
-        if "_slot" in self.__dict__:  # else it was not constructed to its end
-            self._links.give_back_later(self._slot)
-
-
-def class_bytes(nbytes: int) -> int:
-    """The size of the slot for so many bytes."""
-    step = max(64, (1 << max(nbytes - 1, 1).bit_length()) // (2 * CLASSES))
-    return -(-nbytes // step) * step
-
-
-def lay_push(
-    links: Links, block: Block, keys: Array, values: Array, hyper: Hyper | None
-) -> RowPush:
-    """Capture the gradients of some rows; those of equal keys are summed.
+    Attributes:
+        reads: of rows.
 
     Args:
-        keys: int64 [n].
-        values: float32 [n, dim].
+        client: that the tables are got from, for their users.
     """
-    assert block.table is not None
-    shards = len(links.shards)
-    found, numbers = routing.distinct(keys)
-    counts = routing.counts_of(found, shards)
-    offsets, nbytes = routing.gradient_offsets(counts, block.table.dim)
-    slot = links.take(class_bytes(nbytes))
-    bad = routing.lay_gradient(found, numbers, values, counts, offsets, slot.bytes)
-    headers = tuple(
-        Gradient(block.id, slot.arena, slot.offset + offset, None, hyper, count)
-        for offset, count in zip(offsets, counts, strict=True)
-    )
-    return RowPush(block, headers, slot, bad)
 
+    def __init__(self, connection: Connection, steps: Steps, client: Any) -> None:
+        self.reads = RowReads(connection, steps)
+        self._connection = connection
+        self._steps = steps
+        self._exchange = connection.exchange
+        self._lock = connection.lock
+        self._client = client
+        self._tables: dict[str, Table] = {}
+        self._staged_rows: dict[str, list[TablePush]] = {}
+        """By table, under a policy that collects: gradients of the step under way."""
+        self._good_hyper: dict[int, Hyper] = {}
+        """By table's block: hyper-parameters that were found good last."""
 
-def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPull:
-    """Take memory for a read of some rows, and write the keys for each shard.
+    def known(self, name: str) -> Table | None:
+        """The table of this name, if it was asked for before."""
+        return self._tables.get(name)
 
-    Args:
-        keys: int64 [n].
-    """
-    assert block.table is not None
-    dim, total = block.table.dim, keys.size
-    counts = routing.counts_of(keys, len(links.shards))
-    offsets, nbytes = routing.key_offsets(counts)
-    asked = links.take(class_bytes(nbytes))
-    try:
-        values = links.take(class_bytes(4 * dim * total))
-    except BaseException:
-        links.give_back([asked])
-        raise
-    routing.lay_keys(keys, counts, offsets, asked.bytes)
-    places = tuple(
-        ReadTarget(
-            block.id,
-            values.arena,
-            values.offset,
-            Keys(count, asked.arena, asked.offset + offset, total, create),
+    def table(self, block: Block) -> Table:
+        """The table that a block is: the same object for the same name."""
+        load_routing()
+        return self._tables.setdefault(block.group_name, Table(self._client, self, block))
+
+    def prefetch(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
+        """See `Client.prefetch_tables`."""
+        wanted: list[tuple[Block, Array, bool]] = []
+        for table, keys, create in (TableRead(*each) for each in reads):
+            self._check_own(table)
+            wanted.append((table.block, as_keys(keys, table.name)[0], create))
+        return self.reads.prefetch(wanted)
+
+    # --- pushes ----------------------------------------------------------------------------------
+
+    def push(
+        self,
+        pushes: Sequence[TablePush],
+        *,
+        tick: bool = True,
+        weight: float | None = None,
+        skip: bool = False,
+        leased: bool = False,
+    ) -> Ticket:
+        """See `Client.push_tables`."""
+        self._connection.check()
+        with self._lock:
+            if not pushes:
+                raise ValueError("a step of tables names at least one")
+            collects = [not tick and self._collects_rows(push.table.block) for push in pushes]
+            if not any(collects):
+                parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
+                parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
+                return joined(self._steps.send_together(parts))
+            self._check_tables(pushes)
+            self._steps.raise_unread()
+            kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
+            others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
+            tickets: list[Ticket] = []
+            if others:
+                parts = self.parts(others, tick=False, weight=weight, skip=skip)
+                tickets = self._steps.send_together(parts)
+            tickets += [self._keep_rows(push, weight, skip) for push in kept]
+            return joined(tickets)
+
+    def _collects_rows(self, block: Block) -> bool:
+        staged = block.group_name in self._staged_rows
+        return staged or self._steps.traits_of(block).collects
+
+    def _to_keep(self, push: TablePush, weight: float | None) -> TablePush:
+        """Checked copies of gradients that wait for their table's tick; raises as `Table.push`."""
+        block, name = push.table.block, push.table.name
+        check_weight(weight)
+        self._steps.check_same_weight(name, weight)
+        keys, values = _checked(push)
+        self._check_hyper(block, self._one_hyper(name, [*self._staged_rows.get(name, ()), push]))
+        if not np.isfinite(values).all() and self._steps.refuses(block):
+            row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+            raise self._bad_row(block, int(keys[row]))
+        waiting = sum(_checked(each)[0].size for each in self._staged_rows.get(name, ()))
+        if waiting + len(keys) > STAGED_ROWS_MAX:
+            raise Overloaded(
+                f"{waiting} rows of table {name!r} wait for its tick, and {len(keys)} "
+                f"more came; at most {STAGED_ROWS_MAX} may",
+                fix="end the step with client.tick(table.name), or give the table ps.Async()",
+            )
+        return TablePush(push.table, keys.copy(), values.copy(), push.hyper)
+
+    def _keep_rows(self, push: TablePush, weight: float | None, skip: bool) -> Ticket:
+        """Keep gradients until their table's tick."""
+        name = push.table.name
+        if not skip:
+            self._staged_rows.setdefault(name, []).append(push)
+        if weight is not None:
+            self._steps.weights[name] = weight
+        return self._steps.stage(push.table.block)
+
+    def _check_tables(self, pushes: Sequence[TablePush]) -> None:
+        names = [push.table.name for push in pushes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a step names the tables {names}: name each of them once")
+        most = self._exchange.requests - 1
+        if len(names) > most:
+            raise ValueError(
+                f"a step names {len(names)} tables, at most {most} go in one: put fields with rows "
+                "of one width into one table, their keys hashed with the field's name"
+            )
+        for table in (push.table for push in pushes):
+            self._check_own(table)
+
+    def _check_own(self, table: Table) -> None:
+        if table.client is not self._client:
+            raise ValueError(f"table {table.name!r} was got from another client")
+
+    def _check_hyper(self, block: Block, hyper: Hyper | None) -> None:
+        """As `check_row_hyper`; most steps bring those of the one before."""
+        if hyper is not None and self._good_hyper.get(block.id) != hyper:
+            check_row_hyper(block, hyper)
+            self._good_hyper[block.id] = hyper
+
+    def _one_hyper(self, table: str, pushes: Sequence[TablePush]) -> Hyper | None:
+        """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
+        said = {push.hyper for push in pushes if push.keys is not None or push.hyper is not None}
+        if len(said) > 1:
+            raise ValueError(
+                f"the step of table {table!r} under way has pushes with the hyper-parameters "
+                f"{', '.join(map(str, said))}: a step has the same ones throughout"
+            )
+        return next(iter(said), None)
+
+    def parts(
+        self, pushes: Sequence[TablePush], *, tick: bool, weight: float | None, skip: bool
+    ) -> list[StepParts]:
+        """Capture a step's gradients of tables; the caller holds the lock, and sends them.
+
+        Raises:
+            As `Table.push`: nothing is captured.
+        """
+        check_weight(weight)
+        self._check_tables(pushes)
+        for push in pushes:
+            self._steps.check_same_weight(push.table.name, weight)
+        ready = []
+        for push in pushes:
+            staged = self._staged_rows.get(push.table.name, []) if tick else []
+            hyper = self._one_hyper(push.table.name, [*staged, push])
+            self._check_hyper(push.table.block, hyper)
+            ready.append((push.table.block, hyper, *_checked(push)))
+        self._steps.begin(requests=len(pushes) + 1)
+        parts: list[StepParts] = []
+        if tick and pushes:
+            self._exchange.unfinished = "a step"
+        try:
+            for block, hyper, keys, values in ready:
+                staged = self._staged_rows.pop(block.group_name, []) if tick else []
+                said = self._steps.weights.pop(block.group_name, 1.0) if tick else 1.0
+                if staged:
+                    keys = np.concatenate([*(each.keys for each in staged), keys])
+                    values = np.concatenate([*(each.gradients for each in staged), values])
+                row_pushes: tuple[RowPush, ...] = ()
+                if keys.size and not skip:
+                    row_pushes = (self._captured(block, keys, values, hyper),)
+                    self.reads.wrote(block, keys)
+                self.reads.base_of_push(block)
+                bad = any(each.bad >= 0 for each in row_pushes)
+                options = StepOptions(tick, said if weight is None else weight, skip or bad)
+                what = "step" if tick else "push"
+                parts.append(StepParts(what, block, options=options, row_pushes=row_pushes))
+        except BaseException as error:
+            taken = pushes[: len(parts) + 1] if tick else ()
+            self.unsent(parts, [push.table.name for push in taken], error)
+            raise
+        return parts
+
+    def unsent(self, parts: Sequence[StepParts], tables: Sequence[str], why: BaseException) -> None:
+        """Captured parts are not sent, nor rows that waited for the tick of these tables."""
+        self._exchange.give_back([slot for each in parts for slot in each.slots])
+        for table in tables:
+            self._steps.fail_staged(table, why)
+        self._exchange.unfinished = ""
+
+    def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
+        push = lay_push(self._exchange, block, keys, values, hyper)
+        if push.bad >= 0 and self._steps.refuses(block):
+            self._exchange.give_back([push.slot])
+            raise self._bad_row(block, int(keys[push.bad]))
+        return push
+
+    def _bad_row(self, block: Block, key: int) -> NonFinite:
+        rank = self._connection.rank
+        who = f"rank {rank}" if rank >= 0 else "a client without a rank"
+        return NonFinite(
+            f"the gradient of key {key} of table {block.group_name!r} on {who} holds NaN or Inf, "
+            "or its sum with others of that key does",
+            fix="lower the learning rate, clip, or use on_nonfinite='skip' in the table's policy",
         )
-        for offset, count in zip(offsets, counts, strict=True)
-    )
-    return RowPull(block, places, asked, values, total)
+
+    # --- whole tables ----------------------------------------------------------------------------
+
+    def reports(self, block: Block) -> list[TableReport]:
+        """What each shard has of a table, in shard order."""
+        found = {
+            beat.shard: report.table
+            for beat in self._connection.reports()
+            for report in beat.groups
+            if report.name == block.group_name and report.table is not None
+        }
+        missing = [s.number for s in self._exchange.shards if s.number not in found]
+        if missing:
+            raise ParamServeError(
+                f"shards {missing} said nothing of table {block.group_name!r}",
+                fix="look at these servers",
+            )
+        return [found[shard.number] for shard in self._exchange.shards]
+
+    def scan(
+        self, block: Block, rows: int, width: int, timeout_s: float | None
+    ) -> Iterator[Records]:
+        """Whole rows, shard by shard; see `Table.scan`."""
+        # Memory is taken for a whole part: not for more rows than there are.
+        most = max(report.rows for report in self.reports(block))
+        rows = min(rows, max(most, SCAN_ROWS_MIN))
+        for shard in range(len(self._exchange.shards)):
+            cursor = 0
+            while cursor >= 0:
+                records, cursor = self._scan_part(block, shard, cursor, rows, width, timeout_s)
+                if records.keys.size:
+                    yield records
+
+    def _scan_part(
+        self,
+        block: Block,
+        shard: int,
+        cursor: int,
+        rows: int,
+        width: int,
+        timeout_s: float | None,
+    ) -> tuple[Records, int]:
+        self._connection.check()
+        assert block.table is not None
+        kept, dim = (width if width >= 0 else None), block.table.dim
+        with self._lock:
+            slot = self._exchange.take(class_bytes(records_bytes(rows, dim, kept)))
+            requests: list[ShardRequest] = [
+                Scan(0, block.id, cursor, rows if each == shard else 0, width, slot.arena, at)
+                for each, at in enumerate([slot.offset] * len(self._exchange.shards))
+            ]
+            operation = self._steps.finish("fetch", requests, timeout_s, [slot])
+            found, after = done(operation)[shard].counts
+            # The slot may be given out again when the lock is let go of.
+            lying = records_at(slot.bytes, 0, rows, dim, kept)
+            return lying.first(found), after
+
+    def put(self, block: Block, records: Records, timeout_s: float | None) -> None:
+        """Overwrite or create whole rows; see `Table.put`."""
+        self._connection.check()
+        assert block.table is not None
+        dim = block.table.dim
+        width = -1 if records.state is None else records.state.shape[1]
+        kept = width if width >= 0 else None
+        shards = len(self._exchange.shards)
+        owner = routing.shards_of(records.keys, shards)
+        with self._lock:
+            counts = [int((owner == shard).sum()) for shard in range(shards)]
+            sizes = [records_bytes(count, dim, kept) for count in counts]
+            slot = self._exchange.take(class_bytes(sum(sizes)))
+            self.reads.wrote(block, records.keys)
+            requests: list[ShardRequest] = []
+            offset = 0
+            for shard, count in enumerate(counts):
+                into = records_at(slot.bytes, offset, count, dim, kept)
+                chosen = np.flatnonzero(owner == shard)
+                for target, source in zip(into, records, strict=True):
+                    if target is not None and source is not None:
+                        target[...] = source[chosen]
+                requests.append(Put(0, block.id, count, width, slot.arena, slot.offset + offset))
+                offset += sizes[shard]
+            self._steps.finish("assign", requests, timeout_s, [slot])
 
 
-def owned(links: Links, pull: RowPull) -> Array:
-    """The rows of a pull that is answered, float32 [rows, dim]: the caller's to keep."""
-    assert pull.block.table is not None
-    return np.asarray(Lent(links, pull.values, (pull.rows, pull.block.table.dim)))
+def _checked(push: TablePush) -> tuple[Array, Array]:
+    """Its keys, int64 [n], and gradients, float32 [n, dim]."""
+    if push.keys is None and push.gradients is None:
+        return np.empty(0, np.int64), np.empty((0, push.table.dim), np.float32)
+    if push.keys is None or push.gradients is None:
+        raise ValueError(f"keys and gradients of table {push.table.name!r} come together")
+    return push.table.checked(push.keys, push.gradients)
+
+
+def joined(tickets: Sequence[Ticket]) -> Ticket:
+    """The last ticket, which waits for the others as well, and raises what they raise."""
+    *others, last = tickets
+    last.others = tuple(others)
+    return last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import deque
@@ -14,14 +15,25 @@ import numpy.typing as npt
 from paramserve.client import timeouts
 from paramserve.client.entering import Entering, left_until
 from paramserve.client.exchange import Exchange, Slot, again
-from paramserve.client.rows import RowPull, RowPush
+from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
 from paramserve.config import RuleSpec
+from paramserve.consistency.base import number
+from paramserve.consistency.registry import PolicyTraits
+from paramserve.core.group import outside, resume, undecided
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, Timeout
-from paramserve.messages import CURRENT_CLOCK, Gradient, ReadTarget, ShardRequest, Step
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Gradient,
+    GroupReport,
+    ReadTarget,
+    ServerBeat,
+    ShardRequest,
+    Step,
+)
 from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.registry import build as build_rule
@@ -36,7 +48,7 @@ PARTS_KEPT_MAX = 4096
 
 
 class BlockPush(NamedTuple):
-    """One block's gradient for `Client.step`.
+    """One block's gradient for `Dense.step`.
 
     `gradient` is what `gradient_slot` gave; `active` lists the pieces that have a gradient (None:
     all); `hyper` are the rule's hyper-parameters for this push (None: as defined).
@@ -160,26 +172,45 @@ class Prepared(NamedTuple):
 class Steps(Entering):
     """Sends steps of this client. The caller holds the client's lock.
 
-    `versions` has the version read last by group number and shard.
+    Attributes:
+        timeout_s: deadline of every call that names none.
+        busy_s: how long live workers are waited for, where no call says how long.
+        stall_s: how long a shard that lives may take to say whom a wait is for.
+        all_live: whether the coordinator counts all of these ranks as live.
+        versions: read last, by group number and shard.
+        resumed: the clock of each group where this client began, if not at 0.
+        repeated: Async: how many steps of an older incarnation some shard has had that this one
+            takes again, since another had not.
+        next_mark: is called once for each step that ends a clock, in order, and gives its mark
+            (lease, samples); None: there are none.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, timeout_s: float, terms: GroupTraits) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        timeout_s: float,
+        terms: GroupTraits,
+        *,
+        busy_s: float = 0.0,
+        stall_s: float = 0.0,
+        all_live: Callable[[Collection[int]], bool] = lambda ranks: False,
+    ) -> None:
         super().__init__(terms)
         self.timeout_s = timeout_s
+        self.busy_s = busy_s
+        self.stall_s = stall_s
+        self.all_live = all_live
         self.versions: dict[int, list[int]] = {}
-        self.busy_s = 0.0
-        """How long live workers are waited for, where no call says how long."""
-        self.stall_s = 0.0
-        """How long a shard that lives may take to say whom a wait is for."""
-        self.all_live: Callable[[Collection[int]], bool] = lambda ranks: False
-        """Whether the coordinator counts all of these ranks as live."""
-        self.factor = 1.0
-        """What the servers multiply this client's gradients by."""
+        self.resumed: dict[str, int] = {}
+        self.repeated = 0
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
-        """Gives the mark of each step that ends a clock, in order."""
+        self._factor = 1.0
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
+        self.weights: dict[str, float] = {}
+        """By group: what was said of the step that gradients are put together for."""
         self._staged: dict[str, list[Ticket]] = {}
         """Tickets of pushes that wait for their group's tick."""
         self._unread: dict[Ticket, None] = {}
@@ -188,6 +219,80 @@ class Steps(Entering):
         """Tickets that nobody waits for any more, and whose slots are still to go back."""
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[ReadTarget, ...]] = {}
+
+    def resume(self, told: Sequence[ServerBeat], *, returned: bool) -> None:
+        """Take over the clocks of this rank from its older incarnations, or the others' for a new
+        one, and the groups' policies.
+
+        Args:
+            told: by each shard.
+            returned: whether the others have gone on without this rank.
+        """
+        reports = [beat.groups for beat in told]
+        by_name: dict[str, list[GroupReport]] = {}
+        for beat in told:
+            for report in beat.groups:
+                by_name.setdefault(report.name, []).append(report)
+        for name, found in resume(reports, self._rank).items():
+            for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
+                self.learn(news)
+            self.go_on(name, found.clock)
+            self.resumed[name] = found.clock
+            self.repeated = max(self.repeated, found.repeated)
+        for name in outside(reports, self._rank):
+            self.came_late(name)
+        for name in undecided(reports, self._rank) if returned else ():
+            self.came_back(name)
+
+    @property
+    def factor(self) -> float:
+        """What the servers multiply this client's gradients by, above 0; may be changed."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        number("factor", value, above=0.0)
+        self._factor = float(value)
+
+    @property
+    def patience_s(self) -> float:
+        """How long live workers are waited for by what names no limit, in seconds."""
+        return max(self.timeout_s, self.busy_s)
+
+    # --- groups ------------------------------------------------------------------------------
+
+    def defined(self, block: Block) -> None:
+        """This client knows of a block from now on; repeating changes nothing."""
+        self._terms.defined(block.group, block.spec.consistency)
+        self.versions.setdefault(block.group, [0] * self._shards)
+
+    def undefined(self, block: Block) -> None:
+        """A block was not defined after all."""
+        if all(each.group != block.group for each in self._defined()):
+            self._terms.undefined(block.group)
+
+    def terms(self, group: str = "default") -> PolicyTraits:
+        """What this client's next step of a group goes by; the cluster's policy if it knows of
+        nothing that is defined there. May be called without the lock."""
+        for block in list(self._defined()):
+            if block.group_name == group:
+                return self.traits_of(block)
+        return self._terms.cluster
+
+    def refuses(self, block: Block) -> bool:
+        """Whether the policy of a block's group refuses NaN and Inf."""
+        return self.traits_of(block).refuses
+
+    def check_same_weight(self, group: str, weight: float | None) -> None:
+        """Refuse another weight than was said before of a group's step under way."""
+        said = self.weights.get(group)
+        if weight is not None and said is not None and weight != said:
+            raise ValueError(
+                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
+                "a step has one weight; give it with one push, or with tick"
+            )
+
+    # --- sending -----------------------------------------------------------------------------
 
     def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:
         """Before anything is captured or sent: raise what was not read, and wait for room, with
@@ -387,7 +492,7 @@ class Steps(Entering):
                 weight,
                 skip,
                 clip_norm,
-                self.factor,
+                self._factor,
                 mark,
                 enters=names,
                 note=note,
@@ -519,6 +624,13 @@ class Steps(Entering):
             raise again(operation.error)
         return operation
 
+    # --- waiting -----------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float | None) -> None:
+        """Wait until everything sent has been answered, and raise what was refused unread."""
+        self.wait_for(self._exchange.settle, "drain", None, timeout_s)
+        self.raise_unread()
+
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
         """Wait for a ticket's answers; with None `self.timeout_s`, or `busy_s` where they depend on
         live workers only.
@@ -633,6 +745,12 @@ class Steps(Entering):
             busy: where no call has said how long: the ranks that were waited for.
         """
         return timeouts.timed_out(self._exchange, self._rank, what, group, waited_s, busy)
+
+
+def check_weight(weight: float | None) -> None:
+    """Refuse a number of samples that is none; None stands for 1."""
+    if weight is not None and not 0.0 < weight < math.inf:
+        raise ValueError(f"weight must be > 0 and finite, not {weight}")
 
 
 def _not_sent(group: str, why: BaseException) -> ParamServeError:

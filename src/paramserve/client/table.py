@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from paramserve.core.table.parts import Records, check_records
 from paramserve.errors import ShapeMismatch
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
+
+if TYPE_CHECKING:
+    from paramserve.client.rows import Rows
 
 Array = npt.NDArray[Any]
 
@@ -36,35 +39,6 @@ class TablePush(NamedTuple):
     hyper: Hyper | None = None
 
 
-class TableRead(NamedTuple):
-    """Rows of one table, as a prefetch of several tables takes them."""
-
-    table: Table
-    keys: npt.ArrayLike
-    """Integers [...]."""
-    create: bool = True
-    """As the pull to come will say."""
-
-
-class KeyedCalls(Protocol):
-    """What a table needs of its client; see `client.keyed.KeyedClient`."""
-
-    def pull_rows(
-        self, block: Block, keys: Array, *, create: bool, timeout_s: float | None
-    ) -> Array: ...
-    def prefetch_rows(self, block: Block, keys: Array, *, create: bool) -> None: ...
-    def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None: ...
-    def cache_report(self, block: Block) -> CacheReport: ...
-    def push_tables(
-        self, pushes: Sequence[TablePush], *, tick: bool, weight: float | None
-    ) -> Ticket: ...
-    def table_reports(self, block: Block) -> list[TableReport]: ...
-    def scan_rows(
-        self, block: Block, rows: int, width: int, timeout_s: float | None
-    ) -> Iterator[Records]: ...
-    def put_rows(self, block: Block, records: Records, timeout_s: float | None) -> None: ...
-
-
 class Table:
     """Rows of `dim` float32 values by key, on the servers of a client; `client.table` makes it.
 
@@ -77,13 +51,14 @@ class Table:
         client: that it was got from.
     """
 
-    def __init__(self, client: Any, block: Block) -> None:
+    def __init__(self, client: Any, rows: Rows, block: Block) -> None:
         assert block.table is not None
         self.client = client
         self.block = block
         self.name = block.group_name
         self.dim = block.table.dim
-        self._calls: KeyedCalls = client
+        self._rows = rows
+        self._reads = rows.reads
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim})"
@@ -109,7 +84,7 @@ class Table:
             PullTimeout: not there in `timeout_s`; the text says who is missing.
         """
         flat, shape = as_keys(keys, self.name)
-        found = self._calls.pull_rows(self.block, flat, create=create, timeout_s=timeout_s)
+        found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
     def push(
@@ -142,7 +117,7 @@ class Table:
         """
         flat, values = self.checked(keys, gradients)
         push = TablePush(self, flat, values, hyper)
-        return self._calls.push_tables([push], tick=False, weight=weight)
+        return self._rows.push([push], tick=False, weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
@@ -162,7 +137,7 @@ class Table:
             As `pull`; what the servers refuse is raised by the pull.
         """
         flat, _ = as_keys(keys, self.name)
-        self._calls.prefetch_rows(self.block, flat, create=create)
+        self._reads.prefetch([(self.block, flat, create)])
 
     def cache_rows(
         self, rows: int = 100_000, *, clocks: int = 4, keep_pushed: bool = False
@@ -196,17 +171,17 @@ class Table:
                     f"{name} of the cache of table {self.name!r} has to be an int of at least 0, "
                     f"not {value!r}"
                 )
-        self._calls.cache_rows(self.block, rows, clocks, keep_pushed=keep_pushed)
+        self._reads.cache(self.block, rows, clocks, keep_pushed=keep_pushed)
         return self
 
     def cache_report(self) -> CacheReport:
         """How many copies are kept here, and how many keys were read there (hits) or not (misses)
         since `cache_rows`; all 0 without a cache."""
-        return self._calls.cache_report(self.block)
+        return self._reads.cache_report(self.block)
 
     def __len__(self) -> int:
         """Rows that are there, on all servers."""
-        return sum(report.rows for report in self._calls.table_reports(self.block))
+        return sum(report.rows for report in self._rows.reports(self.block))
 
     def __bool__(self) -> bool:
         """A table is a table also when it is empty."""
@@ -214,11 +189,11 @@ class Table:
 
     def memory_bytes(self) -> int:
         """Of rows, rule state and index on all servers."""
-        return sum(report.memory_bytes for report in self._calls.table_reports(self.block))
+        return sum(report.memory_bytes for report in self._rows.reports(self.block))
 
     def reports(self) -> list[TableReport]:
         """What each shard has of it and has done, in shard order."""
-        return self._calls.table_reports(self.block)
+        return self._rows.reports(self.block)
 
     def keys(self, *, timeout_s: float | None = None) -> Array:
         """The keys that have a row, int64 [n], shard by shard."""
@@ -242,7 +217,7 @@ class Table:
         if rows < 1:
             raise ValueError(f"rows must be at least 1, not {rows}")
         width = self.reports()[0].width if state else -1
-        return self._calls.scan_rows(self.block, rows, width, timeout_s)
+        return self._rows.scan(self.block, rows, width, timeout_s)
 
     def put(
         self,
@@ -283,7 +258,7 @@ class Table:
                 )
             records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
         check_records(records, self.block.spec)
-        self._calls.put_rows(self.block, records, timeout_s)
+        self._rows.put(self.block, records, timeout_s)
 
     # --- Arrow and Parquet -----------------------------------------------------------------------
 
@@ -362,4 +337,4 @@ class Table:
         return arrow.from_parquet(self, path, self._putting(timeout_s), state=state)
 
     def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
-        return lambda records: self._calls.put_rows(self.block, records, timeout_s)
+        return lambda records: self._rows.put(self.block, records, timeout_s)

@@ -9,7 +9,7 @@ from typing import Any, overload
 import msgspec
 from msgspec import Struct
 
-from paramserve.client import Client
+from paramserve.client import Client, Connection
 from paramserve.config import TLS, Credentials, Deadlines, Limits
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
@@ -116,7 +116,7 @@ class Handle:
 
     def _dial(self, rank: int, workers: int) -> Client:
         try:
-            return Client.connect(
+            connection = Connection.join(
                 self.addresses,
                 self._packed.credentials,
                 rank=rank,
@@ -125,6 +125,7 @@ class Handle:
                 limits=self._packed.limits,
                 deadlines=self._packed.deadlines,
             )
+            return Client(connection)
         except ConnectTimeout as error:
             raise CoordinatorGone(
                 f"the cluster of this handle does not answer: {error.failed}",
@@ -192,7 +193,7 @@ def connect(
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
         raise ValueError(f"rank must be an int of at least 0, not {rank!r}")
     _check_rank(rank, workers)
-    client = Client.connect(
+    connection = Connection.join(
         full_address(address),
         credentials_of(token_file, tls),
         rank=rank,
@@ -201,6 +202,7 @@ def connect(
         limits=check_settings("limits", limits, Limits),
         deadlines=check_settings("deadlines", deadlines, Deadlines),
     )
+    client = Client(connection)
     return Worker(client, seed)
 
 

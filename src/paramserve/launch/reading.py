@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from paramserve.client import Client
+from paramserve.client import Client, Snapshots
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
 
@@ -91,7 +91,7 @@ class Reader:
         return files
 
     def _tensors(self, block: Block) -> State:
-        flat, _ = self.client.fetch(block, 0)
+        flat, _ = self.client.dense.fetch(block, 0)
         bounds = zip(block.starts, block.starts[1:], strict=False)
         return {
             piece.name: flat[low:high].reshape(piece.shape)
@@ -165,9 +165,9 @@ class Watching:
                         f"job.table({self.group!r})"
                     )
                 return None
-            reader.client.watch(self.group, self._every, self._keep)
+            Snapshots(reader.client).watch(self.group, self._every, self._keep)
             self._since_s = now_s
-        found = reader.client.take_snapshot(self.group, self._after)
+        found = Snapshots(reader.client).take(self.group, self._after)
         if found is None:
             return None
         self._after = found.version

@@ -265,7 +265,7 @@ class Job:
             self._reader = None
             reader = self._connected()
             self._values = reader.read_all(aliases)
-        self._last_beats = reader.client.reports()
+        self._last_beats = reader.client.connection.reports()
         if self._save_tables:
             self._table_files = reader.save_tables(self._save_tables)
 

@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from paramserve.client import Client
+from paramserve.client import Client, Connection
 from paramserve.config import Credentials
 from paramserve.engine.base import Ended, Engine, Event, Process
 from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError
@@ -184,7 +184,7 @@ class Supervisor:
         deadlines = self.plan.deadlines
         if start_s is not None:
             deadlines = replace(deadlines, start_s=start_s)
-        client = Client.connect(
+        connection = Connection.join(
             self.addresses,
             self.credentials,
             rank=rank,
@@ -192,6 +192,7 @@ class Supervisor:
             limits=self.plan.limits,
             deadlines=deadlines,
         )
+        client = Client(connection)
         with self._clients_lock:
             if not self._ending:
                 self._clients.append(client)

@@ -210,14 +210,14 @@ class Adopted(ABC, Generic[B]):
         """The lists of parameters as the parts' groups were found from them."""
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
-        self.late = worker.incarnation > 1 or worker.client.late
+        self.late = worker.incarnation > 1 or worker.client.connection.late
         self._schedules = Schedules(
             worker.client,
             settings.name,
             worker.rank,
             late=self.late,
             steps_per_clock=self.every,
-            draws=worker.draws if worker.client.restarts else None,
+            draws=worker.draws if worker.client.connection.restarts else None,
         )
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
@@ -253,7 +253,7 @@ class Adopted(ABC, Generic[B]):
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
         untrained parameters."""
         rank = self._worker.rank
-        if rank == 0 or (self._untrained and self._client.is_dead(range(rank))):
+        if rank == 0 or (self._untrained and self._client.connection.is_dead(range(rank))):
             self._untrained.assign(everything=True)
             extra = _extra_state(self._model)
             if extra:
@@ -403,7 +403,7 @@ class Adopted(ABC, Generic[B]):
                     layout.values(), rule=rule, group=name, consistency=consistency, nth=nth
                 )
             else:
-                block = client.await_block(
+                block = client.directory.await_block(
                     layout.shapes(),
                     dtype=layout.array_dtype,
                     rule=rule,
@@ -420,7 +420,7 @@ class Adopted(ABC, Generic[B]):
     def _pull(self, parts: Sequence[B]) -> None:
         """Take the servers' present values."""
         blocks = [part.block for part in parts]
-        ticket = self._client.step(self._settings.name, (), pull=blocks, tick=False)
+        ticket = self._client.dense.step(self._settings.name, (), pull=blocks, tick=False)
         with torch.no_grad():
             self._install(ticket, parts)
 
@@ -440,6 +440,6 @@ class Adopted(ABC, Generic[B]):
         """A step was made: on rank 0 assign the buffers, if it is time. Where another incarnation
         may go on from them, it always is."""
         self._steps += 1
-        every = 1 if self._client.restarts else BUFFERS_EVERY
+        every = 1 if self._client.connection.restarts else BUFFERS_EVERY
         if self._worker.rank == 0 and self._steps % every == 0:
             self._untrained.assign(everything=False)

@@ -128,7 +128,7 @@ class ServedBlock(AdoptedBlock):
             ValueError: a hyper-parameter is out of its range. Nothing was sent.
         """
         hyper = self.hyper.read(groups[self.group] if self.group is not None else None)
-        slot = client.gradient_slot(self.block)
+        slot = client.dense.gradient_slot(self.block)
         flat, views = self._views.of(slot)
         gradients = [param.grad for param in self._params]
         if self.present is not None:

@@ -135,7 +135,7 @@ class Untrained:
         if define:
             block = self._client.define(values, rule=None, group=self._group, nth=nth)
         else:
-            block = self._client.await_block(
+            block = self._client.directory.await_block(
                 shapes,
                 dtype=next(iter(values.values())).dtype,
                 rule=None,
@@ -146,7 +146,7 @@ class Untrained:
 
     def _take(self) -> None:
         blocks = [kept.block for kept in self._kept]
-        ticket = self._client.step(self._group, (), pull=blocks, tick=False)
+        ticket = self._client.dense.step(self._group, (), pull=blocks, tick=False)
         values = ticket.result().values
         with torch.no_grad():
             for kept in self._kept:
@@ -191,7 +191,7 @@ class Untrained:
             parts.append(torch.zeros(prod(piece.shape), dtype=kept.dtype))
         active = None if len(present) == len(parts) else tuple(present)
         if present:
-            self._client.store(kept.block, VALUE, torch.cat(parts).numpy(), active=active)
+            self._client.dense.store(kept.block, VALUE, torch.cat(parts).numpy(), active=active)
 
     def _warn(self, source: Source, why: str) -> None:
         if source.name not in self._warned:

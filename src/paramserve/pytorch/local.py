@@ -153,7 +153,7 @@ class Local(Adopted[B]):
         """
 
     def _note(self) -> dict[str, Any]:
-        """What the exchange tells of the schedulers, as an option of `client.step`."""
+        """What the exchange tells of the schedulers, as an option of `client.dense.step`."""
         note = self._schedules.note()
         return {"note": note} if note else {}
 
@@ -188,7 +188,7 @@ class StartedBlock(AdoptedBlock):
 
     def difference(self, client: Client) -> BlockPush:
         """What the own steps have subtracted: start - now, of every parameter."""
-        slot = client.gradient_slot(self.block)
+        slot = client.dense.gradient_slot(self.block)
         views = self._views.of(slot)[1]
         for view, start, param in zip(views, self._starts, self._params, strict=True):
             view.copy_(start.to(param.device) - param)
@@ -213,7 +213,7 @@ class LocalStepping(Local[StartedBlock]):
     def _exchange(self) -> None:
         client = self._client
         push = [part.difference(client) for part in self._parts]
-        ticket = client.step(
+        ticket = client.dense.step(
             self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
         )
         self._exchanged()
@@ -228,7 +228,7 @@ class ElasticBlock(AdoptedBlock):
 
     def own_values(self, client: Client, alpha: float) -> BlockPush:
         """Copy all parameters into a slot, for the center to move towards them by `alpha`."""
-        slot = client.gradient_slot(self.block)
+        slot = client.dense.gradient_slot(self.block)
         torch._foreach_copy_(self._views.of(slot)[1], self._params)
         return BlockPush(self.block, slot, None, moving(alpha).hyper())
 
@@ -293,7 +293,7 @@ class Elastic(Local[ElasticBlock]):
         alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
         alphas[None] = 0.0  # in no group any more: neither side moves
         push = [part.own_values(client, alphas[part.group]) for part in self._parts]
-        ticket = client.step(
+        ticket = client.dense.step(
             self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
         )
         self._exchanged()

@@ -348,7 +348,7 @@ def _started(
         return hybrid
     policy = settings.consistency
     if policy is None:
-        policy = worker.client.terms(settings.name).policy
+        policy = worker.client.steps.terms(settings.name).policy
     if isinstance(policy, LocalSteps | ElasticAverage):
         own = local(worker, model, settings, policy)
         own.start(optimizer.param_groups, optimizer.state)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from paramserve.client import Client, Table
 from paramserve.client.names import as_keys
-from paramserve.client.reading import RowRead
-from paramserve.client.table import TableRead
+from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.core.table import routing
 from paramserve.pytorch.embedding import KeyedModule
 
@@ -51,12 +50,14 @@ def ahead(
             coming = client.prefetch_tables(_reads(client, keys_of(batch_of(each))))
             if present is not None:
                 yield present[0]
-                client.drop_prefetched(present[1])
+                for read in present[1]:
+                    read.drop()
             present, coming = (each, coming), []
         if present is not None:
             yield present[0]
     finally:
-        client.drop_prefetched([*(present[1] if present is not None else ()), *coming])
+        for read in [*(present[1] if present is not None else ()), *coming]:
+            read.drop()
 
 
 def _reads(client: Client, told: Any) -> list[TableRead]:

@@ -86,7 +86,7 @@ def start(
     """
     _check(client)
     limit_s = timeout_s if timeout_s is not None else client.timeout_s
-    place = host if host is not None else own_host(client.addresses)
+    place = host if host is not None else own_host(client.connection.addresses)
     set_interface = _bind_gloo(place)
     try:
         group = _join(client, backend, place, limit_s)
@@ -95,7 +95,7 @@ def start(
             os.environ.pop(_INTERFACE, None)
         if isinstance(error, dist.DistError):
             raise Timeout(
-                f"the process group of {client.workers} workers was not made on rank "
+                f"the process group of {client.connection.workers} workers was not made on rank "
                 f"{client.rank} in {limit_s:.1f} s: {error}",
                 fix="look whether the workers can reach each other; host= names this worker's "
                 "address for the others",
@@ -110,8 +110,9 @@ def _check(client: Client) -> None:
         raise ParamServeError(
             "a process group is for workers, and this client has no rank", fix="use a worker's"
         )
-    if client.incarnation > 1 or client.late:
-        came = f"was started again (incarnation {client.incarnation})" if not client.late else ""
+    joined = client.connection
+    if joined.incarnation > 1 or joined.late:
+        came = f"was started again (incarnation {joined.incarnation})" if not joined.late else ""
         raise ParamServeError(
             f"no process group for {who}, which {came or 'came later than the others'}: a process "
             "group cannot take a worker in later",
@@ -127,19 +128,19 @@ def _check(client: Client) -> None:
 
 def _join(client: Client, backend: str | None, host: str, limit_s: float) -> dist.ProcessGroup:
     limit = timedelta(seconds=limit_s)
-    store = _open_store(host, client.workers, limit) if client.rank == 0 else None
+    store = _open_store(host, client.connection.workers, limit) if client.rank == 0 else None
     own = _Card(host, store.port if store is not None else 0, _device())
     cards = _meet(client, own, limit_s)
     if store is None:
         first = cards[0]
         store = TCPStore(
-            first.host, first.port, client.workers, False, limit, wait_for_workers=False
+            first.host, first.port, client.connection.workers, False, limit, wait_for_workers=False
         )
     dist.init_process_group(
         backend if backend is not None else _backend(cards),
         store=PrefixStore("group", store),
         rank=client.rank,
-        world_size=client.workers,
+        world_size=client.connection.workers,
         timeout=limit,
     )
     group = dist.group.WORLD
@@ -247,16 +248,16 @@ def _meet(client: Client, own: _Card, limit_s: float) -> list[_Card]:
     until = time.monotonic() + limit_s
     client.define({_name(client.rank): own.written()}, rule=None, group=_GROUP)
     cards = []
-    for rank in range(client.workers):
+    for rank in range(client.connection.workers):
         shapes = {_name(rank): (1 + CARD_BYTES,)}
         left_s = max(until - time.monotonic(), LEAST_S)
         try:
-            block = client.await_block(
+            block = client.directory.await_block(
                 shapes, dtype=np.dtype(np.int64), rule=None, group=_GROUP, timeout_s=left_s
             )
         except DefineTimeout as error:
             raise _late(client, limit_s) from error
-        cards.append(_Card.read(client.fetch(block, 0)[0]))
+        cards.append(_Card.read(client.dense.fetch(block, 0)[0]))
     return cards
 
 
@@ -271,11 +272,11 @@ def _late(client: Client, limit_s: float) -> Timeout:
         if block.group_name == _GROUP
         for piece in block.pieces
     }
-    missing = [str(rank) for rank in range(client.workers) if _name(rank) not in there]
+    missing = [str(rank) for rank in range(client.connection.workers) if _name(rank) not in there]
     return Timeout(
         f"the process group timed out: rank {client.rank} waited {limit_s:.1f} s for "
-        f"rank{'s' if len(missing) != 1 else ''} {', '.join(missing)} of {client.workers} to call "
-        "worker.process_group()",
+        f"rank{'s' if len(missing) != 1 else ''} {', '.join(missing)} of "
+        f"{client.connection.workers} to call worker.process_group()",
         fix="call it on all ranks at the same point; or raise timeout_s",
     )
 

@@ -144,7 +144,7 @@ class Schedules:
         """Where this rank's generators were when its last older incarnation made its last step that
         is not taken again, and that step's number; 0 and empty: there is none."""
         clock = self._client.clock(self._group)
-        mine = self._client.notes(self._group).get(self._rank, {})
+        mine = self._client.dense.notes(self._group).get(self._rank, {})
         before = [at for at in mine if at < clock]
         if not before:
             return 0, b""
@@ -256,12 +256,12 @@ class Schedules:
 
     def _best(self) -> tuple[int, Note] | None:
         """The note to go by, and how many own steps after it the next one is."""
-        told = self._client.notes(self._group)
+        told = self._client.dense.notes(self._group)
         if not told:
             return None
         notes = {rank: max(by_clock.items()) for rank, by_clock in told.items()}
         clock = self._client.clock(self._group)
-        if self._client.terms(self._group).collects:
+        if self._client.steps.terms(self._group).collects:
             # All ranks are at one clock, and go by the same schedule: the newest is the best.
             rank = max(notes, key=lambda rank: (notes[rank][0], rank == self._rank))
             clock = max(clock, notes[rank][0])

@@ -124,14 +124,14 @@ class Served(Adopted[ServedBlock]):
         if rows:
             options["tables"] = rows
         name = self._settings.name
-        return self._client.step(name, push, pull=self._blocks, weight=weight, **options)
+        return self._client.dense.step(name, push, pull=self._blocks, weight=weight, **options)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""
         norm = self._settings.clip_norm
         if norm is None or not rows:
             return norm if norm is not None else 0.0
-        if push and self._client.terms(self._settings.name).collects:
+        if push and self._client.steps.terms(self._settings.name).collects:
             clip(tensors(rows), norm)
             return norm
         dense = [torch.from_numpy(part) for each in push for _, part in active_parts(each)]

@@ -47,7 +47,7 @@ def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
     """State of each parameter that has had an update, as torch would hold it."""
     arrays, counts = {}, (0,) * len(layout.params)
     for number, name in _fields(rule):
-        arrays[name], counts = client.fetch(block, number)
+        arrays[name], counts = client.dense.fetch(block, number)
     views = {name: layout.views(torch.from_numpy(array)) for name, array in arrays.items()}
     state: State = {}
     for index, (param, count) in enumerate(zip(layout.params, counts, strict=True)):
@@ -105,7 +105,7 @@ class Field(NamedTuple):
 
     def store(self, client: Client, block: Block) -> None:
         """Overwrite the array and the update counts on the servers."""
-        client.store(block, self.number, self.values.numpy(), counts=self.counts)
+        client.dense.store(block, self.number, self.values.numpy(), counts=self.counts)
 
 
 def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Field]:

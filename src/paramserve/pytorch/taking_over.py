@@ -62,7 +62,7 @@ def from_embedding(
     table = client.table(name, dim=embedding.embedding_dim, rule=rule, **options)
     group, mark = name + _MARK, f"{name} is taken over"
     if client.rank > 0:
-        client.await_block({mark: (1,)}, dtype=np.dtype(np.int64), rule=None, group=group)
+        client.directory.await_block({mark: (1,)}, dtype=np.dtype(np.int64), rule=None, group=group)
     elif all(block.group_name != group for block in client.blocks()):
         _put(table, embedding)
         client.define({mark: np.ones(1, np.int64)}, rule=None, group=group)

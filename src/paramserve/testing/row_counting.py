@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from paramserve.client.links import Slot
-from paramserve.client.rows import RowPull, RowPush, lay_pull, lay_push
+from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
 from paramserve.compiling import load_table
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block

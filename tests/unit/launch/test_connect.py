@@ -6,6 +6,7 @@ import logging
 import pickle
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class FakeClient:
 
     def __init__(self, rank: int, workers: int = 4) -> None:
         self.rank = rank
-        self.workers = workers
+        self.connection = SimpleNamespace(workers=workers)
         self.closed: list[bool] = []
 
     def close(self, *, leave: bool = True) -> None:
@@ -40,13 +41,13 @@ class FakeClient:
 
 
 class Dialled:
-    """Stands in for `Client.connect`: remembers what it was given."""
+    """Stands in for `Connection.join`: remembers what it was given."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[Any, Credentials, dict[str, Any]]] = []
         self._error = error
 
-    def connect(self, addresses: Any, credentials: Credentials, **options: Any) -> FakeClient:
+    def join(self, addresses: Any, credentials: Credentials, **options: Any) -> FakeClient:
         self.calls.append((addresses, credentials, options))
         if self._error is not None:
             raise self._error
@@ -56,7 +57,8 @@ class Dialled:
 @pytest.fixture
 def dialled(monkeypatch: pytest.MonkeyPatch) -> Dialled:
     found = Dialled()
-    monkeypatch.setattr(joining, "Client", found)
+    monkeypatch.setattr(joining, "Connection", found)
+    monkeypatch.setattr(joining, "Client", lambda connection: connection)
     return found
 
 
@@ -100,7 +102,7 @@ def test_handle_pickled_dials_what_it_was_made_of(dialled: Dialled) -> None:
 def test_handle_shows_its_secret_nowhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered", fix="x")))
+    monkeypatch.setattr(joining, "Connection", Dialled(ConnectTimeout("nobody answered", fix="x")))
     found = handle()
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("paramserve").warning("%s %r %s", found, found, [found])
@@ -116,7 +118,9 @@ def test_handle_shows_its_secret_nowhere(
 def test_handle_nobody_answers_says_that_the_cluster_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "Client", Dialled(ConnectTimeout("nobody answered at x", fix="y")))
+    monkeypatch.setattr(
+        joining, "Connection", Dialled(ConnectTimeout("nobody answered at x", fix="y"))
+    )
     with pytest.raises(CoordinatorGone, match=r"nobody answered at x.*lives as long as its"):
         handle().connect()
 

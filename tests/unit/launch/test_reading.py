@@ -15,6 +15,7 @@ import pytest
 from paramserve.client import GroupSnapshot
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
+from paramserve.launch import reading
 from paramserve.launch.reading import Reader, Watching, as_state_dict, with_aliases
 from paramserve.messages import BlockSpec, Piece
 
@@ -44,6 +45,7 @@ class HoldsValues:
 
     def __init__(self, *blocks: Block, versions: tuple[int, ...] = ()) -> None:
         self.held = list(blocks)
+        self.dense = self
         self.versions = list(versions)
         self.watched: list[tuple[str, int, int]] = []
         self.held_tables: list[WritesItsName] = []
@@ -62,11 +64,16 @@ class HoldsValues:
         self.watched.append((group, every, keep))
         return True
 
-    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
+    def take(self, group: str, after: int) -> GroupSnapshot | None:
         found = [version for version in self.versions if version > after]
         if not found:
             return None
         return GroupSnapshot(found[0], {"w": np.full(2, float(found[0]))}, dropped=0)
+
+
+@pytest.fixture(autouse=True)
+def _snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "Snapshots", lambda client: client)
 
 
 def watching_at(*seconds: float, group: str = "model") -> Watching:
@@ -177,7 +184,7 @@ def test_watching_seconds_never_go_back_where_the_end_waited_for_a_reader() -> N
     threads: list[threading.Thread] = []
     watching = Watching("model", every=10, keep=4, seconds=lambda: now[0])
     first = watching.take(lambda: client, {})
-    ask, client.take_snapshot = client.take_snapshot, take_snapshot  # type: ignore[method-assign]
+    ask, client.take = client.take, take_snapshot  # type: ignore[method-assign]
     second = watching.take(lambda: client, {})
     threads[0].join(10.0)
     third = watching.take_kept()

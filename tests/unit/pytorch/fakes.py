@@ -107,7 +107,7 @@ def adam_update(value, gradient, state, hyper, count) -> None:
 
 @dataclass
 class Sent:
-    """One call of `Client.step`."""
+    """One call of `Dense.step`."""
 
     rank: int
     group: str
@@ -262,6 +262,7 @@ class FakeClient:
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster
         self._rank = rank
+        self.connection = self.steps = self.directory = self.dense = self
         self._slots: dict[int, list[np.ndarray]] = {}
         self.tickets: list[FakeTicket] = []
 

@@ -220,12 +220,13 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
     policies = {"lm": LocalSteps(every=3)}
     client = SimpleNamespace(
         rank=0,
-        workers=1,
-        incarnation=2,
-        missed=0,
-        retiring=False,
         clock=lambda group: 2,
-        terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
+        connection=SimpleNamespace(workers=1, incarnation=2),
+        steps=SimpleNamespace(
+            missed=0,
+            retiring=False,
+            terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
+        ),
     )
     me = Worker(client, seed=3)  # a fake
     loader = me.loader(numbers(40), batch_size=5)

@@ -48,7 +48,10 @@ def tensors() -> TensorDataset:
 @pytest.fixture
 def worker() -> Worker:
     client: Any = SimpleNamespace(
-        rank=0, workers=1, incarnation=1, missed=0, retiring=False, clock=lambda group: 0
+        rank=0,
+        clock=lambda group: 0,
+        connection=SimpleNamespace(workers=1, incarnation=1, control=None),
+        steps=SimpleNamespace(missed=0, retiring=False),
     )
     return Worker(client, seed=3)
 

@@ -83,7 +83,8 @@ class FakeClient:
     """Counts what it is asked to do; a step is answered at once."""
 
     def __init__(self, cluster: FakeCluster, worker: FakeWorker) -> None:
-        self._control = FakeControl(cluster, worker)
+        self.connection = self.steps = self
+        self.control = FakeControl(cluster, worker)
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         self.guest = False
@@ -453,7 +454,7 @@ def test_own_steps_that_are_left_are_exchanged_before_the_turn_ends(make: Any) -
     for _ in batches:
         own.step()
     assert worker.events[-4:] == ["exchange", "drain", "rest model", "idle"]
-    (report,) = worker.client._control.cluster.book.reports()
+    (report,) = worker.client.control.cluster.book.reports()
     assert (report.ranks, report.left_over) == (((0, 40, 40),), 0)
 
 
@@ -521,7 +522,7 @@ def test_own_steps_with_batches_that_were_drawn_ahead_count(until_done: bool) ->
     assert worker.client.marks == [(1, 10)]
     for finish in worker.finishers:
         finish()
-    assert worker.client._control.cluster.book.reports()[0].ranks == ((0, 10, 10),)
+    assert worker.client.control.cluster.book.reports()[0].ranks == ((0, 10, 10),)
 
 
 # --- what a step says -----------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from tests.unit.pytorch.test_loader import indices, numbers
 from tests.unit.pytorch.test_loader import worker as plain_worker
 from tests.unit.pytorch.test_loader_leased import FakeCluster, in_turns, samples, stepping, tensors
 
-from paramserve.client.table import Table, TableRead
+from paramserve.client.row_reads import TableRead
+from paramserve.client.table import Table
 from paramserve.compiling import load_routing
 from paramserve.pytorch.embedding import Embedding
 from paramserve.pytorch.loader import load
@@ -31,21 +32,18 @@ class Asked:
         self.reads: list[list[TableRead]] = []
         self.held: list[Any] = []
         self.known: dict[str, Table] = {}
+        self.rows: Any = SimpleNamespace(reads=None)
 
     def table(self, name: str) -> Table:
         block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2))
-        return self.known.setdefault(name, Table(self, block))
+        return self.known.setdefault(name, Table(self, self.rows, block))
 
     def prefetch_tables(self, reads: Any) -> list[Any]:
         self.reads.append([TableRead(*each) for each in reads])
         keys = [int(key) for read in self.reads[-1] for key in np.ravel(np.asarray(read.keys))]
         self.events.append(("asks", keys))
         self.held.append(keys)
-        return [keys]
-
-    def drop_prefetched(self, reads: Any) -> None:
-        for read in reads:
-            self.held.remove(read)
+        return [SimpleNamespace(drop=lambda: self.held.remove(keys))]
 
 
 def worker(**about: Any) -> Any:
@@ -192,7 +190,7 @@ def test_leased_every_sample_is_asked_for_and_comes_once_an_epoch(
     loops, asked = [], []
     for each in cluster.workers:
         asked.append(Asked())
-        for name in ("table", "prefetch_tables", "drop_prefetched"):
+        for name in ("table", "prefetch_tables"):
             monkeypatch.setattr(each.client, name, getattr(asked[-1], name), raising=False)
         options: dict[str, Any] = {"epochs": 3, "shards": "dynamic", "prefetch": keys_of}
         loops.append(stepping(each, load(each, tensors(size), batch_size=batch, **options)))
@@ -207,7 +205,7 @@ def test_leased_loop_that_is_left_gives_back_what_was_only_asked_for() -> None:
     cluster = FakeCluster(2)
     first, second = cluster.workers
     asked: Any = Asked()
-    for name in ("table", "prefetch_tables", "drop_prefetched"):
+    for name in ("table", "prefetch_tables"):
         setattr(first.client, name, getattr(asked, name))
     loader = load(first, tensors(12), batch_size=2, shards="dynamic", prefetch=keys_of)
     mine = []

@@ -55,8 +55,10 @@ def test_backend_is_nccl_where_each_has_a_device_of_its_own(
 
 
 def client(**changes: Any) -> Any:
-    facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False, "timeout_s": 1.0}
-    return SimpleNamespace(**(facts | changes))
+    facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False} | changes
+    joined = SimpleNamespace(**facts)
+    ends = {"drain": lambda: None, "close": lambda leave=True: None}
+    return SimpleNamespace(rank=joined.rank, timeout_s=1.0, connection=joined, **ends)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +125,7 @@ def test_worker_has_one_group_and_ends_it(monkeypatch: pytest.MonkeyPatch, fails
         return made[-1]
 
     monkeypatch.setattr(process_group, "start", made_one)
-    quiet = client(drain=lambda: None, close=lambda leave=True: None)
-    with contextlib.suppress(ZeroDivisionError), Worker(quiet, seed=1) as worker:
+    with contextlib.suppress(ZeroDivisionError), Worker(client(), seed=1) as worker:
         group = worker.process_group(host="h", timeout_s=3.0)
         assert worker.process_group() is group is made[0].group
         assert made[0].ended == 0

@@ -25,9 +25,9 @@ def groups_of(count: int, lr: float) -> list[dict[str, Any]]:
 
 def schedules(notes: dict[int, dict[int, bytes]], *, late: bool, draws: Any = None) -> Schedules:
     client: Any = SimpleNamespace(
-        notes=lambda group: notes,
         clock=lambda group: 1,
-        terms=lambda group: SimpleNamespace(collects=True),
+        dense=SimpleNamespace(notes=lambda group: notes),
+        steps=SimpleNamespace(terms=lambda group: SimpleNamespace(collects=True)),
     )
     return Schedules(client, "model", 0, late=late, draws=draws)
 

@@ -1,4 +1,4 @@
-"""The client's reads of tables: pulled now, asked for ahead, or found among the copies kept here.
+"""A client's reads of tables: pulled now, asked for ahead, or found among the copies kept here.
 
 Each is begun and finished; between the two a prefetch waits for its pull, for one clock at most.
 """
@@ -6,23 +6,24 @@ Each is begun and finished; between the two a prefetch waits for its pull, for o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.changing import ChangingClient
+from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
-from paramserve.client.names import as_keys
 from paramserve.client.row_cache import CacheReport, Found, RowCache
-from paramserve.client.rows import RowPull, lay_pull, owned
-from paramserve.client.steps import StepParts
-from paramserve.client.table import TableRead
+from paramserve.client.row_slots import RowPull, lay_pull, owned
+from paramserve.client.steps import StepParts, Steps
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
+
+if TYPE_CHECKING:
+    from paramserve.client.table import Table
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +38,16 @@ PUSHED_MAX = 1 << 14
 """Keys pushed to during a read that are noted as they come; past it only those that it reads."""
 
 
+class TableRead(NamedTuple):
+    """Rows of one table, as a prefetch of several tables takes them."""
+
+    table: Table
+    keys: npt.ArrayLike
+    """Integers [...]."""
+    create: bool = True
+    """As the pull to come will say."""
+
+
 class RowRead:
     """A read of rows of one table that is under way.
 
@@ -48,7 +59,10 @@ class RowRead:
         clock: of this client when it began.
     """
 
-    def __init__(self, block: Block, keys: Array, create: bool, clock: int) -> None:
+    def __init__(
+        self, reads: RowReads, block: Block, keys: Array, create: bool, clock: int
+    ) -> None:
+        self._reads = reads
         self.block = block
         self.keys = keys
         self.create = create
@@ -61,6 +75,10 @@ class RowRead:
         self._pushed: list[Array] = []
         """Keys that this client has pushed to since then, if copies are to be kept."""
         self._pushed_size = 0
+
+    def drop(self) -> None:
+        """Forget this prefetch, if no pull has read it; its memory goes back."""
+        self._reads.drop(self)
 
     def wrote(self, keys: Array) -> None:
         """This client pushes to these keys, int64 [n > 0], while the read is under way.
@@ -105,11 +123,14 @@ class ReadVersions:
         return list(self._lowest)
 
 
-class ReadingClient(ChangingClient):
-    """The part of a client that reads tables; see `client.Client`."""
+class RowReads:
+    """What a client reads of tables, has asked for ahead, and keeps copies of."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, connection: Connection, steps: Steps) -> None:
+        self._connection = connection
+        self._steps = steps
+        self._exchange = connection.exchange
+        self._lock = connection.lock
         self._prefetched: dict[int, deque[RowRead]] = {}
         self._caches: dict[int, RowCache] = {}
         self._under_way: dict[int, WeakSet[RowRead]] = {}
@@ -119,11 +140,9 @@ class ReadingClient(ChangingClient):
 
     # --- one read --------------------------------------------------------------------------------
 
-    def pull_rows(
-        self, block: Block, keys: Array, *, create: bool, timeout_s: float | None
-    ) -> Array:
+    def pull(self, block: Block, keys: Array, *, create: bool, timeout_s: float | None) -> Array:
         """Rows of keys, int64 [n], as float32 [n, dim]; see `Table.pull`."""
-        self._check()
+        self._connection.check()
         assert block.table is not None
         if not keys.size:
             return np.empty((0, block.table.dim), np.float32)
@@ -138,7 +157,7 @@ class ReadingClient(ChangingClient):
 
     def _look(self, block: Block, keys: Array, create: bool) -> RowRead:
         """A read that is not sent yet, of what is not found here."""
-        read = RowRead(block, keys, create, self._steps.clocks.get(block.group_name, 0))
+        read = RowRead(self, block, keys, create, self._steps.clocks.get(block.group_name, 0))
         cache = self._cache(block)
         if cache is not None:
             read.found = cache.find(keys, read.clock)
@@ -202,7 +221,7 @@ class ReadingClient(ChangingClient):
         noted = self._read_versions.setdefault(read.block.group, ReadVersions())
         noted.read([min(each) for each in zip(*both, strict=True)], read.create)
 
-    def _base_of_push(self, block: Block) -> None:
+    def base_of_push(self, block: Block) -> None:
         """Let the next push to a table's group say what its rows were read at: a read that was
         answered and is for a later push does not count."""
         noted = self._read_versions.get(block.group)
@@ -211,30 +230,15 @@ class ReadingClient(ChangingClient):
 
     # --- ahead -----------------------------------------------------------------------------------
 
-    def prefetch_rows(self, block: Block, keys: Array, *, create: bool) -> None:
-        """Ask for rows ahead; see `Table.prefetch`."""
-        self._prefetch([(block, keys, create)])
-
-    def prefetch_tables(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
-        """Ask for rows of several tables ahead, in one message to each shard.
+    def prefetch(self, wanted: Sequence[tuple[Block, Array, bool]]) -> list[RowRead]:
+        """Ask for rows ahead, of several tables in one message to each shard.
 
         Args:
-            reads: tables, keys and maybe `create`, as `Table.prefetch` takes them; the same table
-                may come more than once.
-        Returns:
-            The reads, for `drop_prefetched`.
+            wanted: blocks of tables, keys as int64 [n] and `create`, as the pulls to come will say.
         Raises:
             As `Table.prefetch`. None of them is read ahead.
         """
-        wanted: list[tuple[Block, Array, bool]] = []
-        for table, keys, create in (TableRead(*each) for each in reads):
-            if table.client is not self:
-                raise ValueError(f"table {table.name!r} was got from another client")
-            wanted.append((table.block, as_keys(keys, table.name)[0], create))
-        return self._prefetch(wanted)
-
-    def _prefetch(self, wanted: Sequence[tuple[Block, Array, bool]]) -> list[RowRead]:
-        self._check()
+        self._connection.check()
         asked: list[RowRead] = []
         with self._lock:
             most = min(TOGETHER_MAX, self._exchange.requests)
@@ -248,18 +252,18 @@ class ReadingClient(ChangingClient):
                         if len(kept) > PREFETCHED_MAX:
                             self._forget_read(kept.popleft())
             except BaseException:
-                self.drop_prefetched(asked)
+                for read in asked:
+                    self.drop(read)
                 raise
         return asked
 
-    def drop_prefetched(self, reads: Iterable[RowRead]) -> None:
-        """Forget those of these prefetches that no pull has read; their memory goes back."""
+    def drop(self, read: RowRead) -> None:
+        """Forget a prefetch, if no pull has read it; its memory goes back."""
         with self._lock:
-            for read in reads:
-                kept = self._prefetched.get(read.block.id, ())
-                if read in kept:
-                    self._prefetched[read.block.id].remove(read)
-                    self._forget_read(read)
+            kept = self._prefetched.get(read.block.id, ())
+            if read in kept:
+                self._prefetched[read.block.id].remove(read)
+                self._forget_read(read)
 
     def _forget_read(self, read: RowRead) -> None:
         self._under_way.get(read.block.id, WeakSet()).discard(read)
@@ -296,9 +300,9 @@ class ReadingClient(ChangingClient):
 
     # --- copies ----------------------------------------------------------------------------------
 
-    def cache_rows(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None:
+    def cache(self, block: Block, rows: int, clocks: int, *, keep_pushed: bool) -> None:
         """Keep copies of a table's rows from now on, or none; see `Table.cache_rows`."""
-        self._check()
+        self._connection.check()
         assert block.table is not None
         with self._lock:
             if self._steps.traits_of(block).collects:
@@ -330,7 +334,7 @@ class ReadingClient(ChangingClient):
             keys, rows = keys[~overtaken], rows[~overtaken]
         cache.keep(keys, rows, read.clock, versions)
 
-    def _wrote(self, block: Block, keys: Array) -> None:
+    def wrote(self, block: Block, keys: Array) -> None:
         """This client changes rows: it will not read copies from before that, unless told so."""
         self._usable(block)  # that old prefetches give their memory back does not need a pull
         cache = self._caches.get(block.id)

@@ -1,4 +1,4 @@
-"""A client that watches a group: the shards keep snapshots at given versions, and it reads them."""
+"""Snapshots of a group: the shards keep them at given versions, and a client reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from paramserve.client.by_block import BlockClient
+from paramserve.client.client import Client
 from paramserve.client.exchange import done
 from paramserve.messages import TakeSnapshot, Watch
 
@@ -24,8 +24,15 @@ class GroupSnapshot(NamedTuple):
     dropped: int
 
 
-class WatchingClient(BlockClient):
-    """The part of a client that reads snapshots of whole groups; see `client.Client`."""
+class Snapshots:
+    """Reads snapshots of whole groups by a client, for which the shards keep one watch."""
+
+    def __init__(self, client: Client) -> None:
+        self._connection = client.connection
+        self._steps = client.steps
+        self._directory = client.directory
+        self._exchange = client.connection.exchange
+        self._lock = client.connection.lock
 
     def watch(self, group: str, every: int, keep: int = 8) -> bool:
         """Have the shards keep a snapshot of a group at every `every`-th version, at most `keep`.
@@ -33,20 +40,20 @@ class WatchingClient(BlockClient):
         Returns:
             False if nothing is defined in the group yet.
         """
-        self._check()
+        self._connection.check()
         with self._lock:
-            block = self._group_block(group)
+            block = self._directory.any_in(group)
             if block is None:
                 return False
             requests = [Watch(0, block.group, every, keep)] * len(self._exchange.shards)
-            self._steps.finish("watch", requests, self.timeout_s, ())
+            self._steps.finish("watch", requests, self._steps.timeout_s, ())
             return True
 
-    def take_snapshot(self, group: str, after: int) -> GroupSnapshot | None:
+    def take(self, group: str, after: int) -> GroupSnapshot | None:
         """The oldest kept snapshot of a version past `after` that all shards have, or None."""
-        self._check()
+        self._connection.check()
         with self._lock:
-            known = self._group_block(group)
+            known = self._directory.any_in(group)
             if known is None:
                 return None
             blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
@@ -57,7 +64,9 @@ class WatchingClient(BlockClient):
                     TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
                     for shard in range(len(self._exchange.shards))
                 ]
-                replies = done(self._steps.finish("snapshot", requests, self.timeout_s, slots))
+                replies = done(
+                    self._steps.finish("snapshot", requests, self._steps.timeout_s, slots)
+                )
                 taken = {reply.taken for reply in replies}
                 if -1 in taken:
                     return None
@@ -67,6 +76,6 @@ class WatchingClient(BlockClient):
             values = {}
             for block, slot in zip(blocks, slots, strict=True):
                 flat = slot.array(block)
-                for piece in self._names.pieces(block):
+                for piece in self._directory.names.pieces(block):
                     values[piece.name] = piece.view(flat).copy()
             return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))

@@ -1,4 +1,4 @@
-"""Blocks: who defines one, who waits for it, and which ones this client knows."""
+"""Blocks and tables: who defines one, who waits for it, and which ones this client knows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.life import ClientLife
-from paramserve.client.names import Tensor, as_tensors
-from paramserve.client.steps import offset_of
+from paramserve.client.connection import Connection
+from paramserve.client.names import Names, Tensor, as_tensors
+from paramserve.client.steps import Steps, offset_of
 from paramserve.compiling import load_kernels
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
+from paramserve.consistency.registry import check_table_policy
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.partition import Block
+from paramserve.core.table.options import TableOptions
 from paramserve.errors import (
     ClientClosed,
     NonFinite,
@@ -34,50 +36,46 @@ from paramserve.messages import (
     Piece,
     PlaceBlock,
     Placed,
+    TableSpec,
     Undefine,
 )
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import described_by
+from paramserve.rules.rows import row_layout
 
 
-class DefiningClient(ClientLife):
-    """The part of a client that defines and finds blocks; see `client.Client`."""
+class Directory:
+    """What is defined on the servers, as this client knows it.
+
+    Attributes:
+        names: of tensors, with the blocks that hold them.
+    """
+
+    def __init__(self, connection: Connection, steps: Steps) -> None:
+        self.names = Names()
+        self._connection = connection
+        self._steps = steps
+        self._control = connection.control
+        self._exchange = connection.exchange
+        self._lock = connection.lock
+
+    # --- blocks ----------------------------------------------------------------------------------
 
     def define(
         self,
         name: str | Mapping[str, npt.ArrayLike],
-        value: npt.ArrayLike | None = None,
+        value: npt.ArrayLike | None,
         *,
-        rule: Rule | None = None,
-        group: str = "default",
-        consistency: Policy | None = None,
-        nth: int = -1,
-        timeout_s: float | None = None,
+        rule: Rule | None,
+        group: str,
+        consistency: Policy | None,
+        nth: int,
+        timeout_s: float | None,
     ) -> Block:
-        """Create parameters on the servers. Of several who define the same, the first one's values
-        stand; the others are checked and write nothing.
-
-        Args:
-            name: of one tensor, or a mapping from names to values that are kept together.
-            value: of one tensor; float32 or float64, without a rule int64 as well.
-            rule: how a gradient changes the values; None: they can only be assigned.
-            group: what it steps together with.
-            consistency: of the whole group, given with its first define; None: the group's, or the
-                cluster's if it has none of its own.
-            nth: which one it is of the blocks that all ranks define in this group, each by itself;
-                -1: not said. Then ranks with other names for it do not wait for each other.
-        Returns:
-            The block that holds the tensors.
-        Raises:
-            DefineMismatch: defined in this group before with another shape, dtype or rule, or the
-                group has another policy. In another group the same name is another parameter.
-            UnknownRule: the servers were not started with the rule or the policy. The name stays
-                free.
-            NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
-        """
-        self._check()
+        """See `Client.define`."""
+        self._connection.check()
         described = _spec(rule, group)
-        policy = self._policy_spec(consistency)
+        policy = self.policy_spec(consistency)
         values = as_tensors(name, value)
         dtype = values[0].array.dtype
         if rule is not None:
@@ -89,7 +87,7 @@ class DefiningClient(ClientLife):
                         fix="look at how the model is initialised",
                     )
         pieces = tuple(Piece(tensor.name, tensor.array.shape) for tensor in values)
-        limit = self._limit(timeout_s)
+        limit = self._connection.limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
         call = PlaceBlock(
             0, group, dtype.name, described, pieces, True, limit, whole, policy, nth=nth
@@ -120,9 +118,8 @@ class DefiningClient(ClientLife):
                 forgotten = True
             self._exchange.blocks.pop(block.id, None)
             if block.table is None:
-                self._names.remove(block)
-            if all(each.group != block.group for each in self._exchange.blocks.values()):
-                self._terms.undefined(block.group)
+                self.names.remove(block)
+            self._steps.undefined(block)
         if not forgotten:
             return
         # Where the coordinator is gone too, there is nothing left to free.
@@ -160,14 +157,14 @@ class DefiningClient(ClientLife):
             DefineMismatch: it has another shape, dtype or rule, the group has another policy, or
                 its block `nth` was defined with other names.
         """
-        self._check()
+        self._connection.check()
         described = _spec(rule, group)
-        policy = self._policy_spec(consistency)
+        policy = self.policy_spec(consistency)
         kind: np.dtype[Any] = np.dtype(dtype)
         if rule is not None:
             load_kernels(kind, rule)
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
-        limit = self._limit(timeout_s)
+        limit = self._connection.limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
         call = PlaceBlock(
             0, group, kind.name, described, pieces, False, limit, whole, policy, nth=nth
@@ -181,13 +178,12 @@ class DefiningClient(ClientLife):
             self._exchange.unfinished = "a define"
             known = self._exchange.blocks.setdefault(block.id, block)
             if known.table is None:
-                self._names.add(known)
-            self._terms.defined(known.group, known.spec.consistency)
-            self._steps.versions.setdefault(known.group, [0] * len(self._exchange.shards))
+                self.names.add(known)
+            self._steps.defined(known)
             self._exchange.unfinished = ""
             return known
 
-    def _policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:
+    def policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:
         """A group's policy as it travels, if one is given.
 
         Raises:
@@ -197,29 +193,24 @@ class DefiningClient(ClientLife):
         if consistency is None:
             return None
         described = policy_spec(consistency)
-        if self.workers:
-            consistency.check(self.workers)
+        if workers := self._connection.workers:
+            consistency.check(workers)
         return described
 
-    def blocks(self) -> list[Block]:
-        """Every block of tensors that is defined now, of all groups."""
-        self._check()
-        with self._lock:
-            return self._find(None)
-
-    def _find(self, names: Sequence[str] | None) -> list[Block]:
-        """Blocks that hold these names; the coordinator is asked about unknown ones."""
+    def find(self, names: Sequence[str] | None) -> list[Block]:
+        """Blocks that hold these names, all blocks of tensors for None. The coordinator is asked
+        about unknown names; the caller holds the lock."""
         self._exchange.check_whole()
         if names is not None:
-            missing = [name for name in names if name not in self._names]
+            missing = [name for name in names if name not in self.names]
             if not missing:
-                return self._names.blocks(names)
+                return self.names.blocks(names)
             for name in missing:
                 if not isinstance(name, str):
                     raise TypeError(f"a name is a str, got {name!r}")
             names = list(names)
         call = Lookup(0, None if names is None else tuple(missing), 0.0)
-        found = self._control.call(call, Found, timeout_s=self.timeout_s)
+        found = self._control.call(call, Found, timeout_s=self._connection.timeout_s)
         known = [self._know(Block(spec)) for spec in found.blocks]
         for block in known:
             if block.table is not None and names is not None:
@@ -228,27 +219,97 @@ class DefiningClient(ClientLife):
                     fix="use client.table(name)",
                 )
         blocks = [block for block in known if block.table is None]
-        return blocks if names is None else self._names.blocks(names)
+        return blocks if names is None else self.names.blocks(names)
 
-    def _group_block(self, group: str) -> Block | None:
+    def any_in(self, group: str) -> Block | None:
         """Any block of a group; None if nothing is defined in it."""
         for _ in range(2):
             for block in self._exchange.blocks.values():
                 if block.group_name == group:
                     return block
-            self._find(None)
+            self.find(None)
         return None
 
-    def _defined_in(self, group: str) -> Block:
+    def defined_in(self, group: str) -> Block:
         """Any block of a group.
 
         Raises:
             UnknownName: nothing is defined in it.
         """
-        block = self._group_block(group)
+        block = self.any_in(group)
         if block is None:
             raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
         return block
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def define_table(
+        self,
+        name: str,
+        dim: int,
+        *,
+        rule: Rule | None,
+        dtype: str,
+        options: TableOptions,
+        seed: int,
+        consistency: Policy | None,
+        timeout_s: float | None,
+    ) -> Block:
+        """See `Client.table`: the block of a table that is on all servers."""
+        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
+        described = _described(name, rule, spec, options)
+        policy = self.policy_spec(consistency)
+        if consistency is not None:
+            check_table_policy(name, consistency, True)
+        limit = self._connection.limit(timeout_s)
+        pieces = (Piece(name, (spec.dim,)),)
+        call = PlaceBlock(
+            0, name, "float32", described, pieces, True, limit, False, policy, table=spec
+        )
+        placed = self._control.call(call, Placed, timeout_s=limit)
+        block = self._know(Block(placed.spec))
+        if placed.attempt:
+            self._send_table(block, placed.attempt, limit)
+        return block
+
+    def _send_table(self, block: Block, attempt: int, limit: float) -> None:
+        requests = [Define(0, block.spec, attempt, 0, 0)] * len(self._exchange.shards)
+        try:
+            with self._lock:
+                self._steps.finish("define", requests, limit, ())
+        except ParamServeError as error:
+            if not isinstance(error, Timeout | ServerGone):
+                self._give_up(block, attempt, limit)
+            raise
+        self._control.call(Defined(0, block.id, attempt), Ok, timeout_s=limit)
+
+    def find_table(self, name: str) -> Block:
+        """The block of a table that was defined, by any client.
+
+        Raises:
+            UnknownName: there is none.
+        """
+        unknown = UnknownName(
+            f"there is no table {name!r}",
+            fix="define it first: client.table(name, dim=..., rule=...)",
+        )
+        try:
+            found = self._control.call(
+                Lookup(0, (name,), 0.0), Found, timeout_s=self._connection.timeout_s
+            )
+        except UnknownName:
+            raise unknown from None
+        for spec in found.blocks:
+            if spec.table is not None and spec.group_name == name:
+                return self._know(Block(spec))
+        raise unknown
+
+    def tables(self) -> list[Block]:
+        """All tables of the cluster, in the order in which they were defined."""
+        found = self._control.call(
+            Lookup(0, None, 0.0), Found, timeout_s=self._connection.timeout_s
+        )
+        return [self._know(Block(spec)) for spec in found.blocks if spec.table is not None]
 
 
 def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
@@ -261,3 +322,23 @@ def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
     if not isinstance(group, str) or not group:
         raise TypeError(f"a group's name is a str that is not empty, got {group!r}")
     return None if rule is None else described_by(rule)
+
+
+def _described(name: str, rule: Rule | None, spec: TableSpec, options: TableOptions) -> RuleSpec:
+    """A table's rule for the servers, and that it and the options go with the table's rows."""
+    if rule is None:
+        raise ValueError(f"table {name!r} needs a rule, as in rule=ps.Adagrad(lr=0.05)")
+    if isinstance(spec.dim, bool) or not isinstance(spec.dim, int) or not 1 <= spec.dim <= 1 << 16:
+        raise ValueError(
+            f"dim of table {name!r} has to be an int from 1 to 65536, not {spec.dim!r}"
+        )
+    described = described_by(rule, rows=True)
+    row_layout(rule, spec.dim, spec.dtype)
+    options.check_dtype(spec.dtype)
+    return described
+
+
+def _seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed has to be an int from 0 to 2**63 - 1, not {seed!r}")
+    return seed

@@ -1,0 +1,451 @@
+"""The client that users hold: its calls, and the parts that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from paramserve.client.connection import Connection
+from paramserve.client.dense import Dense
+from paramserve.client.directory import Directory
+from paramserve.client.groups import Groups
+from paramserve.client.row_reads import RowRead, TableRead
+from paramserve.client.rows import Rows
+from paramserve.client.steps import Steps
+from paramserve.client.table import Table, TablePush
+from paramserve.client.ticket import Ticket
+from paramserve.consistency.base import Policy
+from paramserve.core.partition import Block
+from paramserve.core.policy_traits import GroupTraits
+from paramserve.core.table.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
+from paramserve.errors import ParamServeError
+from paramserve.rules.base import Rule
+
+Array = npt.NDArray[Any]
+
+
+class Client:
+    """A connection to all servers; make one with `Cluster.client()` or get `worker.client`.
+
+    Usable from any thread. Not across a fork: a child makes its own. A pickled client becomes a new
+    one, with a new id, where it is unpickled.
+
+    A call that is interrupted (Ctrl-C, a signal handler that raises) was sent whole or not at all.
+    The client stays usable, or closes itself where the interrupt came while it changed what it
+    knows of its session: then the next call raises `ClientClosed`, which says so.
+
+    Attributes:
+        connection: who this client is in its cluster, and how it reaches it.
+        steps: how far it is in each group, and by whose terms it steps.
+        directory: what is defined, as it knows it.
+        dense: pushes and reads by block, as `paramserve.pytorch` makes them.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        deadlines = connection.deadlines
+        self.steps = Steps(
+            connection.exchange,
+            connection.rank,
+            deadlines.request_s,
+            GroupTraits(connection.consistency),
+            busy_s=deadlines.busy_s,
+            stall_s=deadlines.stall_s,
+            all_live=connection.all_live,
+        )
+        self.steps.resume(connection.found, returned=connection.returned)
+        self.directory = Directory(connection, self.steps)
+        self._rows = Rows(connection, self.steps, self)
+        self.dense = Dense(connection, self.steps, self.directory, self._rows)
+        self._groups = Groups(connection, self.steps, self.directory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.connection,)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(id={self.connection.id}, rank={self.rank}, "
+            f"at={self.connection.control.address!r})"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def rank(self) -> int:
+        """Of the worker; -1 for a client that holds up nobody."""
+        return self.connection.rank
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, by a call or because the cluster was lost."""
+        return self.connection.closed
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every call that names none, in seconds; may be changed. Until then, live
+        workers that do not step are waited for longer, `Deadlines.busy_s`."""
+        return self.steps.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self.connection.timeout_s = self.steps.timeout_s = value
+        self.steps.busy_s = 0.0  # the caller's limit is one for all
+
+    # --- parameters by name ----------------------------------------------------------------------
+
+    def define(
+        self,
+        name: str | Mapping[str, npt.ArrayLike],
+        value: npt.ArrayLike | None = None,
+        *,
+        rule: Rule | None = None,
+        group: str = "default",
+        consistency: Policy | None = None,
+        nth: int = -1,
+        timeout_s: float | None = None,
+    ) -> Block:
+        """Create parameters on the servers. Of several who define the same, the first one's values
+        stand; the others are checked and write nothing.
+
+        Args:
+            name: of one tensor, or a mapping from names to values that are kept together.
+            value: of one tensor; float32 or float64, without a rule int64 as well.
+            rule: how a gradient changes the values; None: they can only be assigned.
+            group: what it steps together with.
+            consistency: of the whole group, given with its first define; None: the group's, or the
+                cluster's if it has none of its own.
+            nth: which one it is of the blocks that all ranks define in this group, each by itself;
+                -1: not said. Then ranks with other names for it do not wait for each other.
+        Returns:
+            The block that holds the tensors.
+        Raises:
+            DefineMismatch: defined in this group before with another shape, dtype or rule, or the
+                group has another policy. In another group the same name is another parameter.
+            UnknownRule: the servers were not started with the rule or the policy. The name stays
+                free.
+            NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
+        """
+        return self.directory.define(
+            name,
+            value,
+            rule=rule,
+            group=group,
+            consistency=consistency,
+            nth=nth,
+            timeout_s=timeout_s,
+        )
+
+    def blocks(self) -> list[Block]:
+        """Every block of tensors that is defined now, of all groups."""
+        self.connection.check()
+        with self.connection.lock:
+            return self.directory.find(None)
+
+    def push(
+        self,
+        name: str | Mapping[str, npt.ArrayLike],
+        gradient: npt.ArrayLike | None = None,
+        *,
+        weight: float | None = None,
+    ) -> Ticket:
+        """Send gradients; the servers apply the rule. Returns when their bytes are captured.
+
+        Under a policy that collects (Sync) they are put together until `tick()`; two pushes to one
+        name add up there.
+
+        Args:
+            name: of one parameter, or a mapping from names to gradients of one group.
+            gradient: shape [*value shape], floating point.
+            weight: number of samples behind it, above 0; 1 if None. Under a policy that collects
+                it is that of the whole step.
+        Returns:
+            Ticket of the outcome.
+        Raises:
+            UnknownName, ShapeMismatch, DtypeMismatch, NonFinite: nothing was applied.
+            ValueError: the weight, or another one was given in this step. Nothing was applied.
+        """
+        return self.dense.push(name, gradient, weight)
+
+    def push_pull(
+        self,
+        gradients: Mapping[str, npt.ArrayLike],
+        *,
+        tick: bool = False,
+        weight: float | None = None,
+        copy: bool = True,
+        timeout_s: float | None = None,
+    ) -> dict[str, Array]:
+        """Push, and read the same names' values after it, in one message.
+
+        Args:
+            tick: end the step as well. Under Sync, a push without it is not yet in the values.
+            weight: as for `push`.
+            copy: as for `pull`.
+        Returns:
+            By name, the values.
+        Raises:
+            As `push` and `pull`.
+        """
+        return self.dense.push_pull(gradients, tick, weight, copy, timeout_s)
+
+    def pull(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        out: Any = None,
+        copy: bool = True,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Read values.
+
+        Args:
+            names: one name, several, or None for all.
+            out: an array (or a mapping by name) of the right shape and dtype to read into.
+            copy: False gives read-only views that are valid until the next pull of these names.
+        Returns:
+            An array for one name, else a dict by name; yours to keep.
+        Raises:
+            UnknownName, ShapeMismatch: nothing was read.
+            PullTimeout: not there in `timeout_s`; the text says who is missing.
+        """
+        return self.dense.pull(names, out, copy, timeout_s)
+
+    def gradient(self, name: str) -> Array:
+        """An array in shared memory for the gradient of `name`: fill it, push it, no copy.
+
+        Shape and dtype are the parameter's; what it holds at first is undefined. It is yours until
+        it is pushed.
+        """
+        return self.dense.gradient(name)
+
+    def assign(
+        self,
+        name: str | Mapping[str, npt.ArrayLike],
+        value: npt.ArrayLike | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Overwrite values; returns when they are in place on all shards.
+
+        Raises:
+            UnknownName, ShapeMismatch, DtypeMismatch: nothing was applied.
+        """
+        self.dense.assign(name, value, timeout_s)
+
+    # --- tables ----------------------------------------------------------------------------------
+
+    def table(
+        self,
+        name: str,
+        dim: int | None = None,
+        *,
+        rule: Rule | None = None,
+        init: Init | None = None,
+        dtype: str = "float32",
+        admit: MinCount | None = None,
+        evict: TTL | LRU | Evict | None = None,
+        max_bytes: int = 0,
+        seed: int = 0,
+        consistency: Policy | None = None,
+        timeout_s: float | None = None,
+    ) -> Table:
+        """A keyed table: made by the first who asks for it with a `dim` and a rule, found by all
+        others. Of several who define the same one, all get the same one.
+
+        Args:
+            name: of the table, and of the group that steps with it.
+            dim: values of a row, 1 to 65536. Without it the table has to be there.
+            rule: how a gradient changes a row.
+            init: what rows begin with, drawn from (seed, name, key) only: `ps.Uniform`,
+                `ps.Normal` (the default, std 0.01), `ps.Constant` or `ps.Zeros`.
+            dtype: in which the servers keep values: float32, bfloat16 or float16, the last two
+                rounded stochastically. Gradients, pulled rows and the rule's state are float32.
+            admit: `ps.MinCount(n)`: a key gets a row at its n-th push; None: at its first use.
+            evict: `ps.TTL(clocks=...)`, `ps.LRU(rows=...)` or both, joined by `|`; None: rows stay.
+            max_bytes: of the table on one server; 0: what there is. Past it the least recently used
+                row goes, if `evict` has an `LRU`; else a push of new keys is refused (`TableFull`).
+            seed: of the initial values and of the rounding.
+            consistency: the table's own policy; None: `ps.Async()`. Not `ps.DelayCompensated`,
+                `ps.LocalSteps` or `ps.ElasticAverage`.
+        Returns:
+            The table; the same object for the same name.
+        Raises:
+            DefineMismatch: defined before with other options, or the name is a group of tensors'.
+            UnknownName: there is no such table, and no `dim` was given.
+            UnknownRule: the servers were not started with the rule or the policy.
+            ValueError, TypeError: an option. In all cases nothing was applied.
+        """
+        self.connection.check()
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a table's name is a str that is not empty, got {name!r}")
+        if dim is None:
+            known = self._rows.known(name)
+            return known if known is not None else self._rows.table(self.directory.find_table(name))
+        options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
+        block = self.directory.define_table(
+            name,
+            dim,
+            rule=rule,
+            dtype=dtype,
+            options=options,
+            seed=seed,
+            consistency=consistency,
+            timeout_s=timeout_s,
+        )
+        return self._rows.table(block)
+
+    def tables(self) -> list[Table]:
+        """All tables of the cluster, in the order in which they were defined."""
+        self.connection.check()
+        return [self._rows.table(block) for block in self.directory.tables()]
+
+    def push_tables(
+        self,
+        pushes: Sequence[TablePush],
+        *,
+        tick: bool = True,
+        weight: float | None = None,
+        skip: bool = False,
+        leased: bool = False,
+    ) -> Ticket:
+        """Push to several tables in one message to each shard; nothing, or all of it, is sent.
+
+        Without a tick, gradients of tables whose policy collects (Sync) are kept until theirs.
+
+        Args:
+            pushes: at most one for each table; with no keys in it only the clock goes on.
+            tick: end this client's step on each of the tables.
+            weight: number of samples behind the gradients, above 0; 1 if None. Under a policy that
+                collects it is that of the whole step.
+            skip: there are no usable gradients in this step.
+            leased: samples that were leased to this worker are in this step, and in no step of
+                dense layers on the servers.
+        Returns:
+            Ticket of the last table; its result is there when those of all are, and raises what
+            any of them was refused with.
+        Raises:
+            As `Table.push`.
+        """
+        return self._rows.push(pushes, tick=tick, weight=weight, skip=skip, leased=leased)
+
+    def prefetch_tables(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
+        """Ask for rows of several tables ahead, in one message to each shard.
+
+        Args:
+            reads: tables, keys and maybe `create`, as `Table.prefetch` takes them; the same table
+                may come more than once.
+        Returns:
+            The reads; `drop()` of one that no pull has read gives its memory back.
+        Raises:
+            As `Table.prefetch`. None of them is read ahead.
+        """
+        return self._rows.prefetch(reads)
+
+    # --- steps and groups ------------------------------------------------------------------------
+
+    def tick(self, group: str = "default", *, weight: float | None = None) -> Ticket:
+        """End this client's step on a group: its clock grows by one.
+
+        Under Sync, what was pushed since the last tick is this worker's part of the clock; the
+        ticket's outcome is there when all live workers have ended it.
+
+        Args:
+            weight: under Sync, number of samples behind the step, above 0; what its pushes said,
+                or 1, if None.
+        Raises:
+            UnknownName, NonFinite: nothing was applied.
+            ValueError: the weight, or a push of this step had another one. Nothing was applied.
+        """
+        return self.dense.tick(group, weight)
+
+    def clock(self, group: str = "default") -> int:
+        """Steps that this client has ended on a group, with those of older incarnations of its
+        rank."""
+        return self.steps.clocks.get(group, 0)
+
+    def set_consistency(self, name: str, policy: Policy, *, timeout_s: float | None = None) -> int:
+        """Give a group another policy while it is trained.
+
+        Returns when all shards have agreed from which clock on it holds. Steps of earlier clocks
+        go by the old policy on all shards, later ones by the new one. Nobody has to stop for it.
+
+        Args:
+            name: of the group.
+            policy: built in, or of a class that the servers were started with. Not
+                `ps.LocalSteps` or `ps.ElasticAverage`.
+        Returns:
+            The first clock of the new policy.
+        Raises:
+            UnknownName: nothing is defined in the group. UnknownRule: a server, which is named,
+                does not know the policy. TypeError: it is no policy. ValueError: it cannot work
+                with this many workers, or the change needs another optimizer in the workers. In
+                all these cases nothing was changed on any server, and training goes on.
+            ParamServeError: not all workers are past the clock of an earlier change. Nothing was
+                changed.
+            Timeout: not all shards have decided in `timeout_s`; the text names them. The change
+                may still come.
+        """
+        return self._groups.set_consistency(name, policy, timeout_s)
+
+    def rest(self, group: str = "default", *, timeout_s: float | None = None) -> None:
+        """Take no part in a group until the next step there: nobody waits for this worker.
+
+        A pull is no step, and ends no rest: it reads what is there, whatever bound others have.
+        What was sent is answered first. The next step may go on at a later clock, as that of a
+        worker that joins.
+
+        Raises:
+            UnknownName: nothing is defined in the group. Nothing was sent.
+            PushTimeout: something is unanswered after `timeout_s`.
+        """
+        self._groups.rest(group, timeout_s)
+
+    def enter(self, group: str = "default", *, timeout_s: float | None = None) -> bool:
+        """Take part in a group from now on, if this worker joined late or rests.
+
+        The next step does the same by itself. To enter before the gradient is computed, and to pull
+        then, is better under a policy that collects: that gradient comes from present values. Where
+        several groups collect, only the one that this worker steps first can be entered ahead: it
+        has to be known from the steps that it has made, or else nothing happens here.
+
+        Returns:
+            Whether it took no part before: then the values may have changed since the last pull.
+        Raises:
+            UnknownName: nothing is defined in the group.
+            PushTimeout: the others' clock was not decided in `timeout_s`, by default as long as a
+                step waits, or, under a policy that does not collect, not all shards have answered.
+        """
+        return self._groups.enter(group, timeout_s)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until everything sent has been answered, and raise what was refused unread.
+
+        Raises:
+            PushTimeout: something is unanswered after `timeout_s`.
+        """
+        self.connection.check()
+        limit = self.connection.limit(timeout_s)
+        if not self.connection.lock.acquire(timeout=limit):  # Another thread's call is under way.
+            raise self.steps.timed_out("drain", None, limit)
+        try:
+            self.steps.drain(timeout_s)
+        finally:
+            self.connection.lock.release()
+
+    def close(self, reason: ParamServeError | None = None, *, leave: bool = True) -> None:
+        """Leave the cluster: what was sent is answered first (for up to a second). Idempotent.
+
+        In a forked child this only marks the child's copy.
+
+        Args:
+            reason: why the cluster is lost: nothing is answered any more, and calls under way and
+                later ones raise this. None: they raise `ClientClosed`.
+            leave: False: end without a word, as a process that dies; a worker counts as dead.
+        """
+        self.connection.close(reason, leave=leave, drain=self.drain)

@@ -1,0 +1,294 @@
+"""A client's connection to a cluster: it joins, tells that it lives, and leaves.
+
+What it sends in between is made by the parts above this one; `control` reaches the coordinator and
+`exchange` the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from paramserve.client.exchange import Connect, Exchange, again
+from paramserve.client.heartbeat import Heartbeat
+from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
+from paramserve.errors import ClientClosed, ParamServeError, Timeout
+from paramserve.ids import NO_RANK
+from paramserve.messages import (
+    AskStatus,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Ok,
+    Reconnect,
+    ServerBeat,
+    Status,
+)
+from paramserve.transport.control import ControlLink
+from paramserve.transport.link import Link
+
+NO_RECORDS = 1 << 62
+"""Past the number of every record of `worker.log`."""
+CLOSE_S = 1.0
+"""How long `close` waits for what was sent, and for the coordinator's goodbye."""
+
+
+class Connection:
+    """A client's place in a cluster, until it is closed.
+
+    Attributes:
+        id: given out by the coordinator.
+        rank: of the worker; -1 for a client that holds up nobody.
+        incarnation: counts the restarts of this rank, from 1; 0 without a rank.
+        workers: how many workers the cluster expects.
+        late: whether it joined while the others were under way, as a rank that was not there
+            before.
+        restarts: whether another incarnation may go on for this one.
+        consistency: the cluster's policy.
+        deadlines: how long each wait may take.
+        returned: whether the others have gone on without this rank.
+        found: what the shards had done when it joined, in shard order, if it has to go on from
+            there; else nothing.
+        control: to the coordinator.
+        exchange: with the shards.
+        lock: held by each call that changes what the client knows of its session.
+        closed: whether it was left or lost.
+    Raises:
+        ServerGone, Timeout: the shards did not say how far this rank was. The links are closed.
+    """
+
+    def __init__(
+        self,
+        control: ControlLink,
+        joined: Joined,
+        *,
+        rank: int,
+        credentials: Credentials,
+        limits: Limits,
+        deadlines: Deadlines,
+        connect: Connect = Link.connect,
+    ) -> None:
+        self.id = joined.client
+        self.rank = rank
+        self.incarnation = joined.incarnation
+        self.workers = joined.workers
+        self.late = joined.late and joined.incarnation == 1
+        self.restarts = joined.restarts
+        self.consistency = joined.consistency
+        self.deadlines = deadlines
+        self.returned = joined.returned
+        self.found: list[ServerBeat] = []
+        self.control = control
+        self.lock = threading.RLock()
+        self.closed = False
+        self._credentials = credentials
+        self._pid = os.getpid()
+        self._reason: ParamServeError | None = None
+        """Why it was closed, if not by a call of `close` without a reason."""
+        identity = Reconnect(0, joined.cluster, joined.client, joined.incarnation, rank)
+        control.identify(identity, deadlines)
+        # Before all that may take long: the coordinator counts from the join on.
+        told_s = joined.heartbeat_s
+        every_s = min(deadlines.heartbeat_s, told_s) if told_s > 0 else deadlines.heartbeat_s
+        self._heartbeat = Heartbeat(control, rank, every_s, limits)
+        try:
+            self.exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
+            if joined.incarnation > 1 or joined.late:
+                self.found = self._ask_all(deadlines.start_s)
+        except BaseException:
+            self._heartbeat.stop()
+            raise
+
+    def _ask_all(self, limit_s: float) -> list[ServerBeat]:
+        """What all shards have done so far."""
+        try:
+            told = self.exchange.reports(limit_s)
+            if len(told) < len(self.exchange.shards):
+                raise Timeout(
+                    f"rank {self.rank} (incarnation {self.incarnation}) asked where to go on: "
+                    f"{len(told)} of {len(self.exchange.shards)} shards answered in {limit_s:.1f}"
+                    " s",
+                    fix="look at the servers; a new worker of this rank may join",
+                )
+        except BaseException:
+            self.exchange.close()
+            raise
+        return told
+
+    @classmethod
+    def join(
+        cls,
+        addresses: str | Sequence[str],
+        credentials: Credentials = NO_CREDENTIALS,
+        *,
+        rank: int = NO_RANK,
+        workers: int = 0,
+        timeout_s: float | None = None,
+        limits: Limits | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> Self:
+        """Join a cluster.
+
+        Args:
+            addresses: the coordinator's, `unix:<path>` or `tcp:<host>:<port>`.
+            credentials: the cluster's; needed for TCP only.
+            rank: of a worker; -1 for a client that holds up nobody.
+            workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
+            timeout_s: until the coordinator answers and all servers are up.
+        Raises:
+            ConnectTimeout: nobody answered in time.
+            ParamServeError: the rank is taken, the cluster has another number of workers, or is
+                not complete in time. The rank stays as it was.
+        """
+        limits = limits if limits is not None else Limits()
+        deadlines = deadlines if deadlines is not None else Deadlines()
+        limit = timeout_s if timeout_s is not None else deadlines.start_s
+        if isinstance(addresses, str):
+            addresses = (addresses,)
+        control = ControlLink.connect(
+            addresses,
+            Hello("join"),
+            credentials=credentials,
+            limits=limits,
+            timeout_s=limit,
+            lost_s=deadlines.lost_s,
+        )
+        try:
+            join = Join(0, rank, os.getpid(), workers)
+            joined = control.call(join, Joined, timeout_s=limit)
+            return cls(
+                control,
+                joined,
+                rank=rank,
+                credentials=credentials,
+                limits=limits,
+                deadlines=deadlines,
+                connect=partial(Link.connect, lost_s=deadlines.lost_s),
+            )
+        except BaseException:
+            control.close()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).join, (self.control.addresses, self._credentials)
+
+    def is_dead(self, ranks: Iterable[int]) -> bool:
+        """Whether the coordinator counts all of these ranks as dead, and no other incarnation of
+        them comes; False where it cannot be asked."""
+        states = self._states()
+        return all(states.get(rank) == "dead" for rank in ranks)
+
+    def all_live(self, ranks: Iterable[int]) -> bool:
+        """Whether the coordinator counts all of these ranks as live."""
+        states = self._states()
+        return all(states.get(rank) in ("live", "retiring") for rank in ranks)
+
+    def _states(self) -> dict[int, str]:
+        """Of each rank, as the coordinator knows it; nothing where it cannot be asked."""
+        try:
+            call = AskStatus(0, after_record=NO_RECORDS)
+            told = self.control.call(call, Status, timeout_s=self.timeout_s)
+        except ParamServeError:
+            return {}
+        return {each.rank: each.state for each in told.members}
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every call that names none, in seconds; may be changed."""
+        return self.exchange.io_timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"timeout_s must be > 0, got {value}")
+        self.exchange.io_timeout_s = value
+
+    def limit(self, timeout_s: float | None) -> float:
+        """The deadline of a call that was given this one, in seconds."""
+        return timeout_s if timeout_s is not None else self.timeout_s
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The coordinator's; the one that was reached is the first."""
+        reached = self.control.address
+        return (reached, *(each for each in self.control.addresses if each != reached))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that calls of this client have waited for the servers' answers."""
+        return self.exchange.waited_s
+
+    def reports(self) -> list[ServerBeat]:
+        """What each shard has done so far, in shard order: versions, clocks, staleness."""
+        self.check()
+        with self.lock:
+            return self.exchange.reports(self.timeout_s)
+
+    def log(self, clock: int, values: dict[str, float]) -> None:
+        """Record numbers of a clock; they reach the driver with the next heartbeat."""
+        self.check()
+        self._heartbeat.log(clock, {name: float(value) for name, value in values.items()})
+
+    def send_log(self) -> None:
+        """Send what was logged now, and not with the next heartbeat: for a process that is about to
+        end, which no longer waits long for a coordinator that takes nothing."""
+        self.control.hurry()
+        self._heartbeat.send_all()
+
+    def check(self) -> None:
+        """Refuse a call of a client that is closed, or in a child of its process.
+
+        Raises:
+            ClientClosed, or the reason why it was closed.
+        """
+        if os.getpid() != self._pid:
+            raise ClientClosed(
+                f"client {self.id} was made in process {self._pid}, before a fork",
+                fix="connect anew in the child process",
+            )
+        if self.closed:
+            if self._reason is not None:
+                raise again(self._reason)
+            raise ClientClosed(
+                f"client {self.id} was closed", fix="make a new one with cluster.client()"
+            )
+
+    def close(
+        self,
+        reason: ParamServeError | None = None,
+        *,
+        leave: bool = True,
+        drain: Callable[[float], None] | None = None,
+    ) -> None:
+        """Leave the cluster. Idempotent. In a forked child this only marks the child's copy.
+
+        Args:
+            reason: why the cluster is lost: calls under way and later ones raise this. None: they
+                raise `ClientClosed`.
+            leave: False: end without a word, as a process that dies; a worker counts as dead.
+            drain: waits for so many seconds until what was sent is answered.
+        """
+        if self.closed:
+            return
+        if os.getpid() != self._pid:
+            self.closed = True
+            return
+        if reason is None and leave and drain is not None:
+            # An error here was raised before, or is lost with the run that this client belongs to.
+            with contextlib.suppress(ParamServeError, ConnectionError):
+                drain(CLOSE_S)
+        self._reason = reason
+        self.closed = True
+        self.exchange.close(reason, bye=leave)
+        self.control.hurry()
+        self._heartbeat.stop()
+        if leave:
+            # Where the coordinator is gone, there is nothing to leave.
+            with contextlib.suppress(ParamServeError):
+                self.control.call(Leave(0), Ok, timeout_s=CLOSE_S, slack_s=0.0)
+        self.control.close()
