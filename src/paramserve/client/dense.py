@@ -131,10 +131,9 @@ class Dense:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
             options = StepOptions(tick, weight, skip, clip_norm, note)
-            if not before:
-                return self._steps.send("step", first, pushes, pull, options)
             parts = StepParts("step", first, pushes, pull, options)
-            return joined(self._steps.send_together([*before, parts]))
+            tickets = self._steps.send([*before, parts])
+            return joined(tickets) if before else tickets[0]
 
     def notes(self, group: str, *, timeout_s: float | None = None) -> dict[int, dict[int, bytes]]:
         """The last notes that ranks have sent with steps of a group, by rank and clock."""
@@ -213,7 +212,7 @@ class Dense:
             self._steps.begin()
             pushes, finite = self.gradients.capture(blocks, arrays)
             options = StepOptions(weight=1.0 if weight is None else weight, skip=not finite)
-            return self._steps.send("push", blocks[0], pushes, (), options)
+            return self._steps.send([StepParts("push", blocks[0], pushes, (), options)])[0]
 
     def _collects(self, block: Block) -> bool:
         """Whether pushes to a block's group are put together until its tick; also the rest of a
@@ -257,8 +256,8 @@ class Dense:
                 pushes, finite = self.gradients.capture(blocks, arrays)
                 self._drop_views(blocks)
                 options = StepOptions(tick, 1.0 if weight is None else weight, not finite)
-                ticket = self._steps.send("push", blocks[0], pushes, blocks, options)
-                tickets = [(ticket, blocks)]
+                parts = StepParts("push", blocks[0], pushes, blocks, options)
+                tickets = [(self._steps.send([parts])[0], blocks)]
         return self._read_pulls(tickets, list(gradients), None, copy, timeout_s)
 
     def pull(
@@ -295,8 +294,8 @@ class Dense:
         try:
             for each in groups.values():
                 self._steps.begin(timeout_s, "pull")
-                ticket = self._steps.send("pull", each[0], (), each, StepOptions())
-                tickets.append((ticket, each))
+                parts = StepParts("pull", each[0], (), each)
+                tickets.append((self._steps.send([parts])[0], each))
         except ParamServeError:
             self._forget(tickets)
             raise
@@ -379,7 +378,7 @@ class Dense:
             weight = self._steps.weights.pop(block.group_name, 1.0)
             pushes, finite = self.gradients.staged(block.group_name)
             options = StepOptions(True, weight, not finite)
-            return self._steps.send(what, block, pushes, pull, options)
+            return self._steps.send([StepParts(what, block, pushes, pull, options)])[0]
         except BaseException as error:
             self.gradients.unstage(block.group_name)
             self._steps.fail_staged(block.group_name, error)

@@ -187,7 +187,7 @@ class RowReads:
         except BaseException:
             self._exchange.give_back([slot for each in parts for slot in each.read_slots])
             raise
-        for read, ticket in zip(asked, self._steps.send_together(parts), strict=True):
+        for read, ticket in zip(asked, self._steps.send(parts), strict=True):
             read.ticket = ticket
         return reads
 

@@ -96,7 +96,7 @@ class Rows:
             if not any(collects):
                 parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
                 parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
-                return joined(self._steps.send_together(parts))
+                return joined(self._steps.send(parts))
             self._check_tables(pushes)
             self._steps.raise_unread()
             kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
@@ -104,7 +104,7 @@ class Rows:
             tickets: list[Ticket] = []
             if others:
                 parts = self.parts(others, tick=False, weight=weight, skip=skip)
-                tickets = self._steps.send_together(parts)
+                tickets = self._steps.send(parts)
             tickets += [self._keep_rows(push, weight, skip) for push in kept]
             return joined(tickets)
 

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -328,45 +329,6 @@ class Steps(Entering):
                 error.failed, error.applied = f"{full}: {error.failed}", "no"
                 raise
 
-    def send(
-        self,
-        what: str,
-        block: Block,
-        pushes: Captured,
-        pull: Sequence[Block],
-        options: StepOptions,
-    ) -> Ticket:
-        """Send one step to every shard; `begin` came first, and all checks have been made.
-
-        Args:
-            what: "push", "pull", "tick" or "step", for messages.
-            block: any block of the group.
-            pushes: their slots go back when all shards have answered.
-        """
-        captured = [slot for _, slot in pushes]
-        slots: list[Slot] = []
-        sent: list[Prepared] = []
-        try:
-            enters = self.enter((block,), None) if options.tick else ()
-            for each in pull:
-                slots.append(self._exchange.take(each.nbytes))
-            push_parts = () if options.skip else [self._gradient_parts(*each) for each in pushes]
-            pull_parts = [self.places(each, slot) for each, slot in zip(pull, slots, strict=True)]
-            places = tuple(zip(pull, slots, strict=True))
-            if options.tick:
-                self._exchange.unfinished = "a step"
-            sent.append(
-                self._prepare(
-                    what, block, push_parts, pull_parts, options, captured, places, enters=enters
-                )
-            )
-            numbered = partial(self._numbered, sent, enters) if options.tick else None
-            self._exchange.submit(sent[0].requests, sent[0].operation, numbered)
-        except BaseException as error:
-            self._broken_off(sent, [*captured, *slots], error)
-            raise
-        return sent[0].ticket
-
     def _numbered(self, sent: Sequence[Prepared], enters: Sequence[Block]) -> None:
         """A call is certain to be sent."""
         for each in sent:
@@ -390,117 +352,113 @@ class Steps(Entering):
         self._exchange.give_back(slots)
         return True
 
-    def send_together(self, parts: Sequence[StepParts]) -> list[Ticket]:
-        """Send steps of several groups in one frame to every shard, or none; else as `send`. Their
-        tickets come in the order given."""
-        given, parts = parts, sorted(parts, key=StepParts.order)
-        prepared, values = list[Prepared](), list[Slot]()
+    def send(self, parts: Sequence[StepParts]) -> list[Ticket]:
+        """Send steps of several groups in one frame to every shard, or none. `begin` came first,
+        and all checks have been made.
+
+        Returns:
+            Their tickets, in the order given.
+        """
+        ordered = parts if len(parts) == 1 else sorted(parts, key=StepParts.order)
+        prepared: list[Prepared] = []
+        values: list[Slot] = []
+        enters: Sequence[Block] = ()
+        ticked: list[Block] = []
+        exchange = self._exchange
         try:
-            ticks = [each.block for each in parts if each.options.tick]
-            self._exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
-            enters = self.enter(ticks, None)
-            if ticks:
-                self._exchange.unfinished = "a step"
-            for each in parts:
-                prepared.append(self._prepare_parts(each, values, enters))
-            self._exchange.submit_together(
-                [(p.requests, p.operation) for p in prepared],
-                partial(self._numbered, prepared, enters) if ticks else None,
-            )
+            for each in ordered:
+                if each.options.tick:
+                    ticked.append(each.block)
+            exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
+            if ticked:
+                enters = self.enter(ticked, None)
+                exchange.unfinished = "a step"
+            calls = []
+            for each in ordered:
+                sent = self._prepare(each, values, enters, each.block.table is None or each.leased)
+                prepared.append(sent)
+                calls.append((sent.requests, sent.operation))
+            numbered = partial(self._numbered, prepared, enters) if ticked else None
+            exchange.submit_together(calls, numbered)
         except BaseException as error:
             taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
             if self._broken_off(prepared, [*taken, *values], error):
-                for each in parts:
-                    if each.options.tick:
-                        self.fail_staged(each.block.group_name, error)
+                for block in ticked:
+                    self.fail_staged(block.group_name, error)
             raise
-        at = {id(each): number for number, each in enumerate(parts)}
-        return [prepared[at[id(each)]].ticket for each in given]
+        if len(parts) == 1:
+            return [prepared[0].ticket]
+        at = {id(each): number for number, each in enumerate(ordered)}
+        return [prepared[at[id(each)]].ticket for each in parts]
 
-    def _prepare_parts(
-        self, parts: StepParts, values: list[Slot], enters: Sequence[Block]
+    def _prepare(
+        self, parts: StepParts, values: list[Slot], enters: Sequence[Block], marked: bool
     ) -> Prepared:
-        """One group's part of a call as it is about to be sent.
+        """One group's part of a call as it is about to be sent; its ticket is bound to the answers.
 
         Args:
             values: gets the slots that are taken for what is pulled.
             enters: groups that it names if it ends a clock that collects.
-        """
-        block, options = parts.block, parts.options
-        if not (options.tick and enters and self.traits_of(block).collects):
-            enters = ()
-        push_parts = [] if options.skip else [self._gradient_parts(*each) for each in parts.pushes]
-        push_parts += [] if options.skip else [each.headers for each in parts.row_pushes]
-        places = []
-        for each in parts.pull:
-            places.append((each, self._exchange.take(each.nbytes)))
-            values.append(places[-1][1])
-        pull_parts = [self.places(*each) for each in places]
-        pull_parts += [each.places for each in parts.row_pulls]
-        places += [(each.block, each.values) for each in parts.row_pulls]
-        captured = parts.slots + [each.keys for each in parts.row_pulls]
-        marked = block.table is None or parts.leased
-        return self._prepare(
-            parts.what,
-            block,
-            push_parts,
-            pull_parts,
-            options,
-            captured,
-            places,
-            marked=marked,
-            enters=enters,
-        )
-
-    def _prepare(
-        self,
-        what: str,
-        block: Block,
-        push_parts: Sequence[tuple[Gradient, ...]],
-        pull_parts: Sequence[tuple[ReadTarget, ...]],
-        options: StepOptions,
-        captured: list[Slot],
-        places: Sequence[tuple[Block, Slot]],
-        *,
-        marked: bool = True,
-        enters: Sequence[Block] = (),
-    ) -> Prepared:
-        """A step as it is about to be sent; its ticket is bound to the answers.
-
-        Args:
-            captured: slots that go back when all shards have answered.
             marked: whether it may have leased samples in it.
-            enters: groups that it names.
         """
+        # Loops, not comprehensions: each of those is a call, and a small step has few.
+        block = parts.block
         name, group = block.group_name, block.group
-        tick, weight, skip, clip_norm, note = options
+        tick, weight, skip, clip_norm, note = parts.options
+        captured: list[Slot] = []
+        places: list[tuple[Block, Slot]] = []
+        push_parts: list[tuple[Gradient, ...]] = []
+        pull_parts: list[tuple[ReadTarget, ...]] = []
+        for push, slot in parts.pushes:
+            captured.append(slot)
+            if not skip:
+                push_parts.append(self._gradient_parts(push, slot))
+        for rows in parts.row_pushes:
+            captured.append(rows.slot)
+            if not skip:
+                push_parts.append(rows.headers)
+        for wanted in parts.pull:
+            slot = self._exchange.take(wanted.nbytes)
+            values.append(slot)
+            places.append((wanted, slot))
+            pull_parts.append(self.places(wanted, slot))
+        for read in parts.row_pulls:
+            captured.append(read.keys)
+            places.append((read.block, read.values))
+            pull_parts.append(read.places)
         marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
         clock = self._clock_of_step(name, tick)
         if tick:
             self._steps_in(block)
-        names = tuple(each.group for each in enters)
-        requests = [
-            Step(
-                0,
-                group,
-                clock,
-                tick,
-                tuple([each[shard] for each in push_parts]),
-                tuple([each[shard] for each in pull_parts]),
-                base,
-                weight,
-                skip,
-                clip_norm,
-                self._factor,
-                mark,
-                enters=names,
-                note=note,
+        names: tuple[int, ...] = ()
+        if enters and tick and self.traits_of(block).collects:
+            names = tuple([each.group for each in enters])
+        # By shard, what was made by part.
+        pushes = list(zip(*push_parts, strict=True)) if push_parts else repeat((), self._shards)
+        pulls = list(zip(*pull_parts, strict=True)) if pull_parts else repeat((), self._shards)
+        requests = []
+        for base, push_part, pull_part in zip(self.versions[group], pushes, pulls, strict=True):
+            requests.append(
+                Step(
+                    0,
+                    group,
+                    clock,
+                    tick,
+                    push_part,
+                    pull_part,
+                    base,
+                    weight,
+                    skip,
+                    clip_norm,
+                    self._factor,
+                    mark,
+                    enters=names,
+                    note=note,
+                )
             )
-            for shard, base in enumerate(self.versions[group])
-        ]
         operation = Operation(self._shards)
-        ticket = Ticket(self, what, group, places)
+        ticket = Ticket(self, parts.what, group, places)
         ticket.operation = operation
         after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
         self._bind(ticket, operation, captured, name, after)
@@ -521,7 +479,7 @@ class Steps(Entering):
         options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
         self._make_room(left_until(until), "step", 1)
         unfinished, self._exchange.unfinished = self._exchange.unfinished, "entering a group"
-        sent = self._prepare("step", block, (), (), options, [], (), marked=False, enters=enters)
+        sent = self._prepare(StepParts("step", block, options=options), [], enters, False)
         self._exchange.submit(sent.requests, sent.operation)
         self.go_on(sent.group, sent.clock + 1)
         self._exchange.unfinished = unfinished

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.steps import BlockPush, StepOptions, Steps, check_push
+from paramserve.client.steps import BlockPush, StepOptions, StepParts, Steps, check_push
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
@@ -42,7 +42,8 @@ class Bench:
         slot = self.memory.take(BLOCK.nbytes)
         push = BlockPush(BLOCK, slot.array(BLOCK), None, HYPER)
         pulled = [BLOCK] if pull else []
-        return self.steps.send(what, BLOCK, [(push, slot)], pulled, StepOptions(**options))
+        parts = StepParts(what, BLOCK, [(push, slot)], pulled, StepOptions(**options))
+        return self.steps.send([parts])[0]
 
     def sent(self, which: int) -> list[Step]:
         requests, _ = self.memory.sent[which]
