@@ -38,7 +38,9 @@ class Tensor:
         slot[:] = 1.0
         slot[-1] = gradient
         push = [BlockPush(block, slot)]
-        return self.client.step("default", push, weight=weight, clip_norm=clip_norm).result(WAIT_S)
+        return self.client.dense.step("default", push, weight=weight, clip_norm=clip_norm).result(
+            WAIT_S
+        )
 
     def value(self) -> float:
         values = self.client.pull("w")

@@ -26,7 +26,7 @@ def test_reports_leave_the_notes_out_unless_they_are_asked_for(
         worker.pull("w")
         for number in range(2):
             note = bytes([number]) * NOTE_BYTES
-            worker.step("default", (), pull=[block], tick=True, note=note).result()
+            worker.dense.step("default", (), pull=[block], tick=True, note=note).result()
     (beat,) = watcher.connection.reports()
     assert beat.groups[0].clocks == tuple((rank, 2) for rank in range(WORKERS))
     assert watcher.pull("w").tolist() == [0.0] * 4, "the watcher goes on"

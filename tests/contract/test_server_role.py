@@ -195,7 +195,7 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
     worker = cluster.client(0)
     worker.define("w", np.zeros(2), rule=Add())
     worker.tick().result()
-    worker.log({"loss": np.float32(0.5)})
+    worker.connection.log(1, {"loss": np.float32(0.5)})
     driver = ControlLink.connect(
         [cluster.address],
         Hello("driver"),
@@ -204,7 +204,7 @@ def test_records_reach_the_driver_with_the_heartbeat_and_at_the_end(
         timeout_s=WAIT_S,
     )
     wait_until(lambda: ask(driver).next_record == 1)
-    worker.log({"loss": 0.25})
+    worker.connection.log(1, {"loss": 0.25})
     worker.close()
     (first, second) = ask(driver).records
     assert isinstance(first, Record)
@@ -222,7 +222,7 @@ def test_heartbeat_goes_out_while_a_call_waits_for_its_answer(make_cluster: Make
     calls = worker.connection.control._call
     thread.start()
     wait_until(lambda: worker.connection.control._call > calls)
-    worker.log({"loss": 0.5})
+    worker.connection.log(1, {"loss": 0.5})
     wait_until(lambda: ask(driver).next_record == 1)
     assert thread.is_alive()
     worker.close()

@@ -292,7 +292,7 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     harness = Harness(make_cluster("unix", workers=1, policy=Sync()), rank=0)
     harness.cluster.mark_dead(0)
     worker = harness.cluster.client(0)
-    link = harness.stranger(client=worker.connection.id, rank=0, incarnation=1, window=2)
+    link = harness.stranger(client=worker.connection.id, rank=0, incarnation=2, window=2)
     harness.cluster.servers[0].role.shard.sessions[worker.connection.id].requests = 4
     held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 

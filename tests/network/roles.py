@@ -21,7 +21,7 @@ import numpy as np
 from tests.network.keeper import Teller, enter
 
 import paramserve as ps
-from paramserve.client import BlockPush, Client
+from paramserve.client import BlockPush, Client, Connection
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken
 from paramserve.launch.overview import Overview
@@ -175,7 +175,7 @@ def links(client: Client) -> list[tuple[str, bool]]:
 def reader(tell: Teller, address: str, token: str, *, writers: int) -> None:
     """Tell what all parts hold now."""
     counting = Counting(writers)
-    with Client.connect(f"tcp:{address}", credentials_of(token)) as client:
+    with Client(Connection.join(f"tcp:{address}", credentials_of(token))) as client:
         blocks = client.blocks()
         values = {block.id: client.dense.fetch(block, 0)[0] for block in blocks}
         tell(final=[row for block in blocks for row in rows(counting, block, values[block.id])])

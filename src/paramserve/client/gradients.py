@@ -93,7 +93,7 @@ class Gradients:
             if slot is None or gradient is not slot.array(block) or block.id in seen:
                 raise ValueError(
                     f"the gradient of block {block.id} is not what gradient_slot gave for this "
-                    "step: get a slot with client.gradient_slot(block), fill it, push it once"
+                    "step: get one with client.dense.gradient_slot(block), fill it, push it once"
                 )
             seen.add(block.id)
             count = len(block.pieces)
