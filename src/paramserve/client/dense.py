@@ -21,11 +21,14 @@ from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.names import as_pairs
 from paramserve.client.rows import Rows, joined
 from paramserve.client.steps import (
+    NOTHING_STAGED,
     BlockPush,
+    Staged,
     StepOptions,
     StepParts,
     Steps,
     check_weight,
+    fail_staged,
     offset_of,
 )
 from paramserve.client.table import TablePush
@@ -124,8 +127,7 @@ class Dense:
                     pushes, finite = self.gradients.take(push)
                     skip = not finite
             except BaseException as error:
-                ticked = [each.table.name for each in tables] if tick else ()
-                self._rows.unsent(before, ticked, error)
+                self._rows.unsent(before, error)
                 raise
             if clip_norm and not skip and not self._steps.traits_of(first).collects:
                 clip(pushes, clip_norm)
@@ -206,7 +208,7 @@ class Dense:
         check_weight(weight)
         with self._lock:
             blocks, arrays = self._resolve(name, gradient)
-            if self._collects(blocks[0]):
+            if self._steps.collects(blocks[0]):
                 self._steps.raise_unread()
                 return self._stage(blocks, arrays, weight)
             self._steps.begin()
@@ -214,21 +216,17 @@ class Dense:
             options = StepOptions(weight=1.0 if weight is None else weight, skip=not finite)
             return self._steps.send([StepParts("push", blocks[0], pushes, (), options)])[0]
 
-    def _collects(self, block: Block) -> bool:
-        """Whether pushes to a block's group are put together until its tick; also the rest of a
-        step that was begun so, before its policy changed."""
-        return self._steps.traits_of(block).collects or self.gradients.has_staged(block.group_name)
-
     def _stage(
         self, blocks: Sequence[Block], arrays: Mapping[str, Array], weight: float | None
     ) -> Ticket:
         """Keep gradients until their group's tick."""
         group = blocks[0].group_name
         self._steps.check_same_weight(group, weight)
-        self.gradients.stage(blocks, arrays)
-        if weight is not None:
-            self._steps.weights[group] = weight
-        return self._steps.stage(blocks[0])
+        staged = self._steps.staged.get(group)
+        if staged is None:
+            staged = Staged()
+        self.gradients.stage(blocks, arrays, staged.gradients)
+        return self._steps.stage(blocks[0], staged, weight)
 
     def push_pull(
         self,
@@ -244,7 +242,7 @@ class Dense:
         with self._lock:
             blocks, arrays = self._resolve(gradients, None)
             self._steps.begin(timeout_s)
-            collects = self._collects(blocks[0])
+            collects = self._steps.collects(blocks[0])
             if collects:
                 self._stage(blocks, arrays, weight)
             if collects and not tick:
@@ -366,22 +364,27 @@ class Dense:
             block = self._directory.defined_in(group)
             self._steps.check_same_weight(group, weight)
             self._steps.begin()
-            if weight is not None:
-                self._steps.weights[group] = weight
-            return self._end_step("tick", block, ())
+            if block.table is not None:
+                return self._rows.push([TablePush(self._rows.table(block))], weight=weight)
+            return self._end_step("tick", block, (), weight)
 
-    def _end_step(self, what: str, block: Block, pull: Sequence[Block]) -> Ticket:
-        """Send what was staged for a block's group, with a tick."""
-        if block.table is not None:
-            return self._rows.push([TablePush(self._rows.table(block))])
+    def _end_step(
+        self, what: str, block: Block, pull: Sequence[Block], weight: float | None = None
+    ) -> Ticket:
+        """Send what was staged for a block's group, with a tick.
+
+        Args:
+            weight: what was said of the step with it, if anything.
+        """
+        staged = self._steps.staged.pop(block.group_name, NOTHING_STAGED)
+        said = staged.weight if weight is None else weight
         try:
-            weight = self._steps.weights.pop(block.group_name, 1.0)
-            pushes, finite = self.gradients.staged(block.group_name)
-            options = StepOptions(True, weight, not finite)
-            return self._steps.send([StepParts(what, block, pushes, pull, options)])[0]
+            pushes, finite = self.gradients.staged(staged.gradients)
+            options = StepOptions(True, 1.0 if said is None else said, not finite)
+            parts = StepParts(what, block, pushes, pull, options, staged=staged.tickets)
+            return self._steps.send([parts])[0]
         except BaseException as error:
-            self.gradients.unstage(block.group_name)
-            self._steps.fail_staged(block.group_name, error)
+            fail_staged(block.group_name, staged.tickets, error)
             raise
 
     def _resolve(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
-from paramserve.client.steps import BlockPush, check_rule
+from paramserve.client.steps import BlockPush, Filling, check_rule
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ShapeMismatch
@@ -20,18 +19,6 @@ from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 Pushes = list[tuple[BlockPush, Slot]]
-
-
-@dataclass
-class _Filling:
-    """A slot that one block's gradient is written to."""
-
-    block: Block
-    slot: Slot
-    lent: set[int] = field(default_factory=set)
-    """Pieces whose places in it the caller was given, and has not pushed yet."""
-    staged: set[int] = field(default_factory=set)
-    """Pieces whose gradients lie in it."""
 
 
 class Gradients:
@@ -53,10 +40,8 @@ class Gradients:
         self._rank = rank
         self._given: dict[int, Slot] = {}
         """By block: what `slot` has given out and no step has taken yet."""
-        self._lent: dict[int, _Filling] = {}
+        self._lent: dict[int, Filling] = {}
         """By block: the slot whose pieces `lend` gives out."""
-        self._staged: dict[str, dict[int, _Filling]] = {}
-        """By group and block: gradients pushed in the synchronous step under way."""
 
     # --- by block ----------------------------------------------------------------------------
 
@@ -111,7 +96,7 @@ class Gradients:
         lent = self._lent.get(block.id)
         if lent is None:
             slot = self._exchange.take(block.nbytes)
-            lent = self._lent[block.id] = _Filling(block, slot)
+            lent = self._lent[block.id] = Filling(block, slot)
         lent.lent.add(piece.index)
         return piece.view(lent.slot.array(block))
 
@@ -138,9 +123,13 @@ class Gradients:
             raise self._nonfinite(bad)
         return pushes, bad is None
 
-    def stage(self, blocks: Sequence[Block], arrays: Mapping[str, Array]) -> None:
+    def stage(
+        self, blocks: Sequence[Block], arrays: Mapping[str, Array], into: dict[int, Filling]
+    ) -> None:
         """Keep gradients by name until their group's tick; a second one adds to the first.
 
+        Args:
+            into: what was kept before, by block; gets these.
         Raises:
             ParamServeError: a block has no rule. Everything is as it was.
         """
@@ -149,7 +138,7 @@ class Gradients:
         bad = None
         new, fillings, sums = [], [], []
         for block in blocks:
-            filling = self._staged.get(block.group_name, {}).get(block.id)
+            filling = into.get(block.id)
             if filling is None:
                 filling = self._filling(block, arrays)
                 new.append(filling)
@@ -178,22 +167,13 @@ class Gradients:
             pieces = self._names.pieces(block)
             filling.staged |= {piece.index for piece in pieces if piece.name in arrays}
             filling.lent = set()
-            self._staged.setdefault(block.group_name, {})[block.id] = filling
+            into[block.id] = filling
         self._exchange.unfinished = ""
 
-    def has_staged(self, group: str) -> bool:
-        """Whether something waits for a group's tick."""
-        return group in self._staged
-
-    def unstage(self, group: str) -> None:
-        """What was staged for a group, if it is still here, will not be sent."""
-        fillings = self._staged.pop(group, {}).values()
-        self._exchange.give_back([filling.slot for filling in fillings])
-
-    def staged(self, group: str) -> tuple[Pushes, bool]:
-        """What was staged for a group: to be sent with its tick."""
+    def staged(self, fillings: Mapping[int, Filling]) -> tuple[Pushes, bool]:
+        """What was kept, by block: to be sent with the tick."""
         pushes: Pushes = []
-        for _, filling in sorted(self._staged.pop(group, {}).items()):
+        for _, filling in sorted(fillings.items()):
             block, slot, pieces = filling.block, filling.slot, filling.staged
             whole = None if len(pieces) == len(block.pieces) else tuple(sorted(pieces))
             pushes.append((BlockPush(block, slot.array(block), whole), slot))
@@ -203,16 +183,16 @@ class Gradients:
             raise self._nonfinite(bad)
         return pushes, bad is None
 
-    def _filling(self, block: Block, arrays: Mapping[str, Array]) -> _Filling:
+    def _filling(self, block: Block, arrays: Mapping[str, Array]) -> Filling:
         """A slot for these gradients: the lent one, if nothing in it stays with the caller."""
         lent = self._lent.get(block.id)
         if lent is not None:
             pieces = self._names.pieces(block)
             if all(pieces[index].name in arrays for index in lent.lent):
                 return self._lent.pop(block.id)
-        return _Filling(block, self._exchange.take(block.nbytes))
+        return Filling(block, self._exchange.take(block.nbytes))
 
-    def _undo(self, fillings: Sequence[_Filling]) -> None:
+    def _undo(self, fillings: Sequence[Filling]) -> None:
         for filling in fillings:
             if filling.lent:
                 self._lent[filling.block.id] = filling

@@ -17,7 +17,16 @@ from paramserve.client.exchange import done
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
-from paramserve.client.steps import StepOptions, StepParts, Steps, check_row_hyper, check_weight
+from paramserve.client.steps import (
+    NOTHING_STAGED,
+    Staged,
+    StepOptions,
+    StepParts,
+    Steps,
+    check_row_hyper,
+    check_weight,
+    fail_staged,
+)
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
@@ -54,8 +63,6 @@ class Rows:
         self._lock = connection.lock
         self._client = client
         self._tables: dict[str, Table] = {}
-        self._staged_rows: dict[str, list[TablePush]] = {}
-        """By table, under a policy that collects: gradients of the step under way."""
         self._good_hyper: dict[int, Hyper] = {}
         """By table's block: hyper-parameters that were found good last."""
 
@@ -92,7 +99,7 @@ class Rows:
         with self._lock:
             if not pushes:
                 raise ValueError("a step of tables names at least one")
-            collects = [not tick and self._collects_rows(push.table.block) for push in pushes]
+            collects = [not tick and self._steps.collects(push.table.block) for push in pushes]
             if not any(collects):
                 parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
                 parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
@@ -108,9 +115,9 @@ class Rows:
             tickets += [self._keep_rows(push, weight, skip) for push in kept]
             return joined(tickets)
 
-    def _collects_rows(self, block: Block) -> bool:
-        staged = block.group_name in self._staged_rows
-        return staged or self._steps.traits_of(block).collects
+    def _staged(self, table: str) -> Sequence[TablePush]:
+        """What waits for a table's tick."""
+        return self._steps.staged[table].rows if table in self._steps.staged else ()
 
     def _to_keep(self, push: TablePush, weight: float | None) -> TablePush:
         """Checked copies of gradients that wait for their table's tick; raises as `Table.push`."""
@@ -118,11 +125,11 @@ class Rows:
         check_weight(weight)
         self._steps.check_same_weight(name, weight)
         keys, values = _checked(push)
-        self._check_hyper(block, self._one_hyper(name, [*self._staged_rows.get(name, ()), push]))
+        self._check_hyper(block, self._one_hyper(name, [*self._staged(name), push]))
         if not np.isfinite(values).all() and self._steps.refuses(block):
             row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
             raise self._bad_row(block, int(keys[row]))
-        waiting = sum(_checked(each)[0].size for each in self._staged_rows.get(name, ()))
+        waiting = sum(_checked(each)[0].size for each in self._staged(name))
         if waiting + len(keys) > STAGED_ROWS_MAX:
             raise Overloaded(
                 f"{waiting} rows of table {name!r} wait for its tick, and {len(keys)} "
@@ -133,12 +140,12 @@ class Rows:
 
     def _keep_rows(self, push: TablePush, weight: float | None, skip: bool) -> Ticket:
         """Keep gradients until their table's tick."""
-        name = push.table.name
+        staged = self._steps.staged.get(push.table.name)
+        if staged is None:
+            staged = Staged()
         if not skip:
-            self._staged_rows.setdefault(name, []).append(push)
-        if weight is not None:
-            self._steps.weights[name] = weight
-        return self._steps.stage(push.table.block)
+            staged.rows.append(push)
+        return self._steps.stage(push.table.block, staged, weight)
 
     def _check_tables(self, pushes: Sequence[TablePush]) -> None:
         names = [push.table.name for push in pushes]
@@ -187,41 +194,52 @@ class Rows:
             self._steps.check_same_weight(push.table.name, weight)
         ready = []
         for push in pushes:
-            staged = self._staged_rows.get(push.table.name, []) if tick else []
-            hyper = self._one_hyper(push.table.name, [*staged, push])
+            waiting = self._staged(push.table.name) if tick else ()
+            hyper = self._one_hyper(push.table.name, [*waiting, push])
             self._check_hyper(push.table.block, hyper)
             ready.append((push.table.block, hyper, *_checked(push)))
         self._steps.begin(requests=len(pushes) + 1)
         parts: list[StepParts] = []
+        group, staged = "", NOTHING_STAGED
         if tick and pushes:
             self._exchange.unfinished = "a step"
         try:
             for block, hyper, keys, values in ready:
-                staged = self._staged_rows.pop(block.group_name, []) if tick else []
-                said = self._steps.weights.pop(block.group_name, 1.0) if tick else 1.0
-                if staged:
-                    keys = np.concatenate([*(each.keys for each in staged), keys])
-                    values = np.concatenate([*(each.gradients for each in staged), values])
+                group = block.group_name
+                if tick:
+                    staged = self._steps.staged.pop(group, NOTHING_STAGED)
+                if staged.rows:
+                    keys = np.concatenate([*(each.keys for each in staged.rows), keys])
+                    values = np.concatenate([*(each.gradients for each in staged.rows), values])
                 row_pushes: tuple[RowPush, ...] = ()
                 if keys.size and not skip:
                     row_pushes = (self._captured(block, keys, values, hyper),)
                     self.reads.wrote(block, keys)
                 self.reads.base_of_push(block)
                 bad = any(each.bad >= 0 for each in row_pushes)
-                options = StepOptions(tick, said if weight is None else weight, skip or bad)
+                said = staged.weight if weight is None else weight
+                options = StepOptions(tick, 1.0 if said is None else said, skip or bad)
                 what = "step" if tick else "push"
-                parts.append(StepParts(what, block, options=options, row_pushes=row_pushes))
+                parts.append(
+                    StepParts(
+                        what,
+                        block,
+                        options=options,
+                        row_pushes=row_pushes,
+                        staged=staged.tickets,
+                    )
+                )
         except BaseException as error:
-            taken = pushes[: len(parts) + 1] if tick else ()
-            self.unsent(parts, [push.table.name for push in taken], error)
+            fail_staged(group, staged.tickets, error)
+            self.unsent(parts, error)
             raise
         return parts
 
-    def unsent(self, parts: Sequence[StepParts], tables: Sequence[str], why: BaseException) -> None:
-        """Captured parts are not sent, nor rows that waited for the tick of these tables."""
+    def unsent(self, parts: Sequence[StepParts], why: BaseException) -> None:
+        """Captured parts are not sent, nor what waited for their tick."""
         self._exchange.give_back([slot for each in parts for slot in each.slots])
-        for table in tables:
-            self._steps.fail_staged(table, why)
+        for each in parts:
+            fail_staged(each.block.group_name, each.staged, why)
         self._exchange.unfinished = ""
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:

@@ -7,9 +7,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -39,6 +40,9 @@ from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.registry import build as build_rule
 from paramserve.rules.rows import check_rows, row_layout
+
+if TYPE_CHECKING:
+    from paramserve.client.table import TablePush
 
 Array = npt.NDArray[Any]
 
@@ -109,6 +113,34 @@ def check_row_hyper(block: Block, hyper: Hyper) -> None:
         check_rows(rule, row_layout(rule, block.table.dim, block.table.dtype), hyper)
 
 
+@dataclass
+class Filling:
+    """A slot that one block's gradient is written to."""
+
+    block: Block
+    slot: Slot
+    lent: set[int] = field(default_factory=set)
+    """Pieces whose places in it the caller was given, and has not pushed yet."""
+    staged: set[int] = field(default_factory=set)
+    """Pieces whose gradients lie in it."""
+
+
+@dataclass
+class Staged:
+    """What was pushed to a group whose policy collects, since its last tick."""
+
+    weight: float | None = None
+    """What was said of the step."""
+    gradients: dict[int, Filling] = field(default_factory=dict)
+    """By block."""
+    rows: list[TablePush] = field(default_factory=list)
+    """Where the group is a table."""
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+NOTHING_STAGED = Staged()
+"""Not to be changed."""
+
 Captured = Sequence[tuple[BlockPush, Slot]]
 """Gradients with the slots that they lie in."""
 
@@ -140,6 +172,8 @@ class StepParts(NamedTuple):
     row_pulls: Sequence[RowPull] = ()
     leased: bool = False
     """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
+    staged: Sequence[Ticket] = ()
+    """Of pushes that waited for this tick: they have its outcome."""
 
     def order(self) -> tuple[bool, int]:
         """In which all clients send the parts of a call: tables first, then by group. A shard runs
@@ -168,6 +202,7 @@ class Prepared(NamedTuple):
     clock: int
     """Of this client in that group before it."""
     tick: bool
+    staged: Sequence[Ticket]
 
 
 class Steps(Entering):
@@ -180,6 +215,7 @@ class Steps(Entering):
         all_live: whether the coordinator counts all of these ranks as live.
         versions: read last, by group number and shard.
         resumed: the clock of each group where this client began, if not at 0.
+        staged: by group, what waits for its tick.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
         next_mark: is called once for each step that ends a clock, in order, and gives its mark
@@ -205,15 +241,12 @@ class Steps(Entering):
         self.versions: dict[int, list[int]] = {}
         self.resumed: dict[str, int] = {}
         self.repeated = 0
+        self.staged: dict[str, Staged] = {}
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         self._factor = 1.0
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
-        self.weights: dict[str, float] = {}
-        """By group: what was said of the step that gradients are put together for."""
-        self._staged: dict[str, list[Ticket]] = {}
-        """Tickets of pushes that wait for their group's tick."""
         self._unread: dict[Ticket, None] = {}
         """Tickets with an error that nobody has read, oldest first."""
         self._forgotten = deque[Ticket]()
@@ -284,14 +317,35 @@ class Steps(Entering):
         """Whether the policy of a block's group refuses NaN and Inf."""
         return self.traits_of(block).refuses
 
+    # --- staging until a tick ----------------------------------------------------------------
+
+    def collects(self, block: Block) -> bool:
+        """Whether pushes to a block's group wait for its tick; also the rest of a step that was
+        begun so, before its policy changed."""
+        return block.group_name in self.staged or self.traits_of(block).collects
+
     def check_same_weight(self, group: str, weight: float | None) -> None:
         """Refuse another weight than was said before of a group's step under way."""
-        said = self.weights.get(group)
+        said = self.staged[group].weight if group in self.staged else None
         if weight is not None and said is not None and weight != said:
             raise ValueError(
                 f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
                 "a step has one weight; give it with one push, or with tick"
             )
+
+    def stage(self, block: Block, staged: Staged, weight: float | None) -> Ticket:
+        """Keep what was pushed to a block's group until its tick; the ticket of the push.
+
+        Args:
+            staged: all of it, what was kept before included.
+            weight: what was said of the step with this push.
+        """
+        ticket = Ticket(self, "push", block.group)
+        staged.tickets.append(ticket)
+        if weight is not None:
+            staged.weight = weight
+        self.staged[block.group_name] = staged
+        return ticket
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -383,8 +437,8 @@ class Steps(Entering):
         except BaseException as error:
             taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
             if self._broken_off(prepared, [*taken, *values], error):
-                for block in ticked:
-                    self.fail_staged(block.group_name, error)
+                for each in parts:
+                    fail_staged(each.block.group_name, each.staged, error)
             raise
         if len(parts) == 1:
             return [prepared[0].ticket]
@@ -462,13 +516,13 @@ class Steps(Entering):
         ticket.operation = operation
         after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
         self._bind(ticket, operation, captured, name, after)
-        return Prepared(ticket, requests, operation, name, clock, tick)
+        return Prepared(ticket, requests, operation, name, clock, tick, parts.staged)
 
     def _ended(self, sent: Prepared, enters: Sequence[Block]) -> None:
         """A step with a tick was sent, which names groups."""
         self.named(enters)
         self.go_on(sent.group, sent.clock + 1)
-        for staged in self._staged.pop(sent.group, ()):
+        for staged in sent.staged:
             staged.operation = sent.operation
 
     def _defined(self) -> Iterator[Block]:
@@ -484,19 +538,6 @@ class Steps(Entering):
         self.go_on(sent.group, sent.clock + 1)
         self._exchange.unfinished = unfinished
         return sent.ticket
-
-    def stage(self, block: Block) -> Ticket:
-        """The ticket of a push that is sent with the group's next tick."""
-        ticket = Ticket(self, "push", block.group)
-        self._staged.setdefault(block.group_name, []).append(ticket)
-        return ticket
-
-    def fail_staged(self, group: str, why: BaseException) -> None:
-        """The step of these pushes was not sent: their tickets say so, and not the next step's."""
-        operation = Operation(1)
-        operation.failed(_not_sent(group, why))
-        for ticket in self._staged.pop(group, ()):
-            ticket.operation = operation
 
     def _bind(
         self, ticket: Ticket, operation: Operation, slots: list[Slot], group: str, after: int
@@ -711,14 +752,18 @@ def check_weight(weight: float | None) -> None:
         raise ValueError(f"weight must be > 0 and finite, not {weight}")
 
 
-def _not_sent(group: str, why: BaseException) -> ParamServeError:
-    """What the tickets of pushes say whose step was not sent."""
-    if isinstance(why, ParamServeError):
-        return why
-    return ParamServeError(
-        f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
-        fix="fix the rejected argument and push these gradients again",
-    )
+def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:
+    """The step of these pushes was not sent: their tickets say so, and not the next step's."""
+    if not isinstance(why, ParamServeError):
+        why = ParamServeError(
+            f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
+            fix="fix the rejected argument and push these gradients again",
+        )
+    operation = Operation(1)
+    operation.failed(why)
+    for ticket in tickets:
+        if ticket.operation is None:  # else the step was on its way when this call was interrupted
+            ticket.operation = operation
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:

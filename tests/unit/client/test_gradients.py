@@ -8,7 +8,7 @@ from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
 from paramserve.client.names import Names
-from paramserve.client.steps import BlockPush
+from paramserve.client.steps import BlockPush, Filling
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ParamServeError, ShapeMismatch
 
@@ -26,6 +26,7 @@ class Bench:
         self.memory.blocks[BLOCK.id] = BLOCK
         self.refuses = refuses
         self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # a fake
+        self.kept: dict[int, Filling] = {}
 
     def asked(self, block: Block) -> bool:
         assert block is BLOCK
@@ -88,17 +89,16 @@ def test_capture_under_skip_tells_and_goes_on() -> None:
 
 
 def test_stage_adds_up_until_staged_is_asked(bench: Bench) -> None:
-    bench.gradients.stage([BLOCK], {"a": ONE})
-    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    bench.gradients.stage([BLOCK], {"a": ONE}, bench.kept)
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
     assert len(bench.memory.taken) == 1
-    ((push, _),), finite = bench.gradients.staged("default")
+    ((push, _),), finite = bench.gradients.staged(bench.kept)
     assert (push.gradient.tolist(), push.active, finite) == ([2, 2, 2, 2, 2], None, True)
-    assert bench.gradients.staged("default") == ([], True)
 
 
 def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
-    bench.gradients.stage([BLOCK], {"b": TWO})
-    ((push, _),), _ = bench.gradients.staged("default")
+    bench.gradients.stage([BLOCK], {"b": TWO}, bench.kept)
+    ((push, _),), _ = bench.gradients.staged(bench.kept)
     assert push.active == (1,)
 
 
@@ -106,29 +106,29 @@ def test_gradient_lent_after_a_stage_is_another_one(bench: Bench) -> None:
     for value in (1.0, 2.0):
         a = bench.lend("a")
         a[:] = value
-        bench.gradients.stage([BLOCK], {"a": a})
-    ((push, _),), _ = bench.gradients.staged("default")
+        bench.gradients.stage([BLOCK], {"a": a}, bench.kept)
+    ((push, _),), _ = bench.gradients.staged(bench.kept)
     assert push.gradient[:3].tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["nothing staged", "something staged"])
 def test_refused_stage_stages_nothing_of_it(bench: Bench, first: bool) -> None:
     if not first:
-        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
     with pytest.raises(NonFinite, match="'b'"):
-        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO * np.nan})
+        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO * np.nan}, bench.kept)
     assert len(bench.memory.taken) == (0 if first else 1)
-    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
-    ((push, _),), _ = bench.gradients.staged("default")
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
+    ((push, _),), _ = bench.gradients.staged(bench.kept)
     factor = 1 if first else 2
     assert push.gradient.tolist() == [factor, factor, factor, 2 * factor, 2 * factor]
 
 
 def test_sum_that_overflows_is_refused_when_the_step_ends(bench: Bench) -> None:
     for _ in range(2):
-        bench.gradients.stage([BLOCK], {"a": np.full(3, 1.5e308)})
+        bench.gradients.stage([BLOCK], {"a": np.full(3, 1.5e308)}, bench.kept)
     with pytest.raises(NonFinite, match="'a'"):
-        bench.gradients.staged("default")
+        bench.gradients.staged(bench.kept)
     assert bench.memory.taken == []
 
 
@@ -136,8 +136,8 @@ def test_stage_without_a_rule_is_refused(bench: Bench) -> None:
     fixed = block_of({"f": (2,)}, number=1, rule=None)
     bench.names.add(fixed)
     with pytest.raises(ParamServeError, match="'f' has no rule"):
-        bench.gradients.stage([BLOCK, fixed], {"a": ONE, "f": TWO})
-    assert bench.gradients.staged("default") == ([], True)
+        bench.gradients.stage([BLOCK, fixed], {"a": ONE, "f": TWO}, bench.kept)
+    assert bench.kept == {}
 
 
 def test_slot_is_the_same_until_a_step_takes_it(bench: Bench) -> None:
@@ -150,9 +150,9 @@ def test_slot_is_the_same_until_a_step_takes_it(bench: Bench) -> None:
 
 
 def test_slot_and_staged_gradients_do_not_mix(bench: Bench) -> None:
-    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO})
+    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
     bench.gradients.slot(BLOCK)[:] = 99.0
-    ((push, _),), _ = bench.gradients.staged("default")
+    ((push, _),), _ = bench.gradients.staged(bench.kept)
     assert push.gradient.tolist() == [1, 1, 1, 2, 2]
 
 
@@ -204,14 +204,12 @@ def test_clip_scales_the_active_pieces_by_their_norm(
 
 def test_terms_are_asked_for_when_something_is_not_finite(bench: Bench) -> None:
     """They may change from one step to the next."""
-    bench.gradients.stage([BLOCK], {"a": ONE})
-    assert bench.gradients.has_staged("default")
+    bench.gradients.stage([BLOCK], {"a": ONE}, bench.kept)
     bench.refuses = False
-    bench.gradients.stage([BLOCK], {"b": TWO * np.nan})
+    bench.gradients.stage([BLOCK], {"b": TWO * np.nan}, bench.kept)
     bench.refuses = True
     with pytest.raises(NonFinite, match="'b'"):
-        bench.gradients.staged("default")
-    assert not bench.gradients.has_staged("default")
+        bench.gradients.staged(bench.kept)
     slot = bench.gradients.slot(BLOCK)
     slot[:] = np.nan
     with pytest.raises(NonFinite, match="'a'"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.steps import BlockPush, StepOptions, StepParts, Steps, check_push
+from paramserve.client.steps import BlockPush, Staged, StepOptions, StepParts, Steps, check_push
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
@@ -42,7 +42,9 @@ class Bench:
         slot = self.memory.take(BLOCK.nbytes)
         push = BlockPush(BLOCK, slot.array(BLOCK), None, HYPER)
         pulled = [BLOCK] if pull else []
-        parts = StepParts(what, BLOCK, [(push, slot)], pulled, StepOptions(**options))
+        waited = self.steps.staged.pop("default", Staged()).tickets
+        step = StepOptions(**options)
+        parts = StepParts(what, BLOCK, [(push, slot)], pulled, step, staged=waited)
         return self.steps.send([parts])[0]
 
     def sent(self, which: int) -> list[Step]:
@@ -125,7 +127,7 @@ def test_unread_errors_are_raised_once_oldest_first_and_free_their_slots(bench: 
 
 
 def test_error_read_from_one_of_a_steps_tickets_is_not_raised_again(bench: Bench) -> None:
-    staged = bench.steps.stage(BLOCK)
+    staged = bench.steps.stage(BLOCK, Staged(), None)
     with pytest.raises(ClientClosed, match="not ended"):
         staged.result()
     ticket = bench.send("tick", tick=True)
@@ -137,7 +139,7 @@ def test_error_read_from_one_of_a_steps_tickets_is_not_raised_again(bench: Bench
 
 
 def test_full_window_leaves_staged_tickets_and_slots_alone(bench: Bench) -> None:
-    staged = bench.steps.stage(BLOCK)
+    staged = bench.steps.stage(BLOCK, Staged(), None)
     bench.memory.no_room = True
     with pytest.raises(PushTimeout, match=r"shard 0 is full: .*Applied: no"):
         bench.steps.begin()
