@@ -34,7 +34,7 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.consistency.damping import Inverse
-from paramserve.core import asking, collecting, stepping
+from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_members as members_module
 from paramserve.core.commit import Collect, Contribution, Lead
@@ -42,10 +42,10 @@ from paramserve.core.events import ClientHere
 from paramserve.core.group import Group
 from paramserve.core.leases import Leases, Span
 from paramserve.core.policy_changes import Changes
-from paramserve.core.reads import Reads
+from paramserve.core.read_copies import Reads
 from paramserve.core.session import ClientSession, Operation
+from paramserve.core.sessions import Answer, Request, ShardSession, Verdict
 from paramserve.core.shard import Shard
-from paramserve.core.shard_session import Answer, Request, ShardSession, Verdict
 from paramserve.errors import ParamServeError
 from paramserve.messages import Commit, Done, PeerMessage, Prepare, ShardRequest, Step, Vote
 from paramserve.rules import PushInfo
@@ -344,14 +344,14 @@ def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[Simulate
 
 def asked(monkeypatch: pytest.MonkeyPatch, hook: str, kind: type[Policy], answer: Any) -> None:
     """Let shards hear `answer(policy, ...)` from policies of a kind instead of their own."""
-    real = getattr(asking, hook)
+    real = getattr(policy_calls, hook)
 
     def planted(since: Any, *arguments: Any) -> Any:
         if isinstance(since.policy, kind):
             return answer(since.policy, *arguments)
         return real(since, *arguments)
 
-    monkeypatch.setattr(asking, hook, planted)
+    monkeypatch.setattr(policy_calls, hook, planted)
 
 
 def one_clock_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:

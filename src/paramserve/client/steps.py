@@ -22,9 +22,9 @@ from paramserve.client.ticket import Ticket
 from paramserve.config import RuleSpec
 from paramserve.consistency.base import number
 from paramserve.consistency.registry import PolicyTraits
-from paramserve.core.group import outside, resume, undecided
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
+from paramserve.core.resumption import outside, resume, undecided
 from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import (

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.guard import Draft, guarded
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
-from paramserve.core.shard_session import Memory
+from paramserve.core.sessions import Memory
 from paramserve.core.shard_storage import ShardStorage
+from paramserve.core.user_rules import Draft, guarded
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run

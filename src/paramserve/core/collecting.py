@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from paramserve.core import asking
-from paramserve.core.answering import with_values
-from paramserve.core.commit import NONFINITE_FIX, Contribution, reduced, refusal_of
+from paramserve.core import policy_calls
+from paramserve.core.commit import NONFINITE_FIX, Contribution, refusal_of
 from paramserve.core.group import Group, Staleness
-from paramserve.core.overflow import addable
-from paramserve.core.shard_session import Answer, Request, ShardSession
+from paramserve.core.replies import with_values
+from paramserve.core.sessions import Answer, Request, ShardSession
 from paramserve.core.stepping import Part, apply_parts, finite
+from paramserve.core.sums import addable, reduced
 from paramserve.errors import (
     NotAMember,
     Overloaded,
@@ -175,7 +175,7 @@ def vote(group: Group, shard: int, contributors: tuple[int, ...]) -> Vote:
 
 def _sum_is_finite(group: Group, held: list[Contribution]) -> bool:
     """Whether these gradients, each finite, have a reduced one that is."""
-    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
+    scale = policy_calls.scale(group.at(group.committed), sum(each.weight for each in held))
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and any(each.large for each in having):
@@ -187,7 +187,7 @@ def _sum_is_finite(group: Group, held: list[Contribution]) -> bool:
 
 def _squared_norm(group: Group, held: list[Contribution]) -> float:
     """Sum of the squares of the gradients' sum, to which the scale is still to be applied."""
-    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
+    scale = policy_calls.scale(group.at(group.committed), sum(each.weight for each in held))
     squared = 0.0
     for number, block in sorted(group.blocks.items()):
         having = [each for each in held if number in each.gradients]
@@ -200,7 +200,7 @@ def _squared_norm(group: Group, held: list[Contribution]) -> float:
 
 def _draft(group: Group, held: list[Contribution]) -> None:
     """Make sure of what may fail before the clock is decided: then no shard applies it."""
-    scale = asking.scale(group.at(group.committed), sum(each.weight for each in held))
+    scale = policy_calls.scale(group.at(group.committed), sum(each.weight for each in held))
     key = _key(group, scale, held)
     push = PushInfo(-1, group.committed, group.version, 0, 1.0, scale)
     if len(held) > 1 or held[0].weight != 1.0:

@@ -20,20 +20,12 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.core import asking
-from paramserve.core.block import ShardBlock
-from paramserve.core.overflow import LARGEST, usual
+from paramserve.core import policy_calls
 from paramserve.core.policy_changes import PolicyEpoch
-from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
-from paramserve.rules.compiled import compiled
-
-Array = npt.NDArray[Any]
 
 NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
 CLIP_EPSILON = 1e-6
@@ -185,7 +177,7 @@ def decide(parts: Sequence[Vote], since: PolicyEpoch) -> Commit:
     if not all(part.finite for part in parts):
         return nothing
     try:
-        scale = asking.scale(since, first.weight)
+        scale = policy_calls.scale(since, first.weight)
     except PolicyFailed as error:
         refusal = (type(error).__name__, error.failed, error.fix)
         return structs.replace(nothing, refusal=refusal)
@@ -219,70 +211,3 @@ def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str, s
                 "give every rank the same schedule, or use ps.Async()",
             )
     return None
-
-
-def reduced(
-    contributions: Sequence[Contribution],
-    block: ShardBlock | KeyedBlock,
-    scale: float,
-) -> tuple[Any, tuple[int, ...] | None, float]:
-    """As `total`, and what is left to multiply the sum by: `scale`.
-
-    Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
-    1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
-    """
-    if not any(each.large for each in contributions):
-        return *total(contributions, block), scale
-    with np.errstate(over="ignore", invalid="ignore"):
-        if all(usual(each.weight) for each in contributions):
-            gradient, active = total(contributions, block)
-            limit = LARGEST[block.dtype] / max(scale, 1.0)
-            if block.below(gradient, None, limit):
-                return gradient, active, scale
-        return *total(contributions, block, scale), 1.0
-
-
-def total(
-    contributions: Sequence[Contribution],
-    block: ShardBlock | KeyedBlock,
-    scale: float = 1.0,
-) -> tuple[Any, tuple[int, ...] | None]:
-    """Weighted sum of one block's gradients in the order given (by rank).
-
-    A piece that only some workers have a gradient for counts as zero for the others.
-
-    Args:
-        contributions: those that have the block, at least one.
-        scale: multiplies each gradient, with its weight.
-    Returns:
-        The sum, [size of the shard's part] or of a table a `RowGradient`, and the pieces that it
-        has (None: all). No gradient is written to: the sum is the only one there is, or lies in
-        the block's `scratch`.
-    """
-    kernels = compiled()
-    number = block.spec.block
-    parts = [(each.weight * scale, *each.gradients[number]) for each in contributions]
-    if isinstance(block, KeyedBlock):
-        return block.total(parts), None
-    actives = [header.active for _, header, _ in parts]
-    if all(active is None for active in actives):
-        (weight, _, first), rest = parts[0], parts[1:]
-        if not rest and weight == 1.0:
-            return first, None
-        target = block.scratch
-        if rest and weight == rest[0][0] == 1.0:  # the two of them in one pass
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.add(first, rest.pop(0)[2], out=target)
-        else:
-            np.multiply(first, target.dtype.type(weight), out=target)
-        for weight, _, gradient in rest:
-            kernels.add_scaled_into(target, weight, gradient)
-        return target, None
-    target = np.zeros(block.size, block.dtype)
-    every = range(len(block.spec.pieces))
-    for weight, header, gradient in parts:
-        for piece in every if header.active is None else header.active:
-            start, stop = block.bounds(piece)
-            target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
-    union = {p for active in actives for p in (every if active is None else active)}
-    return target, tuple(sorted(union))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paramserve.core.shard_session import Answer, Memory
+from paramserve.core.sessions import Answer, Memory
 from paramserve.errors import ParamServeError
 from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
 

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
-from paramserve.core import answering, collecting, stepping
-from paramserve.core.answering import no_memory, refusal
+from paramserve.core import collecting, replies, stepping
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.commit import Lead, lead_of
 from paramserve.core.events import (
@@ -29,9 +28,10 @@ from paramserve.core.events import (
     Requested,
 )
 from paramserve.core.group import Group, Watching
+from paramserve.core.replies import no_memory, refusal
+from paramserve.core.sessions import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.shard_changes import ShardChanges
 from paramserve.core.shard_members import ENDED, SESSION_KEEP_S
-from paramserve.core.shard_session import Answer, Memory, Request, ShardSession, Verdict
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     DefineMismatch,
@@ -175,17 +175,17 @@ class Shard(ShardChanges):
             case Undefine() as message:
                 return self._undefine(message)
             case Assign() as message:
-                return answering.assign(self, message, request.memory)
+                return replies.assign(self, message, request.memory)
             case Fetch() as message:
-                return answering.fetch(self, message, request.memory)
+                return replies.fetch(self, message, request.memory)
             case Scan() as message:
-                return answering.scan(self, message, request.memory)
+                return replies.scan(self, message, request.memory)
             case Put() as message:
-                return answering.put(self, message, request.memory)
+                return replies.put(self, message, request.memory)
             case Watch() as message:
                 return self._watch(session, message)
             case TakeSnapshot() as message:
-                return answering.take_snapshot(self, session.client, message, request.memory)
+                return replies.take_snapshot(self, session.client, message, request.memory)
             case SuspendMembership() as message:
                 return self._rest(session, message)
             case SetPolicy() as message:
@@ -202,7 +202,7 @@ class Shard(ShardChanges):
         if known is None or known.attempt < message.attempt:
             block = self._new_block(message)
             if isinstance(block, ShardBlock):
-                np.copyto(block.value, answering.one(block, message.arena, message.offset, memory))
+                np.copyto(block.value, replies.one(block, message.arena, message.offset, memory))
             group = self.groups.get(spec.group)
             if group is None:
                 group = self._new_group(message)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
-from paramserve.core import asking
+from paramserve.core import policy_calls
 from paramserve.core.commit import lead_of
 from paramserve.core.group import Group
 from paramserve.core.policy_changes import Changing
+from paramserve.core.sessions import Answer
 from paramserve.core.shard_clocks import ShardClocks
-from paramserve.core.shard_session import Answer
 from paramserve.errors import ParamServeError, UnknownRule
 from paramserve.messages import Done, Pause, Paused, SetPolicy, Switch
 
@@ -27,7 +27,7 @@ class ShardChanges(ShardClocks):
                 f"cannot build the new one: {error.failed}",
                 fix=error.fix,
             ) from None
-        asking.check(policy, len(group.clocks))
+        policy_calls.check(policy, len(group.clocks))
         check_table_policy(group.name, policy, group.table is not None)
         if group.lead is not None:
             changing = group.changing

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from paramserve.consistency.base import ADMIT, Admit
-from paramserve.core import asking, collecting, stepping
+from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.commit import Contribution, lead_of
 from paramserve.core.group import Group, Proposed
 from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.sessions import Answer, Request, ShardSession
 from paramserve.core.shard_members import AWAITED
-from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.core.shard_waiting import ShardWaiting
 from paramserve.errors import PolicyFailed
 from paramserve.messages import (
@@ -119,7 +119,7 @@ class ShardClocks(ShardWaiting):
         group.now = self._now
         try:
             # Pending members alone wait for nobody.
-            admission = asking.on_clock(since, group) if group.clocks else ADMIT
+            admission = policy_calls.on_clock(since, group) if group.clocks else ADMIT
         except PolicyFailed as error:
             self._send_vote(group, collect.clients(), error)
             return
@@ -186,7 +186,7 @@ class ShardClocks(ShardWaiting):
         if not brought:
             return False
         try:
-            return isinstance(asking.on_clock(since, Proposed(group, brought)), Admit)
+            return isinstance(policy_calls.on_clock(since, Proposed(group, brought)), Admit)
         except PolicyFailed:
             return True  # which its own `Vote` says
 

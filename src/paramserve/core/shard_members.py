@@ -11,12 +11,12 @@ from msgspec import structs
 
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
-from paramserve.core import answering, asking
-from paramserve.core.answering import refusal
+from paramserve.core import policy_calls, replies
 from paramserve.core.block import ShardBlock
 from paramserve.core.events import ClientHere, Effects
 from paramserve.core.group import Group
-from paramserve.core.shard_session import Answer, Request, ShardSession
+from paramserve.core.replies import refusal
+from paramserve.core.sessions import Answer, Request, ShardSession
 from paramserve.core.stepping import flush
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
@@ -63,7 +63,7 @@ class ShardMembers(ABC):
         resend_s: float,
         rules: Mapping[str, type[Any]] = NONE,
         policies: Mapping[str, Any] = NONE,
-        allocate: Callable[[int], answering.Bytes] = answering.fresh,
+        allocate: Callable[[int], replies.Bytes] = replies.fresh,
     ) -> None:
         self.number = number
         self.shards = shards
@@ -251,7 +251,7 @@ class ShardMembers(ABC):
             if member.incarnation == 0 and member.state in ENDED:
                 group.never_came(rank)
         group.forget_notes([r for r, m in self.members.items() if m.state == "left"], live)
-        if group.buffered and asking.on_membership(group.at(group.slowest), group):
+        if group.buffered and policy_calls.on_membership(group.at(group.slowest), group):
             flush(group)
         self._clocks_changed(group)
 

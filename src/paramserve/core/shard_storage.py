@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.guard import guarded
+from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError
 from paramserve.messages import BlockSpec
 from paramserve.rules.base import Hyper, Rule

@@ -8,14 +8,14 @@ from collections.abc import Collection
 from msgspec import structs
 
 from paramserve.consistency.base import Pull, Wait
-from paramserve.core import answering, asking
-from paramserve.core.answering import refusal
+from paramserve.core import policy_calls, replies
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import lead_of
 from paramserve.core.events import Inquired
 from paramserve.core.group import Group
+from paramserve.core.replies import refusal
+from paramserve.core.sessions import Answer, Request, ShardSession
 from paramserve.core.shard_members import ShardMembers
-from paramserve.core.shard_session import Answer, Request, ShardSession
 from paramserve.errors import ParamServeError, PolicyFailed
 from paramserve.messages import Done, ShardReply, Step, Waiting
 
@@ -73,7 +73,7 @@ class ShardWaiting(ShardMembers):
             clock = step.clock + step.tick
             since = group.at(clock)
             try:
-                admission = asking.on_pull(since, Pull(rank, clock), group)
+                admission = policy_calls.on_pull(since, Pull(rank, clock), group)
             except PolicyFailed as error:
                 error.applied = "no" if done is None else "yes"
                 raise
@@ -89,7 +89,7 @@ class ShardWaiting(ShardMembers):
                 group.reads.forget(rank)
         if done is None:
             done = Done(step.seq, group.version, group.slowest)
-        return answering.with_values(self, step, request.memory, done, written)
+        return replies.with_values(self, step, request.memory, done, written)
 
     def _clocks_changed(self, group: Group) -> None:
         self._maybe_vote(group)
@@ -163,7 +163,7 @@ class ShardWaiting(ShardMembers):
             clock = step.clock + step.tick
             since = group.at(clock)
             try:
-                answer = asking.on_pull(since, Pull(session.rank, clock), group)
+                answer = policy_calls.on_pull(since, Pull(session.rank, clock), group)
             except PolicyFailed as error:
                 return error.failed, ()
             name = type(since.policy).__name__

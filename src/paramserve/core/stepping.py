@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
-from paramserve.core import asking
-from paramserve.core.answering import check_payload, inline_keys
+from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.group import Group, Staleness
-from paramserve.core.overflow import addable
 from paramserve.core.policy_changes import PolicyEpoch
-from paramserve.core.shard_session import Memory, ShardSession
+from paramserve.core.replies import check_payload, inline_keys
+from paramserve.core.sessions import Memory, ShardSession
+from paramserve.core.sums import addable
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     NonFinite,
@@ -133,7 +133,7 @@ def apply_now(
         return Done(step.seq, group.version, group.slowest), ()
     staleness = max(0, group.version - step.base)
     push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
-    decision = asking.on_push(since, push, group)
+    decision = policy_calls.on_push(since, push, group)
     written: Collection[int] = ()
     match decision:
         case Drop():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paramserve.core.answering import gathered
+from paramserve.core.replies import gathered
 from paramserve.core.table.parts import padded
 from paramserve.errors import ClientClosed
 from paramserve.messages import Hello, Refused, Welcome, decoder, encode

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from paramserve.client.exchange import Exchange
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.consistency.registry import PolicyTraits
-from paramserve.core.group import outside, resume, undecided
 from paramserve.core.policy_traits import GroupTraits
+from paramserve.core.resumption import outside, resume, undecided
 from paramserve.core.session import Operation
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.messages import (

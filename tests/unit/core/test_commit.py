@@ -3,25 +3,19 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec import structs
-from tests.unit.core.rig import block_spec
 
 from paramserve.consistency.built_in import Sync
-from paramserve.core.block import ShardBlock
 from paramserve.core.commit import (
     CLIP_EPSILON,
-    Contribution,
     Lead,
     decide,
     lead_of,
     refusal_of,
-    total,
 )
 from paramserve.core.policy_changes import since
 from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
-from paramserve.rules import Add
 
 SUM = Sync(reduce="sum")
 
@@ -182,52 +176,3 @@ def test_refusal_equal_or_absent_pushes_fit() -> None:
 
 def test_refusal_pushes_to_different_blocks_fit() -> None:
     assert refusal_of([step(header(0)), step(header(1, (0.1,)))], [0, 1]) is None
-
-
-# --- the sum
-
-
-def contribution(
-    values: list[float], *, weight: float = 1.0, active: tuple[int, ...] | None = None
-) -> Contribution:
-    gradient = np.array(values)
-    one = Gradient(0, 0, 0, active)
-    return Contribution(step(one, weight=weight), 1, {0: (one, gradient)}, True)
-
-
-def block(*shapes: tuple[int, ...]) -> ShardBlock:
-    return ShardBlock(block_spec(*shapes), 0, Add(), 1)
-
-
-def test_total_is_summed_in_the_order_given() -> None:
-    parts = [contribution([1e16, 1.0]), contribution([1.0, 1.0]), contribution([-1e16, 1.0])]
-    found, active = total(parts, block((2,)))
-    assert active is None
-    assert found.tolist() == [(1e16 + 1.0) - 1e16, 3.0]
-
-
-def test_total_leaves_the_gradients() -> None:
-    parts = [contribution([1.0, 2.0], weight=2.0), contribution([10.0, 10.0], weight=3.0)]
-    found, _ = total(parts, block((2,)))
-    assert found.tolist() == [32.0, 34.0]
-    first, second = (each.gradients[0][1] for each in parts)
-    assert first.tolist() == [1.0, 2.0]
-    assert second.tolist() == [10.0, 10.0]
-
-
-def test_total_missing_pieces_count_as_zero() -> None:
-    parts = [
-        contribution([1.0, 1.0, 99.0], active=(0,)),
-        contribution([2.0, 2.0, 2.0], weight=0.5),
-        contribution([7.0, 7.0, 4.0], active=(1,)),
-    ]
-    found, active = total(parts, block((2,), (1,)))
-    assert active == (0, 1)
-    assert found.tolist() == [2.0, 2.0, 5.0]
-
-
-def test_total_names_only_the_pieces_that_somebody_has() -> None:
-    parts = [contribution([1.0, 9.0, 9.0], active=(0,)), contribution([1.0, 9.0, 5.0], active=(2,))]
-    found, active = total(parts, block((1,), (1,), (1,)))
-    assert active == (0, 2)
-    assert found.tolist() == [1.0, 0.0, 5.0]

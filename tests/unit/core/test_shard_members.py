@@ -10,7 +10,7 @@ from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
-from paramserve.core.group import resume
+from paramserve.core.resumption import resume
 from paramserve.core.shard import SESSION_KEEP_S
 from paramserve.messages import Commit, Define, Done, GroupReport, Refused, SuspendMembership
 

@@ -13,8 +13,8 @@ from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
-from paramserve.core.answering import gathered
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
+from paramserve.core.replies import gathered
 from paramserve.core.shard import SESSION_KEEP_S
 from paramserve.messages import (
     Assign,

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
 from paramserve.consistency.built_in import Sync
-from paramserve.core import answering, collecting
+from paramserve.core import collecting, replies
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.messages import (
     Commit,
@@ -58,7 +58,7 @@ def committed(one: Rig) -> list[int]:
 
 @pytest.mark.parametrize(
     ("module", "name", "applied", "value"),
-    [(answering, "gathered", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
+    [(replies, "gathered", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
 def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float

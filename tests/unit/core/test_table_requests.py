@@ -13,7 +13,7 @@ from paramserve.compiling import load_kernels, load_table
 from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.consistency.registry import spec as policy_spec
-from paramserve.core.answering import gathered
+from paramserve.core.replies import gathered
 from paramserve.core.table.options import LRU, Constant, TableOptions
 from paramserve.core.table.parts import (
     gradient_at,

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.guard import guarded
-from paramserve.core.shard_session import Memory
+from paramserve.core.sessions import Memory
 from paramserve.core.shard_storage import ShardStorage
 from paramserve.core.table import parts, routing
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
+from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
 from paramserve.messages import BlockSpec, Gradient, Put, ReadTarget, Scan, TableReport
 from paramserve.rules.base import Hyper, PushInfo, Rule

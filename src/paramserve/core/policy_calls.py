@@ -19,8 +19,8 @@ from paramserve.consistency.base import (
     Push,
     Wait,
 )
-from paramserve.core.guard import where
 from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.user_rules import where
 from paramserve.errors import PolicyFailed
 
 T = TypeVar("T")

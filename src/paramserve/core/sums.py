@@ -1,4 +1,7 @@
-"""Gradients that are summed until there are enough of them for one update (`Buffer`)."""
+"""Sums of gradients: of the workers of a synchronous clock, and of a buffer (`Buffer`).
+
+A sum of finite gradients may overflow. Only sums of gradients that are large enough are checked.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
+from paramserve.core.commit import Contribution
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import RowGradient
 from paramserve.errors import RuleFailed, TableFull
@@ -19,6 +23,97 @@ from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 Part = tuple[ShardBlock | KeyedBlock, Gradient, Any]
+
+
+LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float32, np.float64)}
+"""Numbers by dtype."""
+SUM_SHARE = 2.0**-20
+"""Of the largest number: a million gradients with elements below it have a finite sum."""
+WEIGHT_MIN, WEIGHT_MAX = 2.0**-60, 2.0**60
+"""Weights in between, their sums and what these are divided by are numbers of each dtype."""
+
+
+def addable(parts: Sequence[tuple[ShardBlock | KeyedBlock, Gradient, Any]], weight: float) -> bool:
+    """Whether gradients are finite and, multiplied by `weight`, so small that their sum with others
+    like them cannot overflow."""
+    if not usual(weight):
+        return not parts
+    return all(
+        block.below(gradient, header.active, LARGEST[block.dtype] * SUM_SHARE / weight)
+        for block, header, gradient in parts
+    )
+
+
+def usual(weight: float) -> bool:
+    """Whether a gradient may be multiplied by a weight before it is added."""
+    return WEIGHT_MIN <= weight <= WEIGHT_MAX
+
+
+def reduced(
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    scale: float,
+) -> tuple[Any, tuple[int, ...] | None, float]:
+    """As `total`, and what is left to multiply the sum by: `scale`.
+
+    Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
+    1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
+    """
+    if not any(each.large for each in contributions):
+        return *total(contributions, block), scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        if all(usual(each.weight) for each in contributions):
+            gradient, active = total(contributions, block)
+            limit = LARGEST[block.dtype] / max(scale, 1.0)
+            if block.below(gradient, None, limit):
+                return gradient, active, scale
+        return *total(contributions, block, scale), 1.0
+
+
+def total(
+    contributions: Sequence[Contribution],
+    block: ShardBlock | KeyedBlock,
+    scale: float = 1.0,
+) -> tuple[Any, tuple[int, ...] | None]:
+    """Weighted sum of one block's gradients in the order given (by rank).
+
+    A piece that only some workers have a gradient for counts as zero for the others.
+
+    Args:
+        contributions: those that have the block, at least one.
+        scale: multiplies each gradient, with its weight.
+    Returns:
+        The sum, [size of the shard's part] or of a table a `RowGradient`, and the pieces that it
+        has (None: all). No gradient is written to: the sum is the only one there is, or lies in
+        the block's `scratch`.
+    """
+    kernels = compiled()
+    number = block.spec.block
+    parts = [(each.weight * scale, *each.gradients[number]) for each in contributions]
+    if isinstance(block, KeyedBlock):
+        return block.total(parts), None
+    actives = [header.active for _, header, _ in parts]
+    if all(active is None for active in actives):
+        (weight, _, first), rest = parts[0], parts[1:]
+        if not rest and weight == 1.0:
+            return first, None
+        target = block.scratch
+        if rest and weight == rest[0][0] == 1.0:  # the two of them in one pass
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(first, rest.pop(0)[2], out=target)
+        else:
+            np.multiply(first, target.dtype.type(weight), out=target)
+        for weight, _, gradient in rest:
+            kernels.add_scaled_into(target, weight, gradient)
+        return target, None
+    target = np.zeros(block.size, block.dtype)
+    every = range(len(block.spec.pieces))
+    for weight, header, gradient in parts:
+        for piece in every if header.active is None else header.active:
+            start, stop = block.bounds(piece)
+            target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
+    union = {p for active in actives for p in (every if active is None else active)}
+    return target, tuple(sorted(union))
 
 
 @dataclass

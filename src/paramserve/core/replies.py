@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.shard_session import Answer, Memory
+from paramserve.core.sessions import Answer, Memory
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName

@@ -1,0 +1,80 @@
+"""Where a worker goes on that was started again, or later than the others: read from reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paramserve.messages import GroupReport
+
+
+class Resumption(NamedTuple):
+    """Where a worker that was started again, or later than the others, goes on in one group."""
+
+    clock: int
+    repeated: int
+    """Steps from there on that some shard has had from an older incarnation."""
+
+
+def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Resumption]:
+    """Clocks that a new incarnation takes over, or a new worker begins with, by group.
+
+    In Sync the last step of an older one is in its clock if every shard has it, decided or not:
+    nothing more of an older incarnation is taken once a newer one has connected. Else it is in no
+    clock yet, and is brought again to all. In Async a step that only some shards had is repeated.
+
+    Args:
+        reports: of every shard, after the worker has connected to all of them.
+        rank: of the worker.
+    """
+    by_name: dict[str, list[GroupReport]] = {}
+    for shard in reports:
+        for report in shard:
+            by_name.setdefault(report.name, []).append(report)
+    found = {}
+    for name, parts in by_name.items():
+        # One that has suspended its membership may be a member again on some shards.
+        clocks = [dict(part.suspended + part.clocks).get(rank, part.clock) for part in parts]
+        clocks += [0] * (len(reports) - len(parts))  # its define is on the way to these
+        if not any(part.collects for part in parts):
+            known = all(rank in dict(part.suspended + part.clocks) for part in parts)
+            found[name] = Resumption(min(clocks), max(clocks) - min(clocks) if known else 0)
+            continue
+        held = {dict(part.held).get(rank) for part in parts}
+        everywhere = min(clocks) == max(clocks) and len(held) == 1 and None not in held
+        found[name] = Resumption(max(clocks) + (everywhere and len(parts) == len(reports)), 0)
+    return found
+
+
+def outside(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
+    """Groups that a worker has yet to enter: no shard waits for its rank there.
+
+    The rank joined while the others were under way, or rested when its last incarnation died. One
+    shard that waits for it suffices: no synchronous clock is decided without that shard.
+
+    Args:
+        reports: as for `resume`.
+        rank: of the worker.
+    """
+    every = [report for shard in reports for report in shard]
+    waited_for = {report.name for report in every if rank in dict(report.clocks)}
+    return frozenset(report.name for report in every) - waited_for
+
+
+def undecided(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
+    """Groups in which a rank that had ended for good does not know the clock of its first step: the
+    one under way may be decided without it, or wait for it. Not where a policy is about to change.
+
+    Args:
+        reports: as for `resume`.
+        rank: of the worker.
+    """
+    every = [report for shard in reports for report in shard]
+    known = {
+        report.name
+        for report in every
+        if rank in dict(report.held)
+        or not report.collects
+        or (report.change is not None and report.change.clock > report.clock)
+    }
+    return frozenset(report.name for report in every) - known - outside(reports, rank)
