@@ -192,7 +192,7 @@ def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
             if before is not None and before[0] == commit:
                 collecting.apply_commit(group, commit, before[1])
             elif commit.clock == group.committed:
-                self.before = (commit, dict(group.collect.held))
+                self.before = (commit, dict(group.collect.pending))
             super()._commit(group, commit)
 
     return with_shard(Repeats)
@@ -205,12 +205,12 @@ def left_out_gradient_kept_for_the_next_clock(
 
     class Keeps(Shard):
         def _commit(self, group: Group, commit: Commit) -> None:
-            held = dict(group.collect.held)
+            held = dict(group.collect.pending)
             if commit.clock == group.committed:
                 super()._commit(group, commit)
                 for rank, each in held.items():
                     if each.client not in commit.contributors and each.gradients:
-                        group.collect.held.setdefault(rank, each)
+                        group.collect.pending.setdefault(rank, each)
 
     return with_shard(Keeps)
 

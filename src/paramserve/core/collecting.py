@@ -75,7 +75,7 @@ def collect(
             f"which steps in Sync with the live workers {sorted(group.clocks)}",
             fix="push from a worker, or use consistency=ps.Async()",
         )
-    if not step.tick or step.clock != group.committed or rank in group.collect.held:
+    if not step.tick or step.clock != group.committed or rank in group.collect.pending:
         raise ProtocolError(
             f"worker {rank} brought gradients for clock {step.clock} "
             f"({'with' if step.tick else 'without'} a tick); group {group.name!r} is at clock "
@@ -87,7 +87,7 @@ def collect(
     if not step.skip and not addable(parts, held.weight):
         held.finite = finite(parts)
         held.large = held.finite
-    group.collect.held[rank] = held
+    group.collect.pending[rank] = held
 
 
 def commit_single_worker(
@@ -103,7 +103,7 @@ def commit_single_worker(
         return None
     plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
     plain = plain and not step.enters
-    if not plain or group.collect.held or group.buffered or step.clock != group.committed:
+    if not plain or group.collect.pending or group.buffered or step.clock != group.committed:
         return None
     if any(block.drafted for block, _, _ in parts) or not finite(parts):
         return None
@@ -122,7 +122,9 @@ def commit_single_worker(
 def vote(group: Group, shard: int, contributors: tuple[int, ...]) -> Vote:
     """What this shard can say about these contributions."""
     chosen = [
-        (r, each) for r, each in sorted(group.collect.held.items()) if each.client in contributors
+        (r, each)
+        for r, each in sorted(group.collect.pending.items())
+        if each.client in contributors
     ]
     held = [each for _, each in chosen]
     steps = [each.step for each in held]

@@ -60,11 +60,11 @@ class Contribution:
 
 @dataclass
 class Collect:
-    """What one shard holds of its group's present clock."""
+    """What one shard has of its group's present clock, undecided."""
 
-    held: dict[int, Contribution] = field(default_factory=dict)
+    pending: dict[int, Contribution] = field(default_factory=dict)
     """By rank."""
-    promised: list[tuple[int, Contribution]] = field(default_factory=list)
+    reported: list[tuple[int, Contribution]] = field(default_factory=list)
     """By rank, what a newer incarnation has brought again after this shard had told the lead of it:
     the lead may still decide for it."""
     sent: Vote | None = None
@@ -79,11 +79,11 @@ class Collect:
 
     def has(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have brought theirs."""
-        return all(rank in self.held for rank in ranks)
+        return all(rank in self.pending for rank in ranks)
 
     def clients(self) -> tuple[int, ...]:
         """Who brought something, in the order of their ranks."""
-        return tuple(each.client for _, each in sorted(self.held.items()))
+        return tuple(each.client for _, each in sorted(self.pending.items()))
 
     def has_step(self, step: Step) -> bool:
         """Whether this very step is kept here."""
@@ -91,23 +91,23 @@ class Collect:
 
     def everything(self) -> list[Contribution]:
         """All that is kept, those first that a newer incarnation has brought again."""
-        return [each for _, each in [*self.promised, *sorted(self.held.items())]]
+        return [each for _, each in [*self.reported, *sorted(self.pending.items())]]
 
     def supersede(self, rank: int) -> None:
         """A newer incarnation brings its own for this clock: forget the older one's, unless the
         lead was told of it."""
-        older = self.held.pop(rank)
+        older = self.pending.pop(rank)
         if self.sent is not None:
-            self.promised.append((rank, older))
+            self.reported.append((rank, older))
 
     def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
         """What these clients brought, by rank; they are of different ranks."""
-        both = [*self.held.items(), *self.promised]
+        both = [*self.pending.items(), *self.reported]
         return {rank: each for rank, each in both if each.client in clients}
 
     def clear(self) -> None:
-        self.held = {}
-        self.promised = []
+        self.pending = {}
+        self.reported = []
         self.sent = None
         self.since = None
         self.due = None

@@ -132,7 +132,7 @@ class Group:
     @property
     def brought(self) -> Collection[int]:
         """Ranks whose gradients of the present clock are here, of those that count already."""
-        return self.clocks.keys() & self.collect.held.keys()
+        return self.clocks.keys() & self.collect.pending.keys()
 
     @property
     def waited_s(self) -> float:
@@ -175,7 +175,7 @@ class Group:
         clocks = (*self.clocks.values(), *self._ended.values())
         fastest = max(clocks, default=self._slowest)
         if self.at(self.committed).policy.collects:
-            fastest = max(fastest, self.committed + bool(self.collect.held))
+            fastest = max(fastest, self.committed + bool(self.collect.pending))
         return fastest
 
     def settle(self) -> None:
@@ -328,7 +328,7 @@ class Group:
             tuple(sorted(self.clocks.items())),
             self.skipped,
             tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
-            tuple((rank, each.client) for rank, each in sorted(self.collect.held.items())),
+            tuple((rank, each.client) for rank, each in sorted(self.collect.pending.items())),
             self.start,
             type(present).__name__,
             tuple(self.changes.taken),

@@ -76,7 +76,7 @@ class ShardClocks(ShardWaiting):
                 if wrong is not None:
                     raise wrong
                 return collecting.late(self, group, request, session, group.committed)
-            ahead = self.shards > 1 or rank in collect.held  # of an older incarnation
+            ahead = self.shards > 1 or rank in collect.pending  # of an older incarnation
             if step.clock == group.committed + 1 and ahead:
                 self._hold(group, session, request)
                 return None
@@ -87,7 +87,7 @@ class ShardClocks(ShardWaiting):
                 group.brought_by[rank] = session.client
                 self._release_waiting(group)
                 return answer
-            older = collect.held.get(rank)
+            older = collect.pending.get(rank)
             first = session.incarnation > 1 and group.brought_by.get(rank) != session.client
             if first and older is not None and step.clock == group.committed:
                 collect.supersede(rank)
@@ -111,7 +111,7 @@ class ShardClocks(ShardWaiting):
     def _maybe_vote(self, group: Group) -> None:
         """Tell the lead that the gradients of this clock that its policy waits for are here."""
         collect = group.collect
-        if not collect.held or collect.sent is not None:
+        if not collect.pending or collect.sent is not None:
             return
         since = group.at(group.committed)
         if not since.policy.collects:
@@ -181,7 +181,7 @@ class ShardClocks(ShardWaiting):
             return True
         if not group.brought:
             return True  # who counts is not kept waiting: what nobody may wait for is closed
-        held = group.collect.held
+        held = group.collect.pending
         brought = {rank for rank in group.brought if held[rank].client in clients}
         if not brought:
             return False
@@ -197,7 +197,7 @@ class ShardClocks(ShardWaiting):
         # Of a rank that still counts, this shard and another have two incarnations'.
         differs = not partial and any(
             rank in group.clocks and each.client not in message.contributors
-            for rank, each in collect.held.items()
+            for rank, each in collect.pending.items()
         )
         if message.clock == group.committed and settled and not differs:
             agreed = (c for c in collect.clients() if c in message.contributors)

@@ -170,7 +170,7 @@ class ShardWaiting(ShardMembers):
             return f"{name} does not let worker {session.rank} read at clock {clock} yet", (
                 answer.workers if isinstance(answer, Wait) else ()
             )
-        held = group.collect.held
+        held = group.collect.pending
         if group.collect.sent is not None:
             return f"shard {self.number} waits for the decision of shard {lead}", ()
         if held:

@@ -355,7 +355,7 @@ def test_bad_request_is_refused_and_nothing_changes(
     assert error.applied == "no"
     assert one.value() == [0.0] * 4
     assert one.shards[0].groups[0].version == 0
-    assert not one.shards[0].groups[0].collect.held
+    assert not one.shards[0].groups[0].collect.pending
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
