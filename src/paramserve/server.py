@@ -426,7 +426,7 @@ class ServerRole:
             self.shard.report(notes=notes),
             len(self.shard.sessions),
             sum(block.nbytes for block in blocks),
-            self.shard.members_number,
+            self.shard.sessions.members_number,
             sum(each.refused for each in self.listeners),
         )
 

@@ -271,8 +271,8 @@ class RoleCluster:
 
     def held(self, rank: int) -> int:
         """Shards with this rank's gradients of the first group's present clock."""
-        groups = [server.role.shard.groups[0] for server in self.servers]
-        return sum(rank in group.collect.held for group in groups)
+        groups = [server.role.shard.groups[0].state for server in self.servers]
+        return sum(rank in group.collect.pending for group in groups)
 
     # --- faults ------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class RoleCluster:
         )
         control.call(MarkDead(0, "worker", rank), Ok, timeout_s=WAIT_S)
         control.close()
-        wait_until(lambda: all(rank not in s.role.shard.live() for s in self.servers))
+        wait_until(lambda: all(rank not in s.role.shard.sessions.live() for s in self.servers))
 
     def scale(self, workers: int) -> None:
         """As `Job.scale` tells the coordinator."""

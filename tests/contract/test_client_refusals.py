@@ -221,7 +221,7 @@ def test_wrong_use_is_refused_whole(house: RoleCluster, case: str) -> None:
         assert not any(values.any() for values in each.pull().values())
         assert set(each.pull()) == {"w", "b", "c", "fixed", "o"}
     for running in house.servers:
-        assert all(group.version == 0 for group in running.role.shard.groups.values())
+        assert all(each.state.version == 0 for each in running.role.shard.groups.values())
     assert client.clock() == 0
     for number, each in enumerate((client, other), 1):
         assert each.push({"w": ONES, "b": np.ones(2)}).result().version == number

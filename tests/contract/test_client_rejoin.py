@@ -44,14 +44,14 @@ class Pair:
 
     def states(self, rank: int) -> set[str]:
         """A rank's as the shards know it."""
-        return {server.role.shard.members[rank].state for server in self.cluster.servers}
+        return {server.role.shard.sessions.members[rank].state for server in self.cluster.servers}
 
     def values(self) -> np.ndarray:
         with self.cluster.client() as reader:
             return reader.pull("w")
 
     def clocks(self, rank: int) -> list[int]:
-        return [server.role.shard.groups[0].clocks[rank] for server in self.cluster.servers]
+        return [server.role.shard.groups[0].state.clocks[rank] for server in self.cluster.servers]
 
 
 MakePair = Callable[..., Pair]

@@ -82,7 +82,7 @@ def dies(cluster: RoleCluster, client: Client) -> None:
     """As if its process had ended: the coordinator loses it without a word."""
     client.connection.control.close()
     shards = [server.role.shard for server in cluster.servers]
-    wait_until(lambda: {s.members[client.rank].state for s in shards} == {"restarting"})
+    wait_until(lambda: {s.sessions.members[client.rank].state for s in shards} == {"restarting"})
 
 
 def each_step_counts(cluster: RoleCluster, first: Client, before: int) -> None:
@@ -128,12 +128,12 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
     first, mortal = (define(cluster.client(rank)) for rank in range(2))
     mortal.connection.control.close()
     shards = [server.role.shard for server in cluster.servers]
-    wait_until(lambda: {shard.members[1].state for shard in shards} == {"dead"})
+    wait_until(lambda: {shard.sessions.members[1].state for shard in shards} == {"dead"})
     on_the_way = [HoldsBack(server.role._peers.send) for server in cluster.servers]
     for server, peers in zip(cluster.servers, on_the_way, strict=True):
         server.role._peers.send = peers  # type: ignore[method-assign]
     alone = push(first)
-    wait_until(lambda: all(shard.groups[0].collect.sent for shard in shards))
+    wait_until(lambda: all(shard.groups[0].state.collect.sent for shard in shards))
     again = define(cluster.client(1))
     assert (again.connection.incarnation, again.clock()) == (2, 0)
     for peers in on_the_way:

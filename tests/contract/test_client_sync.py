@@ -50,7 +50,7 @@ class Team:
 
     def versions(self) -> list[int]:
         """Of the first group, on each shard."""
-        return [server.role.shard.groups[0].version for server in self.cluster.servers]
+        return [server.role.shard.groups[0].state.version for server in self.cluster.servers]
 
 
 MakeTeam = Callable[..., Team]
@@ -381,7 +381,9 @@ def test_older_incarnation_is_fenced_by_a_newer_one(team: Team) -> None:
     team.cluster.mark_dead(1)
     new = team.cluster.client(1)
     assert (new.connection.incarnation, old.connection.incarnation) == (2, 1)
-    wait_until(lambda: all(s.role.shard.members[1].incarnation == 2 for s in team.cluster.servers))
+    wait_until(
+        lambda: all(s.role.shard.sessions.members[1].incarnation == 2 for s in team.cluster.servers)
+    )
     with pytest.raises(WorkerFenced, match=r"worker 1 \(incarnation 1\)"):
         step(old, np.ones(LARGE)).result()
     new.define("w", np.zeros(LARGE), rule=Add())

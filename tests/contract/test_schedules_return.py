@@ -256,7 +256,9 @@ def test_schedule_of_an_added_worker_is_that_of_the_others(make_cluster: MakeClu
     cluster = make_cluster("unix", workers=1, policy=ps.Sync(), restarts=True)
     ranks = Ranks(cluster, train).start(0)
     reader = cluster.client()
-    ranks.until(lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].committed > 3)
+    ranks.until(
+        lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].state.committed > 3
+    )
     cluster.scale(2)
     found = ranks.start(1).end()
     first = found[0].index(found[1][0])
@@ -297,7 +299,9 @@ def test_rate_set_before_a_step_that_is_refused_reaches_an_added_worker(
     cluster = make_cluster("unix", workers=1, policy=policy)
     ranks = Ranks(cluster, train).start(0)
     reader = cluster.client()
-    ranks.until(lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].clocks[0] > 3)
+    ranks.until(
+        lambda: reader.blocks() and cluster.servers[0].role.shard.groups[0].state.clocks[0] > 3
+    )
     cluster.scale(2)
     assert ranks.start(1).end() == {0: 0.05, 1: 0.05}
 

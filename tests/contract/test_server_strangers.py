@@ -106,7 +106,7 @@ def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
     harness = Harness(cluster)
     second = cluster.client(0)
     assert second.connection.incarnation == 2
-    wait_until(lambda: cluster.servers[0].role.shard.members[0].incarnation == 2)
+    wait_until(lambda: cluster.servers[0].role.shard.sessions.members[0].incarnation == 2)
     with pytest.raises(WorkerFenced, match=r"worker 0 \(incarnation 1\).*knows incarnation 2"):
         harness.stranger(client=first.connection.id, rank=0, incarnation=1)
     assert second.push("w", np.zeros(8)).result().version == 1
@@ -293,7 +293,7 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     harness.cluster.mark_dead(0)
     worker = harness.cluster.client(0)
     link = harness.stranger(client=worker.connection.id, rank=0, incarnation=2, window=2)
-    harness.cluster.servers[0].role.shard.sessions[worker.connection.id].requests = 4
+    harness.cluster.servers[0].role.shard.sessions.by_client[worker.connection.id].requests = 4
     held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 
     def flood() -> None:

@@ -39,7 +39,7 @@ def two_tables(client: Client) -> tuple[Table, Table]:
 def versions(cluster: RoleCluster) -> list[dict[str, int]]:
     """By shard: how many updates each group has had."""
     return [
-        {group.name: group.version for group in server.role.shard.groups.values()}
+        {each.state.name: each.state.version for each in server.role.shard.groups.values()}
         for server in cluster.servers
     ]
 

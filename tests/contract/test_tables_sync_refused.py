@@ -116,7 +116,7 @@ def test_answers_that_were_read_are_kept_by_no_server(make_cluster: MakeCluster)
         assert sum(part.keys.size for part in table.scan(rows=8)) == 400
     (session,) = (
         each
-        for each in cluster.servers[0].role.shard.sessions.values()
+        for each in cluster.servers[0].role.shard.sessions.by_client.values()
         if each.client == client.connection.id
     )
     kept = [each for each in session._outcomes.values() if each.payload is not None]

@@ -174,7 +174,7 @@ def test_step_that_is_taken_again_draws_what_it_drew(make_cluster: MakeCluster) 
     def only_the_first(worker: ps.Worker) -> None:
         """What is sent from now on reaches shard 0, and the worker dies of it."""
         exchange = worker.client.connection.exchange
-        transmit, group = exchange._transmit, cluster.servers[0].role.shard.groups[0]
+        transmit, group = exchange._transmit, cluster.servers[0].role.shard.groups[0].state
 
         def lossy(shard: Any, message: Any) -> None:
             if shard.number > 0:

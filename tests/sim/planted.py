@@ -35,16 +35,18 @@ from paramserve.consistency.built_in import (
 )
 from paramserve.consistency.damping import Inverse
 from paramserve.core import collecting, policy_calls, stepping
+from paramserve.core import group as group_module
+from paramserve.core import sessions as sessions_module
 from paramserve.core import shard as shard_module
-from paramserve.core import shard_members as members_module
 from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
-from paramserve.core.group import Group
+from paramserve.core.group import GroupMachine
+from paramserve.core.group_state import GroupState
 from paramserve.core.leases import Leases, Span
 from paramserve.core.policy_changes import Changes
 from paramserve.core.read_copies import Reads
 from paramserve.core.session import ClientSession, Operation
-from paramserve.core.sessions import Answer, Request, ShardSession, Verdict
+from paramserve.core.sessions import Answer, Request, Sessions, ShardSession, Verdict
 from paramserve.core.shard import Shard
 from paramserve.errors import ParamServeError
 from paramserve.messages import Commit, Done, PeerMessage, Prepare, ShardRequest, Step, Vote
@@ -68,6 +70,11 @@ def with_shard(kind: type[Shard]) -> type[SimulatedCluster]:
     return type("Planted", (SimulatedCluster,), {"shard_type": kind})
 
 
+def with_group(monkeypatch: pytest.MonkeyPatch, kind: type[GroupMachine]) -> type[SimulatedCluster]:
+    monkeypatch.setattr(shard_module, "GroupMachine", kind)
+    return SimulatedCluster
+
+
 def with_worker(kind: type[SimulatedWorker]) -> type[SimulatedCluster]:
     return type("Planted", (SimulatedCluster,), {"worker_type": kind})
 
@@ -80,7 +87,7 @@ def no_duplicate_filter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
             verdict = super().admit(seq)
             return Verdict.NEW if verdict is Verdict.REPEATED else verdict
 
-    monkeypatch.setattr(members_module, "ShardSession", AcceptsRepeats)
+    monkeypatch.setattr(sessions_module, "ShardSession", AcceptsRepeats)
     return SimulatedCluster
 
 
@@ -89,10 +96,10 @@ def number_restarted_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> type[Si
 
     class KeyedByRank(Shard):
         def _client_here(self, event: ClientHere) -> None:
-            older = self.workers.get(event.rank)
-            fresh = event.client not in self.sessions
+            older = self.sessions.workers.get(event.rank)
+            fresh = event.client not in self.sessions.by_client
             super()._client_here(event)
-            session = self.sessions.get(event.client)
+            session = self.sessions.by_client.get(event.client)
             if older is not None and fresh and session is not None:
                 session.last, session._outcomes = older.last, dict(older._outcomes)
 
@@ -103,9 +110,9 @@ def acknowledge_before_apply(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
     """A step is acknowledged when it is collected, before its clock is decided."""
 
     class Hasty(Shard):
-        def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
-            answer = super()._step(session, request, step)
-            if answer is None and step.push:
+        def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
+            answer, step = super()._dispatch(session, request), request.message
+            if answer is None and isinstance(step, Step) and step.push:
                 self._effects.replies.append((session.client, Answer(Done(step.seq))))
             return answer
 
@@ -149,7 +156,7 @@ def held_reply_lost_on_reconnect(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 
     class Forgets(Shard):
         def _client_here(self, event: ClientHere) -> None:
-            session = self.sessions.get(event.client)
+            session = self.sessions.by_client.get(event.client)
             if session is not None:
                 session.held = session.done = None
                 session.queue.clear()
@@ -166,36 +173,36 @@ def gap_accepted_after_reconnect(monkeypatch: pytest.MonkeyPatch) -> type[Simula
             self.last = max(self.last, seq - 1)
             return super().admit(seq)
 
-    monkeypatch.setattr(members_module, "ShardSession", AcceptsGaps)
+    monkeypatch.setattr(sessions_module, "ShardSession", AcceptsGaps)
     return SimulatedCluster
 
 
 def one_shard_commits_without_the_lead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Shard 1 applies a clock as soon as it has all gradients, and does not wait."""
 
-    class Alone(Shard):
-        def _send_vote(self, group: Group, contributors: tuple[int, ...]) -> None:
-            clock = group.committed
-            super()._send_vote(group, contributors)
-            if self.number == 1:
-                self._commit(group, Commit(group.id, clock, contributors, 1.0))
+    class Alone(GroupMachine):
+        def _send_vote(self, contributors: tuple[int, ...], *failed: Any) -> None:
+            clock = self.state.committed
+            super()._send_vote(contributors, *failed)
+            if self.shard == 1:
+                self._on_commit(Commit(self.state.id, clock, contributors, 1.0))
 
-    return with_shard(Alone)
+    return with_group(monkeypatch, Alone)
 
 
 def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A decision that comes again is carried out again."""
 
-    class Repeats(Shard):
-        def _commit(self, group: Group, commit: Commit) -> None:
+    class Repeats(GroupMachine):
+        def _on_commit(self, commit: Commit) -> None:
             before: tuple[Commit, dict[int, Contribution]] | None = getattr(self, "before", None)
             if before is not None and before[0] == commit:
-                collecting.apply_commit(group, commit, before[1])
-            elif commit.clock == group.committed:
-                self.before = (commit, dict(group.collect.pending))
-            super()._commit(group, commit)
+                collecting.apply_commit(self.state, commit, before[1])
+            elif commit.clock == self.state.committed:
+                self.before = (commit, dict(self.state.collect.pending))
+            super()._on_commit(commit)
 
-    return with_shard(Repeats)
+    return with_group(monkeypatch, Repeats)
 
 
 def left_out_gradient_kept_for_the_next_clock(
@@ -203,16 +210,16 @@ def left_out_gradient_kept_for_the_next_clock(
 ) -> type[SimulatedCluster]:
     """What a decision leaves out is reported as skipped, and applied with the next clock."""
 
-    class Keeps(Shard):
-        def _commit(self, group: Group, commit: Commit) -> None:
-            held = dict(group.collect.pending)
-            if commit.clock == group.committed:
-                super()._commit(group, commit)
-                for rank, each in held.items():
-                    if each.client not in commit.contributors and each.gradients:
-                        group.collect.pending.setdefault(rank, each)
+    class Keeps(GroupMachine):
+        def _on_commit(self, commit: Commit) -> None:
+            pending = dict(self.state.collect.pending)
+            if commit.clock == self.state.committed:
+                super()._on_commit(commit)
+                for rank, each in pending.items():
+                    if each.session.client not in commit.contributors and each.gradients:
+                        self.state.collect.pending.setdefault(rank, each)
 
-    return with_shard(Keeps)
+    return with_group(monkeypatch, Keeps)
 
 
 def propose_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
@@ -237,23 +244,25 @@ def commit_not_repeated(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
             self.last = None
             return decided
 
-    monkeypatch.setattr(shard_module, "Lead", Forgets)
+    monkeypatch.setattr(group_module, "Lead", Forgets)
     return SimulatedCluster
 
 
 def fencing_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A worker that counts as dead may go on."""
 
-    class LetsIn(Shard):
-        def _fence(self, event: ClientHere) -> ParamServeError | None:
+    class LetsIn(Sessions):
+        def refuse(self, event: ClientHere) -> ParamServeError | None:
             return None
 
-        def _belonging_changed(self) -> None:
-            super()._belonging_changed()
-            for session in self.sessions.values():
-                session.fenced = False
+        def fence(self) -> list[ShardSession]:
+            fenced = super().fence()
+            for session in self.by_client.values():
+                session.fenced_by = None
+            return fenced
 
-    return with_shard(LetsIn)
+    monkeypatch.setattr(shard_module, "Sessions", LetsIn)
+    return SimulatedCluster
 
 
 def outcome_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
@@ -263,7 +272,7 @@ def outcome_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]
         def record(self, answer: Answer) -> None:
             pass
 
-    monkeypatch.setattr(members_module, "ShardSession", KeepsNone)
+    monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)
     return SimulatedCluster
 
 
@@ -280,28 +289,29 @@ def only_the_newest_sent_again(monkeypatch: pytest.MonkeyPatch) -> type[Simulate
 def restarting_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The others go on at once when a worker dies that will be started again."""
 
-    class Impatient(Shard):
+    class Impatient(Sessions):
         def live(self) -> list[int]:
             return [r for r in super().live() if self.members[r].state != "restarting"]
 
-    return with_shard(Impatient)
+    monkeypatch.setattr(shard_module, "Sessions", Impatient)
+    return SimulatedCluster
 
 
 def ghost_of_a_restarting_worker_not_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
     """An incarnation that was given up goes on until the next one comes."""
-    monkeypatch.setattr(members_module, "ENDED", ("left", "dead"))
+    monkeypatch.setattr(sessions_module, "ENDED", ("left", "dead"))
     return SimulatedCluster
 
 
 def clock_follows_a_repeated_step(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A step that is repeated sets its rank's clock back where it had been applied before."""
 
-    def ticked(self: Group, rank: int, clock: int) -> None:
+    def ticked(self: GroupState, rank: int, clock: int) -> None:
         self._set({**self.clocks, rank: clock + 1})
 
-    monkeypatch.setattr(Group, "ticked", ticked)
+    monkeypatch.setattr(GroupState, "ticked", ticked)
     return SimulatedCluster
 
 
@@ -330,13 +340,14 @@ def own_step_of_a_restarted_worker_refused(
 def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A shard refuses a worker's step, and goes on waiting for one of that clock."""
 
-    class Waits(Shard):
-        def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
-            if step.weight <= 0.0:
+    class Waits(GroupMachine):
+        def step(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+            assert isinstance(request.message, Step)
+            if request.message.weight <= 0.0:
                 raise ParamServeError("the step's weight is not positive", fix="correct it")
-            return super()._step(session, request, step)
+            return super().step(session, request, now)
 
-    return with_shard(Waits)
+    return with_group(monkeypatch, Waits)
 
 
 # --- policies that are off by one, or forget something ------------------------------------------
@@ -455,49 +466,43 @@ def buffer_not_applied_at_the_end(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 
 def late_step_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A gradient that came after its clock's decision is told to be dropped, and applied."""
-    real = collecting.late
 
-    def late(
-        shard: Shard, group: Group, request: Request, session: ShardSession, at: int
-    ) -> Answer:
-        step = request.message
-        assert isinstance(step, Step)
-        for block, header, gradient in stepping.gradients(shard, step, request.memory):
-            push = PushInfo(session.rank, step.clock, 0, 0, 1.0, 1.0)
-            block.apply(gradient, header.active, header.hyper, push)
-        group.advance()
-        return real(shard, group, request, session, at)
+    class Applies(GroupMachine):
+        def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
+            step = request.message
+            assert isinstance(step, Step)
+            for block, header, gradient in stepping.gradients(self.state, step, request.memory):
+                push = PushInfo(session.rank, step.clock, 0, 0, 1.0, 1.0)
+                block.apply(gradient, header.active, header.hyper, push)
+            self.state.advance()
+            return super()._late(session, request, at)
 
-    monkeypatch.setattr(collecting, "late", late)
-    return SimulatedCluster
+    return with_group(monkeypatch, Applies)
 
 
 def late_worker_not_told(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The answer to a late step does not say where its worker goes on, and that it was dropped."""
-    real = collecting.late
 
-    def late(
-        shard: Shard, group: Group, request: Request, session: ShardSession, at: int
-    ) -> Answer:
-        answer = real(shard, group, request, session, at)
-        assert isinstance(answer.message, Done)
-        return Answer(structs.replace(answer.message, skipped=False), answer.payload)
+    class Hides(GroupMachine):
+        def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
+            answer = super()._late(session, request, at)
+            assert isinstance(answer.message, Done)
+            return Answer(structs.replace(answer.message, skipped=False), answer.payload)
 
-    monkeypatch.setattr(collecting, "late", late)
-    return SimulatedCluster
+    return with_group(monkeypatch, Hides)
 
 
 def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Shard 1 goes by a new policy one clock later than shard 0."""
 
-    class Later(Shard):
-        def _on_switch(self, group: Group, message: Any) -> None:
-            if self.number == 1:
+    class Later(GroupMachine):
+        def _on_switch(self, message: Any) -> None:
+            if self.shard == 1:
                 change = structs.replace(message.change, clock=message.change.clock + 1)
                 message = structs.replace(message, change=change)
-            super()._on_switch(group, message)
+            super()._on_switch(message)
 
-    return with_shard(Later)
+    return with_group(monkeypatch, Later)
 
 
 def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
@@ -513,44 +518,44 @@ def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later counts as if it had done nothing: all others wait for it."""
 
-    def enter(self: Group, rank: int) -> None:
+    def enter(self: GroupState, rank: int) -> None:
         self.resting.discard(rank)
         self._set({**self.clocks, rank: 0})
 
-    monkeypatch.setattr(Group, "enter", enter)
+    monkeypatch.setattr(GroupState, "enter", enter)
     return SimulatedCluster
 
 
 def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
 
-    def enter(self: Group, rank: int) -> None:
+    def enter(self: GroupState, rank: int) -> None:
         self.resting.discard(rank)
         self._set({**self.clocks, rank: max(self.clocks.values(), default=0) + 2})
 
-    monkeypatch.setattr(Group, "enter", enter)
+    monkeypatch.setattr(GroupState, "enter", enter)
     return SimulatedCluster
 
 
 def leaver_still_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Who has left by its own wish counts on."""
 
-    def live(self: Shard) -> list[int]:
+    def live(self: Sessions) -> list[int]:
         states = ("expected", "live", "restarting", "retiring", "left")
         return [r for r, m in sorted(self.members.items()) if m.state in states]
 
-    monkeypatch.setattr(Shard, "live", live)
+    monkeypatch.setattr(Sessions, "live", live)
     return SimulatedCluster
 
 
 def retiring_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Who is asked to end counts no more, though it still steps."""
 
-    def live(self: Shard) -> list[int]:
+    def live(self: Sessions) -> list[int]:
         states = ("expected", "live", "restarting")
         return [r for r, m in sorted(self.members.items()) if m.state in states]
 
-    monkeypatch.setattr(Shard, "live", live)
+    monkeypatch.setattr(Sessions, "live", live)
     return SimulatedCluster
 
 
@@ -565,13 +570,14 @@ def nan_not_seen(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 def dropped_but_reported_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A gradient that is too stale is dropped, and its worker is told that it was applied."""
 
-    class Hides(Shard):
-        def _with_news(self, group: Group, session: Any, answer: Answer, *rest: Any) -> Answer:
-            answer = super()._with_news(group, session, answer, *rest)
-            assert isinstance(answer.message, Done)
+    class Hides(GroupMachine):
+        def _with_news(self, session: Any, answer: Answer | None, *rest: Any) -> Answer | None:
+            answer = super()._with_news(session, answer, *rest)
+            if answer is None or not isinstance(answer.message, Done):
+                return answer
             return Answer(structs.replace(answer.message, skipped=False), answer.payload)
 
-    return with_shard(Hides)
+    return with_group(monkeypatch, Hides)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from msgspec import structs
 
 from paramserve.core import policy_calls
 from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.sessions import ShardSession
 from paramserve.errors import PolicyFailed
-from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
+from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, Vote
 
 NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
 CLIP_EPSILON = 1e-6
@@ -42,7 +43,7 @@ class Contribution:
     """One worker's gradients of one clock, unapplied, still in the memory where they arrived."""
 
     step: Step
-    client: int
+    session: ShardSession
     gradients: dict[int, tuple[Gradient, Any]]
     """By block: the header part and this shard's elements."""
     finite: bool
@@ -83,11 +84,11 @@ class Collect:
 
     def clients(self) -> tuple[int, ...]:
         """Who brought something, in the order of their ranks."""
-        return tuple(each.client for _, each in sorted(self.pending.items()))
+        return tuple(each.session.client for _, each in sorted(self.pending.items()))
 
-    def has_step(self, step: Step) -> bool:
-        """Whether this very step is kept here."""
-        return any(each.step is step for each in self.everything())
+    def has_step(self, request: ShardRequest) -> bool:
+        """Whether this very request is kept here."""
+        return any(each.step is request for each in self.everything())
 
     def everything(self) -> list[Contribution]:
         """All that is kept, those first that a newer incarnation has brought again."""
@@ -103,7 +104,7 @@ class Collect:
     def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
         """What these clients brought, by rank; they are of different ranks."""
         both = [*self.pending.items(), *self.reported]
-        return {rank: each for rank, each in both if each.client in clients}
+        return {rank: each for rank, each in both if each.session.client in clients}
 
     def clear(self) -> None:
         self.pending = {}

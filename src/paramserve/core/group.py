@@ -1,377 +1,742 @@
-"""One group on one shard: what steps together, its clocks, its versions and its snapshots."""
+"""One group on one shard, as a machine: which steps wait, and what each of them comes to.
+
+Steps, messages of other shards, changes of the membership and time come in. A step is answered at
+once, or is held; everything else that is to be done is put into the outbox, which the shard works
+off. `core.commit` says how shards agree on a synchronous clock, `core.policy_changes` how they do
+on the clock of a new policy.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from msgspec import structs
 
-from paramserve.consistency.base import Policy
+from paramserve.consistency.base import ADMIT, Admit, Pull, Wait
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import check_table_policy
+from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
-from paramserve.core.commit import Collect, Lead
-from paramserve.core.policy_changes import Changes, Changing, PolicyEpoch, since
-from paramserve.core.read_copies import Reads
-from paramserve.core.sums import GradientBuffer
-from paramserve.core.table.block import KeyedBlock
-from paramserve.messages import GroupReport
+from paramserve.core.commit import Contribution, Lead, lead_of
+from paramserve.core.group_state import GroupState, Proposed
+from paramserve.core.policy_changes import Changing, PolicyEpoch
+from paramserve.core.replies import Replies, refusal
+from paramserve.core.sessions import Answer, Request, ShardSession
+from paramserve.errors import ParamServeError, PolicyFailed, UnknownRule, rebuild
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Commit,
+    Done,
+    Member,
+    Pause,
+    Paused,
+    PeerMessage,
+    Prepare,
+    Refused,
+    SetPolicy,
+    Step,
+    Switch,
+    Vote,
+    Waiting,
+)
+from paramserve.rules.base import PushInfo
 
-if TYPE_CHECKING:
-    from paramserve.core.sessions import ShardSession
-
-Array = npt.NDArray[Any]
-
-TIMES_KEPT = 33
-"""Of late steps, for their median."""
-MARKS_MAX = 4096
-"""Clients whose marks are kept; the oldest go first."""
-
-
-@dataclass
-class Staleness:
-    """Of one rank's pushes."""
-
-    pushes: int = 0
-    total: int = 0
-    largest: int = 0
-
-    def add(self, staleness: int) -> None:
-        self.pushes += 1
-        self.total += staleness
-        self.largest = max(self.largest, staleness)
+ASK_AGAIN_S = 1e-4
+"""A policy that waits for a time is not asked again sooner than this."""
 
 
-@dataclass
-class Watching:
-    """Snapshots kept for one reader: (version, values by block), oldest first."""
+class Reply(NamedTuple):
+    """Answer the request that a session holds, and go on with those behind it."""
 
-    every: int
-    keep: int
-    kept: deque[tuple[int, dict[int, Array]]] = field(default_factory=deque)
-    dropped: int = 0
+    session: ShardSession
+    answer: Answer
 
 
-class Group:
-    """A group's whole state on one shard; to its policy it is a `GroupView`.
+class Resume(NamedTuple):
+    """Go on with the requests that a session has queued."""
 
-    `version` counts the updates that the group has had here. `committed` is the first clock that is
-    not committed yet, of those whose policy collects.
+    session: ShardSession
+
+
+class Send(NamedTuple):
+    """Send a message to a shard, which may be this one."""
+
+    shard: int
+    message: PeerMessage
+
+
+class Enter(NamedTuple):
+    """Wait for a rank from now on in these groups as well."""
+
+    rank: int
+    groups: tuple[int, ...]
+
+
+class LookAgain(NamedTuple):
+    """Execute the waiting requests of a group again: something has changed that they wait for."""
+
+    group: GroupMachine
+
+
+GroupEffect = Reply | Resume | Send | Enter | LookAgain
+
+
+class GroupMachine:
+    """What one shard does for one group.
 
     Args:
-        ranks: that count from the beginning; others count from their first step on (`enter`).
+        state: the group, before anything has happened.
+        shard: number of this shard, of `shards`.
+        resend_s: after which a message to another shard is sent again.
+        policies: classes by name that the owner registered, besides the built-in ones.
+        outbox: takes what the shard is to do, in order.
     """
 
     def __init__(
-        self, number: int, name: str, policy: Policy, lead: Lead | None, ranks: Sequence[int] = ()
+        self,
+        state: GroupState,
+        *,
+        shard: int,
+        shards: int,
+        resend_s: float,
+        policies: Mapping[str, Any],
+        replies: Replies,
+        outbox: deque[GroupEffect],
     ) -> None:
-        self.id = number
-        self.name = name
-        self.changes = Changes(since(0, policy))
-        self.lead = lead
+        self.state = state
+        self.shard = shard
+        self.shards = shards
+        self.leader = lead_of(state.id, shards)
+        self.lead = Lead(shards) if self.leader == shard else None
         """Set on the group's lead shard only, as is `changing`."""
         self.changing: Changing | None = None
-        self.version = 0
-        self.committed = 0
-        self.now = 0.0
-        """Seconds on the shard's clock, as of the present event."""
-        self.clocks: dict[int, int] = {}
-        """Steps that each rank has finished, of those that are live or waited for. Changed by the
-        methods of this class only."""
-        self._slowest = 0
-        self._at_slowest = 0
-        """How many ranks are at the smallest clock."""
-        self._first = frozenset(ranks)
-        self._ended: dict[int, int] = {}
-        """Clocks of ranks that have ended or rest, and may come back."""
-        self.resting: set[int] = set()
-        self.brought_by: dict[int, int] = {}
-        """Sync: the client that brought the last step of each rank."""
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
-        self.releasing = False
-        self.look_again = False
-        """Whether something has changed while the waiting requests were looked at."""
-        self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
-        self.table: KeyedBlock | None = None
-        """The only block, if this is the group of a table."""
-        self.collect = Collect()
-        self.buffer = GradientBuffer()
-        self.reads = Reads()
-        self.staleness: dict[int, Staleness] = {}
-        self.skipped = 0
-        self.dropped: dict[int, int] = {}
-        """By rank: gradients that came too late or were too stale."""
-        self.marks: dict[int, tuple[int, int]] = {}
-        """By client: the newest mark of its steps whose outcome is decided."""
-        self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}
-        """By rank: clock and note of its last two steps that had one, the older first. The last
-        step may be one that the next incarnation takes again."""
-        self.watching: dict[int, Watching] = {}
-        """By client."""
-        self._committed_at: float | None = None
-        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
-        self._median = 0.0
-        self.belong(ranks)
+        self.deadline: float | None = None
+        """When `deadline_reached` is to be called."""
+        self._resend_s = resend_s
+        self._policies = policies
+        self._replies = replies
+        self._outbox = outbox
+        self._looking = False
+        """Whether `LookAgain` is in the outbox."""
 
-    # --- what a policy sees ----------------------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------------------
 
-    @property
-    def slowest(self) -> int:
-        """The smallest clock of the live workers; without any, what it was last."""
-        return self._slowest
+    def step(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+        """Execute a step, or what is left of one that was held; None: it is held.
 
-    @property
-    def buffered(self) -> int:
-        """Gradients in the buffer."""
-        return self.buffer.count
+        Raises:
+            ParamServeError, ValueError, TypeError, MemoryError: why the step is refused.
+        """
+        state, rank, step = self.state, session.rank, request.message
+        assert isinstance(step, Step)
+        state.now = now
+        if session.done is not None:
+            return self._read_at_last(session, request, session.done)
+        if state.table is not None:
+            state.table.clock = state.slowest
+            state.table.collects = state.collects
+        asked = request
+        if step.clock == CURRENT_CLOCK:
+            session.asks_clock.add(state.id)
+            session.asked = request
+            step = structs.replace(step, clock=state.clocks.get(rank, state.start))
+            request = request._replace(message=step)
+        parts: list[stepping.Part] = []
+        wrong: Exception | None = None
+        try:
+            parts = stepping.gradients(state, step, request.memory)
+        except (ParamServeError, ValueError, TypeError) as error:
+            if not step.tick:
+                raise
+            wrong = error  # it ends a clock all the same: the worker has counted it
+        paused = state.changes.paused
+        if paused is not None and rank >= 0 and step.clock >= paused.clock:
+            self._hold(session, asked)
+            return None
+        pending = session.live and rank not in state.clocks
+        steps = bool(step.push or step.tick or step.skip)
+        if pending:
+            collects = state.collects
+            rests = rank in state.resting and not (steps or state.id in step.enters)
+            if not (collects or rests):
+                if wrong is not None:
+                    raise wrong
+                state.enter(rank)
+            elif collects and step.clock > state.start and self.shards > 1:
+                self._hold(session, request)  # until the clocks before are decided here, too
+                return None
+        if wrong is None and step.note and step.tick and rank >= 0:
+            state.keep_note(rank, step.clock, step.note)
+        known = state.clocks.get(rank, step.clock)
+        if known < step.clock and not state.at(known).policy.collects:
+            # It has entered on another shard at a later clock, and sends no step of those before.
+            state.ticked(rank, step.clock - 1)
+            self._look_again()
+        since = state.of(rank, max(step.clock, state.start) if pending else step.clock)
+        if pending and steps and step.clock < since.clock:
+            # Of before a change of policy, which other shards may have handled the old way.
+            if wrong is not None:
+                raise wrong
+            answer: Answer | None = self._late(session, request, state.start)
+        elif not steps:
+            answer = self._read(session, request)
+        elif since.policy.collects:
+            answer = self._collect(session, request, parts, pending, wrong)
+        else:
+            try:
+                if wrong is not None:
+                    raise wrong
+                done, written = stepping.apply_now(
+                    state, session, step, parts, request.memory, since
+                )
+            finally:
+                self._tick(rank, step)
+            if self._looking:  # what the tick has released may push before this step reads
+                self._hold(session, request)
+                session.done, answer = done, None
+            else:
+                answer = self._read(session, request, done, written)
+            if since.guarded:  # a user's policy may look at anything
+                self._look_again()
+        return self._with_news(session, answer, pending)
 
-    @property
-    def brought(self) -> Collection[int]:
-        """Ranks whose gradients of the present clock are here, of those that count already."""
-        return self.clocks.keys() & self.collect.pending.keys()
+    def _tick(self, rank: int, step: Step) -> None:
+        """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
+        a policy that collects, the commit does that."""
+        state = self.state
+        if step.tick and rank in state.clocks and not state.at(step.clock).policy.collects:
+            slowest = state.slowest
+            state.ticked(rank, step.clock)
+            if state.slowest != slowest:
+                self._look_again()
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the first of these came."""
-        since = self.collect.since
-        return self.now - since if since is not None and self.brought else 0.0
+    def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
+        """The answer to a step whose clock was over without it: it changes nothing, and its worker
+        goes on at another one."""
+        step, state = request.message, self.state
+        assert isinstance(step, Step)
+        if step.push:
+            state.drop(session.rank)
+        state.mark(session.client, step.mark)
+        done = Done(step.seq, state.version, state.slowest, skipped=True, at=at)
+        return self._replies.with_values(state.blocks, request, done)
 
-    @property
-    def step_s(self) -> float:
-        """Median time of late from a commit until a worker brought its next gradients."""
-        return self._median
+    def _with_news(
+        self, session: ShardSession, answer: Answer | None, pending: bool = False
+    ) -> Answer | None:
+        """Tell a client that did not count yet, or asks, where it goes on, and each one that its
+        group has another policy."""
+        message = None if answer is None else answer.message
+        if answer is None or not isinstance(message, Done):
+            return answer
+        state, taken = self.state, self.state.changes.taken
+        asks = state.id in session.asks_clock
+        if asks:
+            session.asks_clock.discard(state.id)
+        if (pending or asks) and message.at < 0:
+            message = structs.replace(message, at=state.clock_of(session.rank))
+        if taken:
+            told = session.told.get(state.id, 0)
+            if told < taken[-1].number:
+                session.told[state.id] = taken[-1].number
+                news = tuple(each for each in taken if each.number > told)
+                message = structs.replace(message, news=news)
+        return answer if message is answer.message else Answer(message, answer.payload)
 
-    # --- policies --------------------------------------------------------------------------------
+    # --- reads, and what waits -------------------------------------------------------------------
 
-    def at(self, clock: int) -> PolicyEpoch:
-        """The policy of steps of a clock."""
-        return self.changes.at(clock) if self.changes.later else self.changes.first
+    def _read(
+        self,
+        session: ShardSession,
+        request: Request,
+        done: Done | None = None,
+        written: Collection[int] = (),
+    ) -> Answer | None:
+        """Write the values that a step asks for, or hold it until it may read.
 
-    def of(self, rank: int, clock: int) -> PolicyEpoch:
-        """The policy of a client's step. One without a rank has no clock: it goes with the slowest
-        worker, and where there is none, by the newest policy."""
-        if rank >= 0:
-            return self.at(clock)
-        return self.at(self._slowest) if self.clocks else self.changes.newest
+        Args:
+            done: what the step's push has just done; None for a step that only pulls.
+            written: blocks whose values are at their places already.
+        """
+        step, state, rank = request.message, self.state, session.rank
+        assert isinstance(step, Step)
+        if step.pull and rank in state.clocks:
+            clock = step.clock + step.tick
+            since = state.at(clock)
+            try:
+                admission = policy_calls.on_pull(since, Pull(rank, clock), state)
+            except PolicyFailed as error:
+                error.applied = "no" if done is None else "yes"
+                raise
+            if isinstance(admission, Wait):
+                self._hold(session, request)
+                session.done = done
+                return None
+            if since.policy.keeps_reads:
+                blocks = [state.blocks[place.block] for place in step.pull]
+                dense = [block for block in blocks if isinstance(block, ShardBlock)]
+                state.reads.keep(rank, state.version, dense)
+            else:
+                state.reads.forget(rank)
+        if done is None:
+            done = Done(step.seq, state.version, state.slowest)
+        return self._replies.with_values(state.blocks, request, done, written)
 
-    @property
-    def collects(self) -> bool:
-        """Whether gradients of the slowest worker wait for a commit."""
-        return self.at(self.start).policy.collects
+    def _read_at_last(self, session: ShardSession, request: Request, done: Done) -> Answer | None:
+        """The read of a step whose push was done before, and which waited to read."""
+        state = self.state
+        done = structs.replace(done, version=state.version, clock=state.slowest)
+        return self._with_news(session, self._read(session, request, done))
 
-    @property
-    def start(self) -> int:
-        """The clock at which a worker that comes now begins."""
-        present = self.at(self._slowest).policy
-        return max(self._slowest, self.committed) if present.collects else self._slowest
+    def _hold(self, session: ShardSession, request: Request) -> None:
+        """Keep a request until something in the group changes."""
+        session.held = request
+        self.waiting[session.client] = session
 
-    def frontier(self) -> int:
-        """The first clock of which nobody's step has been executed here."""
-        # Also of those who have left or rest: their last steps were handled the old way.
-        clocks = (*self.clocks.values(), *self._ended.values())
-        fastest = max(clocks, default=self._slowest)
-        if self.at(self.committed).policy.collects:
-            fastest = max(fastest, self.committed + bool(self.collect.pending))
-        return fastest
+    def _look_again(self) -> None:
+        """Something has changed that waiting requests may wait for."""
+        if self.waiting and not self._looking:
+            self._looking = True
+            self._outbox.append(LookAgain(self))
 
-    def settle(self) -> None:
-        """Let `committed` skip clocks whose policy does not collect."""
-        self.committed = self.changes.next_collecting(self.committed)
+    def take_waiting(self) -> list[ShardSession]:
+        """The sessions whose requests are to be executed again; they wait no more."""
+        self._looking = False
+        waiting = list(self.waiting.values())
+        self.waiting = {}
+        return waiting
 
-    # --- who counts ------------------------------------------------------------------------------
-
-    def belong(self, ranks: Sequence[int]) -> None:
-        """These ranks are live or waited for. One that was here before, and comes back, goes on at
-        its own clock, but not behind the slowest of the others; a new one counts when it enters."""
-        start = self.start
-        self._ended.update(self.clocks)
-        counted = (r for r in ranks if r in self._first or r in self.clocks or r in self._ended)
-        self._set(
-            {
-                rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
-                for rank in counted
-                if rank not in self.resting
-            }
-        )
-        self.resting.intersection_update(ranks)
-        self.reads.only(ranks)
-
-    def never_came(self, rank: int) -> None:
-        """This rank is waited for no more, before it ever came: a pending member if it comes
-        later."""
-        self._first -= {rank}
-        self._ended.pop(rank, None)
-
-    def enter(self, rank: int) -> None:
-        """A live worker takes its first step here, or its first one after a rest. Where gradients
-        are collected, `commit` takes it in."""
-        self.resting.discard(rank)
-        self._set({**self.clocks, rank: self.clock_of(rank)})
-
-    def clock_of(self, rank: int) -> int:
-        """The clock of a rank that counts, or the one at which it would begin to."""
-        return self.clocks.get(rank, max(self.start, self._ended.get(rank, 0)))
-
-    def rest(self, rank: int) -> None:
-        """Nobody waits for this worker until it enters again."""
-        self.resting.add(rank)
-        self._ended.update(self.clocks)
-        self._set({r: clock for r, clock in self.clocks.items() if r != rank})
-
-    def ticked(self, rank: int, clock: int) -> None:
-        """A rank has ended a step. Its clock stays where it is if the step repeats one that an
-        older incarnation has brought here before."""
-        before = self.clocks[rank]
-        if clock + 1 <= before:
+    def let_go(self, session: ShardSession) -> None:
+        """Refuse what a fenced session waits for; what is collected waits for its commit."""
+        held = session.held
+        if held is None or self.state.collect.has_step(held.message):
             return
-        self.clocks[rank] = clock + 1
-        if before == self._slowest:
-            self._at_slowest -= 1
-            if not self._at_slowest:
-                self._count()
+        self.waiting.pop(session.client, None)
+        error = session.fenced()
+        error.applied = "no" if session.done is None else "yes"
+        self._outbox.append(Reply(session, Answer(refusal(held.message.seq, error))))
 
-    def _set(self, clocks: dict[int, int]) -> None:
-        self.clocks = clocks
-        self._count()
+    def forget(self, client: int) -> None:
+        """A client has ended."""
+        self.state.watching.pop(client, None)
+        self.waiting.pop(client, None)
 
-    def _count(self) -> None:
-        if self.clocks:
-            clocks = list(self.clocks.values())
-            self._slowest = min(clocks)
-            self._at_slowest = clocks.count(self._slowest)
+    def members_changed(self, members: Mapping[int, Member], live: list[int], now: float) -> None:
+        """Workers have come, gone or suspended: go on with those who count.
 
-    # --- what happens ----------------------------------------------------------------------------
+        Args:
+            members: by rank.
+            live: ranks that clocks wait for, in order.
+        """
+        state = self.state
+        state.now = now
+        state.belong(members, live)
+        if state.buffered and policy_calls.on_membership(state.at(state.slowest), state):
+            stepping.flush(state)
+        self._maybe_vote()
+        self._look_again()
+        self._plan()
 
-    def came(self, rank: int) -> None:
-        """A worker has brought its gradients for the present clock. One that does not count yet
-        tells nothing of how long a step takes."""
-        if rank not in self.clocks:
+    def inquire(self, client: int) -> Waiting:
+        """What a client of this group waits for, and which ranks."""
+        reason, ranks = self._why(client)
+        clocks = self.state.clocks
+        missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
+        return Waiting(self.state.id, self.state.slowest, missing, reason)
+
+    def _why(self, client: int) -> tuple[str, tuple[int, ...]]:
+        state, session = self.state, self.waiting.get(client)
+        if session is not None and session.held is not None:
+            step = session.held.message
+            assert isinstance(step, Step), "nothing else is ever held"
+            if state.changes.paused is not None:
+                return (
+                    f"shard {self.shard} waits for the change of policy on shard {self.leader}",
+                    (),
+                )
+            clock = step.clock + step.tick
+            since = state.at(clock)
+            try:
+                answer = policy_calls.on_pull(since, Pull(session.rank, clock), state)
+            except PolicyFailed as error:
+                return error.failed, ()
+            name = type(since.policy).__name__
+            return f"{name} does not let worker {session.rank} read at clock {clock} yet", (
+                answer.workers if isinstance(answer, Wait) else ()
+            )
+        collect = state.collect
+        if collect.sent is not None:
+            return f"shard {self.shard} waits for the decision of shard {self.leader}", ()
+        if collect.pending:
+            absent = tuple(rank for rank in sorted(state.clocks) if rank not in collect.pending)
+            return "the clock waits for its slowest workers", collect.missing or absent
+        slow = tuple(r for r, c in sorted(state.clocks.items()) if c == state.slowest)
+        return "nothing is held here", slow
+
+    # --- synchronous clocks ----------------------------------------------------------------------
+
+    def _collect(
+        self,
+        session: ShardSession,
+        request: Request,
+        parts: list[stepping.Part],
+        pending: bool,
+        wrong: Exception | None,
+    ) -> Answer | None:
+        """Collect a step for the present clock; answered when the clock is decided.
+
+        A step that this shard refuses (`wrong`) is collected as well, with its refusal: then the
+        clock is refused to all its workers, and none of them waits for this one.
+
+        A pending member is not waited for, and counts from the clock on that it is in. A step of
+        the next clock waits: the present one was decided without this worker, and the news is on
+        its way. One of an older clock came too late. The first step of a newer incarnation may find
+        the clock with its predecessor's gradients, or just closed with them, or without any while
+        the rank had ended.
+        """
+        state, collect, rank, step = self.state, self.state.collect, session.rank, request.message
+        assert isinstance(step, Step)
+        if step.tick and (pending or rank in state.clocks):
+            if step.clock < state.committed:
+                state.brought_by[rank] = session.client
+                if wrong is not None:
+                    raise wrong
+                return self._late(session, request, state.committed)
+            ahead = self.shards > 1 or rank in collect.pending  # of an older incarnation
+            if step.clock == state.committed + 1 and ahead:
+                self._hold(session, request)
+                return None
+            if wrong is None and self.shards == 1:
+                answer = self._commit_single_worker(session, request, parts)
+                if answer is not None:
+                    return answer
+            older = collect.pending.get(rank)
+            first = session.incarnation > 1 and state.brought_by.get(rank) != session.client
+            if first and older is not None and step.clock == state.committed:
+                collect.supersede(rank)
+                self.let_go(older.session)
+        stepping.flush(state)  # of a policy before
+        refused = None
+        if wrong is not None:
+            refused = collecting.refusal_with(state, self.shard, rank, wrong)
+        collecting.collect(state, session, request, parts, pending, refused)
+        state.brought_by[rank] = session.client
+        state.came(rank)
+        session.held = request
+        partial = state.at(state.committed).policy.partial
+        if collect.sent is not None and (partial or collect.has(state.clocks)):
+            collect.sent = None  # The lead is told of what has come since.
+        self._maybe_vote()
+        self._plan()
+        return None
+
+    def _commit_single_worker(
+        self, session: ShardSession, request: Request, parts: list[stepping.Part]
+    ) -> Answer | None:
+        """Collect, decide and apply a clock in one: one worker steps on the only shard. None: the
+        step needs the general path, which comes to the same."""
+        state, step, rank = self.state, request.message, session.rank
+        assert isinstance(step, Step)
+        since = state.at(state.committed)
+        if since.guarded or len(state.clocks) != 1 or rank not in state.clocks:
+            return None
+        plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
+        plain = plain and not step.enters
+        if not plain or state.collect.pending or state.buffer.count:
+            return None
+        if step.clock != state.committed or not collecting.cannot_fail(parts):
+            return None
+        commit = Commit(state.id, step.clock, (session.client,), since.policy.scale(1.0))
+        push = PushInfo(-1, step.clock, state.version, 0, 1.0, commit.scale)
+        written: Collection[int] = ()
+        if parts:
+            written = stepping.apply_parts(state, step, parts, request.memory, push)
+        state.count_staleness(rank, 0)
+        state.mark(session.client, step.mark)
+        assert self.lead is not None, "the only shard leads all groups"
+        self.lead.last = commit
+        state.commit((rank,))
+        state.brought_by[rank] = session.client
+        self._look_again()
+        done = Done(step.seq, state.version, state.slowest)
+        return self._replies.with_values(state.blocks, request, done, written)
+
+    def _maybe_vote(self) -> None:
+        """Tell the lead that the gradients of this clock that its policy waits for are here."""
+        state, collect = self.state, self.state.collect
+        if not collect.pending or collect.sent is not None:
             return
-        if self.collect.since is None:
-            self.collect.since = self.now
-        if self._committed_at is not None:
-            self._times.append(self.now - self._committed_at)
-
-    def commit(self, ranks: Iterable[int]) -> None:
-        """The present clock is decided; these are in it, and count from now on."""
-        self.committed += 1
-        for rank in ranks:
-            if rank not in self.clocks:
-                self.resting.discard(rank)
-                self.clocks[rank] = self.committed
-        self._set(
-            {rank: max(clock, self.committed) for rank, clock in self.clocks.items()}
-            if self.changes.later
-            else dict.fromkeys(self.clocks, self.committed)
-        )
-        self.settle()
-        self._committed_at = self.now
-        if self._times:
-            self._median = median(self._times)
-
-    def drop(self, rank: int) -> None:
-        """A gradient came too late, or was too stale."""
-        self.dropped[rank] = self.dropped.get(rank, 0) + 1
-
-    def mark(self, client: int, mark: tuple[int, int] | None) -> None:
-        """A step's outcome is decided: its samples will not be used again."""
-        if mark is not None:
-            self.marks.pop(client, None)
-            self.marks[client] = mark
-            if len(self.marks) > MARKS_MAX:
-                del self.marks[next(iter(self.marks))]
-
-    def keep_note(self, rank: int, clock: int, note: bytes) -> None:
-        """Keep the note of a rank's step for the next incarnation of the rank, unless there is one
-        of a later step: then the next incarnation goes on behind that."""
-        known = self.notes.get(rank, ())
-        if known and clock < known[-1][0]:
+        since = state.at(state.committed)
+        if not since.policy.collects:
             return
-        before = [each for each in known if each[0] < clock]
-        self.notes[rank] = (*before[-1:], (clock, note))
+        try:
+            # Pending members alone are not waited for.
+            admission = policy_calls.on_clock(since, state) if state.clocks else ADMIT
+        except PolicyFailed as error:
+            self._send_vote(collect.clients(), error)
+            return
+        if isinstance(admission, Admit):
+            self._send_vote(collect.clients())
+        else:
+            collect.missing = admission.workers
+            collect.due = None
+            if admission.until_s is not None and collect.since is not None:
+                later = state.now + ASK_AGAIN_S  # rounding may put its time a little too early
+                collect.due = max(collect.since + admission.until_s, later)
 
-    def forget_notes(self, left: Iterable[int], live: Iterable[int]) -> None:
-        """Drop the notes of ranks that have left by their own wish, if a live one has notes: a
-        worker that comes later goes by that one's."""
-        if any(rank in self.notes for rank in live):
-            for rank in left:
-                self.notes.pop(rank, None)
+    def _send_vote(self, contributors: tuple[int, ...], failed: PolicyFailed | None = None) -> None:
+        collect = self.state.collect
+        vote = collecting.vote(self.state, self.shard, contributors)
+        if failed is not None and not vote.refusal:
+            text = (type(failed).__name__, failed.failed, failed.fix)
+            vote = structs.replace(vote, refusal=text)
+        collect.sent = vote
+        collect.due = None
+        collect.repeat_at = self.state.now + self._resend_s
+        self._outbox.append(Send(self.leader, vote))
 
-    def advance(self) -> None:
-        """Count an update, and keep a snapshot for those who asked for one at this version."""
-        self.version += 1
-        for watching in self.watching.values():
-            if self.version % watching.every == 0:
-                self._keep(watching)
+    def _repeat_vote(self, sent: Vote) -> None:
+        """Tell the lead again. Proposals of before may have made each shard's part smaller in
+        another way, until what all have is too little for the clock: so all that is here by now."""
+        collect = self.state.collect
+        clients = collect.clients()
+        if set(sent.contributors) != set(clients):
+            self._send_vote(clients)
+            return
+        collect.repeat_at = self.state.now + self._resend_s
+        self._outbox.append(Send(self.leader, sent))
 
-    def _keep(self, watching: Watching) -> None:
-        if len(watching.kept) >= watching.keep:
-            watching.kept.popleft()
-            watching.dropped += 1
-        values = {
-            number: np.copy(block.value)
-            for number, block in self.blocks.items()
-            if isinstance(block, ShardBlock)
-        }
-        watching.kept.append((self.version, values))
+    def _on_vote(self, message: Vote) -> None:
+        if self.lead is None:
+            return
+        since = self.state.at(self.state.committed)
 
-    def report(self, *, notes: bool = False) -> GroupReport:
-        """What this shard has done for the group; with `notes`, those of the ranks as well."""
-        present = self.at(self.start).policy
-        return GroupReport(
-            self.name,
-            self.version,
-            tuple(sorted(self.clocks.items())),
-            self.skipped,
-            tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
-            tuple((rank, each.client) for rank, each in sorted(self.collect.pending.items())),
-            self.start,
-            type(present).__name__,
-            tuple(self.changes.taken),
-            present.collects,
-            tuple(sorted(self.dropped.items())),
-            self.buffered,
-            self.reads.nbytes,
-            tuple((client, *mark) for client, mark in sorted(self.marks.items())),
-            None if self.table is None else self.table.report(),
-            tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
-            if notes
-            else (),
-            tuple((rank, self.clock_of(rank)) for rank in sorted(self.resting)),
+        def enough(clients: frozenset[int]) -> bool:
+            return self._enough(since, clients)
+
+        for shard, answer in self.lead.on_vote(message, self.state.committed, since, enough):
+            self._outbox.append(Send(shard, answer))
+
+    def _enough(self, since: PolicyEpoch, clients: frozenset[int]) -> bool:
+        """Whether a clock that does not wait for everybody may be decided with only these."""
+        if not since.policy.partial:
+            return True
+        state = self.state
+        if not state.brought:
+            return True  # pending members are not kept waiting: nothing else is left of the clock
+        pending = state.collect.pending
+        brought = {rank for rank in state.brought if pending[rank].session.client in clients}
+        if not brought:
+            return False
+        try:
+            return isinstance(policy_calls.on_clock(since, Proposed(state, brought)), Admit)
+        except PolicyFailed:
+            return True  # which its own `Vote` says
+
+    def _on_prepare(self, message: Prepare) -> None:
+        state, collect = self.state, self.state.collect
+        partial = state.at(state.committed).policy.partial
+        settled = collect.sent is not None or collect.has(state.clocks)
+        # Of a rank that still counts, this shard and another have two incarnations'.
+        differs = not partial and any(
+            rank in state.clocks and each.session.client not in message.contributors
+            for rank, each in collect.pending.items()
         )
+        if message.clock == state.committed and settled and not differs:
+            agreed = (c for c in collect.clients() if c in message.contributors)
+            self._send_vote(tuple(agreed))
 
+    def _on_commit(self, commit: Commit) -> None:
+        state, collect = self.state, self.state.collect
+        if commit.clock != state.committed:
+            return  # Answered before.
+        collected = collect.everything()
+        chosen = collect.chosen(commit.contributors)
+        collect.clear()
+        collecting.apply_commit(state, commit, chosen)
+        for each in chosen.values():  # also of those who have left since
+            state.mark(each.session.client, each.step.mark)
+        for each in collected:
+            self._enter_others(each, commit)
+        state.commit(rank for rank in chosen if rank in state.live)
+        for each in collected:
+            session = each.session
+            if session.held is None:
+                continue  # Its client has ended.
+            if session.asked is not None and session.client not in commit.decided:
+                session.held = None
+                session.queue.appendleft(session.asked)
+                self._outbox.append(Resume(session))
+                continue
+            answer = self._with_news(session, self._after_commit(commit, each, session.held))
+            assert answer is not None
+            self._outbox.append(Reply(session, answer))
+        self._look_again()
 
-class Proposed:
-    """A group as it would stand if only some had brought their gradients."""
+    def _enter_others(self, each: Contribution, commit: Commit) -> None:
+        """Wait for a worker from now on in the groups that its step names, if this clock had to
+        wait for it, or took it in.
 
-    def __init__(self, group: Group, brought: Collection[int]) -> None:
-        self._group = group
-        self.brought = brought
+        All shards do so before another worker of this clock that steps in both groups can go on in
+        the others: they agree on the clock there. Where there is no other worker, one shard may be
+        a clock behind; its step for that clock is made again when that is decided (`_on_commit`).
+        """
+        session = each.session
+        if not each.step.enters or not session.live:
+            return
+        if session.rank in self.state.clocks or session.client in commit.contributors:
+            self._outbox.append(Enter(session.rank, each.step.enters))
 
-    @property
-    def clocks(self) -> Mapping[int, int]:
-        return self._group.clocks
+    def _after_commit(self, commit: Commit, each: Contribution, held: Request) -> Answer:
+        """The answer to a step that was held until its clock was decided."""
+        state, session, step = self.state, each.session, each.step
+        if each.refusal is not None:  # also if the clock was decided without it; its reads may be
+            kind, failed, fix = each.refusal  # wrong, too
+            return Answer(Refused(step.seq, kind, failed, "no", fix))
+        skipped = session.client not in commit.contributors
+        if skipped and commit.refusal:
+            kind, failed, fix = commit.refusal
+            error = rebuild(kind, failed, "no", fix)
+            return Answer(Refused(step.seq, type(error).__name__, failed, "no", fix))
+        if skipped and session.fenced_by is not None:
+            text = f"worker {session.rank} counted as dead when clock {commit.clock} was applied"
+            return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
+        state.mark(session.client, step.mark)
+        if skipped and commit.contributors and step.push:
+            state.drop(session.rank)  # decided without it, as its policy allows
+        failure = None if skipped else collecting.failure(state, commit.clock)
+        if failure is not None:
+            return Answer(refusal(step.seq, failure))
+        done = Done(step.seq, state.version, state.slowest, 0, skipped)
+        return self._replies.with_values(state.blocks, held, done)
 
-    @property
-    def slowest(self) -> int:
-        return self._group.slowest
+    # --- changes of the policy -------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        return self._group.version
+    def set_policy(self, message: SetPolicy, now: float) -> Answer:
+        """Begin to change the policy, on the lead shard; the others check that they could."""
+        state = self.state
+        state.now = now
+        try:
+            policy = build_policy(message.policy, self._policies)
+        except UnknownRule as error:
+            raise UnknownRule(
+                f"group {state.name!r} keeps its policy, since the server of shard {self.shard} "
+                f"cannot build the new one: {error.failed}",
+                fix=error.fix,
+            ) from None
+        policy_calls.check(policy, len(state.clocks))
+        check_table_policy(state.name, policy, state.table is not None)
+        if self.lead is not None:
+            changing = self.changing
+            if changing is not None and not self._is_over(changing):
+                raise ParamServeError(
+                    f"group {state.name!r} is about to change its policy to "
+                    f"{changing.policy.name}; its slowest worker is at clock {state.slowest}",
+                    fix="wait until the slowest worker is past the clock of that change",
+                )
+            if not message.check:
+                number = state.changes.number + 1
+                self.changing = Changing(number, message.policy, self.shards)
+                self._pause_all(self.changing)
+                self._plan()
+        return Answer(Done(message.seq, state.version, state.slowest))
 
-    @property
-    def buffered(self) -> int:
-        return self._group.buffered
+    def _is_over(self, changing: Changing) -> bool:
+        """Whether every worker steps by the new policy already, as far as this shard knows. Without
+        workers, none is left behind."""
+        decided, state = changing.decided, self.state
+        return decided is not None and (not state.clocks or state.slowest >= decided.clock)
 
-    @property
-    def waited_s(self) -> float:
-        return self._group.waited_s
+    def _pause_all(self, changing: Changing) -> None:
+        changing.repeat_at = self.state.now + self._resend_s
+        for shard, message in changing.pauses(self.state.id).items():
+            self._outbox.append(Send(shard, message))
 
-    @property
-    def step_s(self) -> float:
-        return self._group.step_s
+    def pause(self, message: Pause, window: int, now: float) -> None:
+        """The lead asks from which clock on this shard has executed nothing.
+
+        Args:
+            window: the most calls that one client of this shard may have unanswered.
+        """
+        state, changes = self.state, self.state.changes
+        state.now = now
+        if message.number <= changes.number:
+            return  # It was decided before.
+        if changes.paused is None:
+            first = state.frontier()
+            changes.paused = Paused(state.id, message.number, self.shard, first, window)
+        self._tell_paused(changes.paused)
+        self._plan()
+
+    def _tell_paused(self, paused: Paused) -> None:
+        self.state.changes.repeat_at = self.state.now + self._resend_s
+        self._outbox.append(Send(self.leader, paused))
+
+    def _on_paused(self, message: Paused) -> None:
+        known = (each for each in self.state.changes.taken if each.number == message.number)
+        decided = next(known, None)
+        if decided is not None:  # also of a change before the newest, which that shard has missed
+            self._outbox.append(Send(message.shard, Switch(decided)))
+        elif self.changing is not None:
+            for shard, switch in self.changing.on_paused(message).items():
+                self._outbox.append(Send(shard, switch))
+
+    def _on_switch(self, message: Switch) -> None:
+        state, change = self.state, message.change
+        if change.number != state.changes.number + 1:
+            return  # Known before.
+        state.changes.take(change, build_policy(change.policy, self._policies))
+        state.settle()
+        self._maybe_vote()
+        self._look_again()
+
+    # --- other shards, and time ------------------------------------------------------------------
+
+    def on_message(self, message: Vote | Prepare | Commit | Paused | Switch, now: float) -> None:
+        """A shard, which may be this one, speaks about a clock or a change of the policy."""
+        self.state.now = now
+        match message:
+            case Vote():
+                self._on_vote(message)
+            case Prepare():
+                self._on_prepare(message)
+            case Commit():
+                self._on_commit(message)
+            case Paused():
+                self._on_paused(message)
+            case Switch():
+                self._on_switch(message)
+        self._plan()
+
+    def deadline_reached(self, now: float) -> None:
+        """Repeat what was not answered, and ask policies that wait for a time."""
+        state, collect, changes = self.state, self.state.collect, self.state.changes
+        state.now = now
+        if collect.sent is not None and collect.repeat_at <= now:
+            self._repeat_vote(collect.sent)
+        if collect.due is not None and collect.due <= now:
+            collect.due = None
+            self._maybe_vote()
+        changing = self.changing
+        if changing is not None and changing.decided is None and changing.repeat_at <= now:
+            self._pause_all(changing)
+        if changes.paused is not None and changes.repeat_at <= now:
+            self._tell_paused(changes.paused)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Set `deadline`; the only shard is its own lead, and repeats nothing."""
+        collect, changes, changing = self.state.collect, self.state.changes, self.changing
+        times = [] if collect.due is None else [collect.due]
+        if self.shards > 1:
+            if collect.sent is not None:
+                times.append(collect.repeat_at)
+            if changing is not None and changing.decided is None:
+                times.append(changing.repeat_at)
+            if changes.paused is not None:
+                times.append(changes.repeat_at)
+        self.deadline = min(times, default=None)

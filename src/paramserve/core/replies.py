@@ -1,15 +1,16 @@
-"""Where a request's parts lie, and the answers that carry values: pulls, fetches, snapshots."""
+"""The answers that carry values (of steps, fetches, scans, snapshots), and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.sessions import Answer, Memory
+from paramserve.core.group_state import GroupState
+from paramserve.core.sessions import Answer, Memory, Request
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
@@ -25,11 +26,9 @@ from paramserve.messages import (
     TakeSnapshot,
 )
 
-if TYPE_CHECKING:
-    from paramserve.core.shard_members import ShardMembers
-
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+Blocks = Mapping[int, ShardBlock | KeyedBlock]
 
 
 def inline_keys(place: ReadTarget) -> int:
@@ -56,58 +55,6 @@ def check_payload(memory: Memory, expected: int) -> None:
         )
 
 
-def with_values(
-    shard: ShardMembers, step: Step, memory: Memory, done: Done, written: Collection[int] = ()
-) -> Answer:
-    """Write the values that a step pulls to their places; the answer says where they are.
-
-    Args:
-        written: blocks whose values a rule has left at their place already, in its own pass.
-    Returns:
-        The answer; a refusal if there is no memory for them.
-    """
-    try:
-        return Answer(done, _values(shard, step, memory, written))
-    except MemoryError:
-        applied: Applied = "yes" if step.push and not done.skipped else "no"
-        return Answer(refusal(step.seq, no_memory(shard.number, "the values read", applied)))
-
-
-def _values(
-    shard: ShardMembers, step: Step, memory: Memory, written: Collection[int]
-) -> Bytes | None:
-    inline: list[Array] = []
-    for place in step.pull:
-        block = shard.blocks[place.block]
-        if isinstance(block, KeyedBlock):
-            inline += _rows(shard, block, place, step, memory)
-        elif place.arena == 0:
-            inline.append(block.value)
-        elif place.block not in written:
-            np.copyto(block.at(memory, place.arena, place.offset), block.value)
-    return gathered(inline, shard.allocate) if inline else None
-
-
-def _rows(
-    shard: ShardMembers, block: KeyedBlock, place: ReadTarget, step: Step, memory: Memory
-) -> list[Array]:
-    """Write the rows that are asked for to their places, or give them as one part."""
-    cursor = 0
-    if place.arena == 0:  # its keys lie behind all gradients, and those of the reads before it
-        pushed = (g for g in step.push if g.arena == 0)
-        cursor = sum(shard.blocks[g.block].gradient_bytes(g) for g in pushed)
-        for before in step.pull:
-            if before is place:
-                break
-            cursor += inline_keys(before)
-    if place.arena != 0 or place.keys is None:
-        block.read(memory, place, cursor, None)
-        return []
-    rows = np.empty(place.keys.rows * block.dim, np.float32)
-    block.read(memory, place, cursor, rows)
-    return [rows]
-
-
 def fresh(size: int) -> Bytes:
     """New memory [size] of any content."""
     return np.empty(size, np.uint8)
@@ -129,28 +76,160 @@ def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> B
     return out
 
 
-def fetch(shard: ShardMembers, message: Fetch, memory: Memory) -> Answer:
-    """Read one field of a block."""
-    block = shard.block(message.block)
-    if isinstance(block, KeyedBlock):
-        raise _no_array(block)
-    source = block.field(message.field)
-    version = shard.groups[block.spec.group].version
-    done = Done(message.seq, version, counts=tuple(block.counts))
-    if message.arena == 0:
-        return Answer(done, gathered([source], shard.allocate))
-    np.copyto(block.at(memory, message.arena, message.offset), source)
-    return Answer(done)
+class Replies:
+    """Makes the answers of one shard.
+
+    Args:
+        shard: its number.
+        payload_bytes_max: of one answer.
+        allocate: gives memory [bytes] for the values of an answer that travel in it.
+    """
+
+    def __init__(
+        self, shard: int, payload_bytes_max: int, allocate: Callable[[int], Bytes]
+    ) -> None:
+        self._shard = shard
+        self._payload_bytes_max = payload_bytes_max
+        self._allocate = allocate
+
+    def with_values(
+        self, blocks: Blocks, request: Request, done: Done, written: Collection[int] = ()
+    ) -> Answer:
+        """Write the values that a step pulls to their places; the answer says where they are.
+
+        Args:
+            written: blocks whose values a rule has left at their place already, in its own pass.
+        Returns:
+            The answer; a refusal if there is no memory for them.
+        """
+        step = request.message
+        assert isinstance(step, Step)
+        try:
+            return Answer(done, self._values(blocks, step, request.memory, written))
+        except MemoryError:
+            applied: Applied = "yes" if step.push and not done.skipped else "no"
+            return Answer(refusal(step.seq, no_memory(self._shard, "the values read", applied)))
+
+    def _values(
+        self, blocks: Blocks, step: Step, memory: Memory, written: Collection[int]
+    ) -> Bytes | None:
+        inline: list[Array] = []
+        for place in step.pull:
+            block = blocks[place.block]
+            if isinstance(block, KeyedBlock):
+                inline += _rows(blocks, block, place, step, memory)
+            elif place.arena == 0:
+                inline.append(block.value)
+            elif place.block not in written:
+                np.copyto(block.at(memory, place.arena, place.offset), block.value)
+        return gathered(inline, self._allocate) if inline else None
+
+    def fetch(self, state: GroupState, message: Fetch, memory: Memory) -> Answer:
+        """Read one field of a block."""
+        block = state.block(message.block)
+        if isinstance(block, KeyedBlock):
+            raise _no_array(block)
+        source = block.field(message.field)
+        done = Done(message.seq, state.version, counts=tuple(block.counts))
+        if message.arena == 0:
+            return Answer(done, gathered([source], self._allocate))
+        np.copyto(block.at(memory, message.arena, message.offset), source)
+        return Answer(done)
+
+    def _scanned(self, block: KeyedBlock, message: Scan) -> Bytes:
+        """Memory for the whole rows that a scan asks for, zeros."""
+        nbytes, most = block.records_bytes(message), self._payload_bytes_max
+        if nbytes > most:
+            raise Overloaded(
+                f"{message.rows} whole rows of table {block.spec.group_name!r} need {nbytes} "
+                f"bytes, payload_bytes_max is {most}",
+                fix="ask for fewer rows at once, or raise payload_bytes_max",
+            )
+        payload = self._allocate(nbytes)
+        payload.fill(0)  # what the memory held before is nobody's business
+        return payload
+
+    def scan(self, state: GroupState, message: Scan, memory: Memory) -> Answer:
+        """Read whole rows of a table."""
+        block = _table(state.block(message.block))
+        payload = None
+        if message.arena == 0:
+            payload = self._scanned(block, message)
+            into = block.records(payload, message, 0)
+        else:
+            into = block.records(memory.get(message.arena), message, message.offset)
+        counts = block.scan(message, into)
+        return Answer(Done(message.seq, state.version, counts=counts), payload)
+
+    def take_snapshot(
+        self, state: GroupState, client: int, message: TakeSnapshot, memory: Memory
+    ) -> Answer:
+        """Read the oldest kept snapshot past `after`; older ones are let go."""
+        watching = state.watching.get(client)
+        if watching is None:
+            raise ParamServeError(
+                f"client {client} does not watch group {state.name!r}", fix="send watch() first"
+            )
+        while watching.kept and watching.kept[0][0] <= message.after:
+            watching.kept.popleft()
+        done = Done(message.seq, state.version, state.slowest, dropped=watching.dropped)
+        if not watching.kept:
+            return Answer(done)
+        version, values = watching.kept[0]
+        taken = Done(
+            message.seq, state.version, state.slowest, taken=version, dropped=watching.dropped
+        )
+        inline = []
+        for place in message.pull:
+            value = _snapshot_of(values, place)
+            if place.arena == 0:
+                inline.append(value)
+            else:
+                block = state.block(place.block)
+                assert isinstance(block, ShardBlock), "a table has no snapshots"
+                np.copyto(block.at(memory, place.arena, place.offset), value)
+        return Answer(taken, gathered(inline, self._allocate) if inline else None)
 
 
-def assign(shard: ShardMembers, message: Assign, memory: Memory) -> Answer:
+def _rows(
+    blocks: Blocks, block: KeyedBlock, place: ReadTarget, step: Step, memory: Memory
+) -> list[Array]:
+    """Write the rows that are asked for to their places, or give them as one part."""
+    cursor = 0
+    if place.arena == 0:  # its keys lie behind all gradients, and those of the reads before it
+        pushed = (g for g in step.push if g.arena == 0)
+        cursor = sum(blocks[g.block].gradient_bytes(g) for g in pushed)
+        for before in step.pull:
+            if before is place:
+                break
+            cursor += inline_keys(before)
+    if place.arena != 0 or place.keys is None:
+        block.read(memory, place, cursor, None)
+        return []
+    rows = np.empty(place.keys.rows * block.dim, np.float32)
+    block.read(memory, place, cursor, rows)
+    return [rows]
+
+
+def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
     """Overwrite one field of a block."""
-    block = shard.block(message.block)
+    block = state.block(message.block)
     if isinstance(block, KeyedBlock):
         raise _no_array(block)
     source = one(block, message.arena, message.offset, memory)
     block.assign(message.field, source, message.active, message.counts)
-    return Answer(Done(message.seq, shard.groups[block.spec.group].version))
+    return Answer(Done(message.seq, state.version))
+
+
+def put(state: GroupState, message: Put, memory: Memory) -> Answer:
+    """Overwrite or create whole rows of a table."""
+    block = _table(state.block(message.block))
+    if message.arena == 0:
+        check_payload(memory, block.records_bytes(message))
+    offset = message.offset if message.arena else 0
+    block.clock = state.slowest
+    block.put(block.records(memory.get(message.arena), message, offset))
+    return Answer(Done(message.seq, state.version))
 
 
 def _no_array(block: KeyedBlock) -> ParamServeError:
@@ -161,80 +240,10 @@ def _no_array(block: KeyedBlock) -> ParamServeError:
     )
 
 
-def _table(shard: ShardMembers, number: int) -> KeyedBlock:
-    block = shard.block(number)
+def _table(block: ShardBlock | KeyedBlock) -> KeyedBlock:
     if not isinstance(block, KeyedBlock):
-        raise UnknownName(f"block {number} is no table", fix="name a table")
+        raise UnknownName(f"block {block.spec.block} is no table", fix="name a table")
     return block
-
-
-def _scanned(shard: ShardMembers, block: KeyedBlock, message: Scan) -> Bytes:
-    """Memory for the whole rows that a scan asks for, zeros."""
-    nbytes, most = block.records_bytes(message), shard.limits.payload_bytes_max
-    if nbytes > most:
-        raise Overloaded(
-            f"{message.rows} whole rows of table {block.spec.group_name!r} need {nbytes} bytes, "
-            f"payload_bytes_max is {most}",
-            fix="ask for fewer rows at once, or raise payload_bytes_max",
-        )
-    payload = shard.allocate(nbytes)
-    payload.fill(0)  # what the memory held before is nobody's business
-    return payload
-
-
-def scan(shard: ShardMembers, message: Scan, memory: Memory) -> Answer:
-    """Read whole rows of a table."""
-    block = _table(shard, message.block)
-    payload = None
-    if message.arena == 0:
-        payload = _scanned(shard, block, message)
-        into = block.records(payload, message, 0)
-    else:
-        into = block.records(memory.get(message.arena), message, message.offset)
-    counts = block.scan(message, into)
-    version = shard.groups[block.spec.group].version
-    return Answer(Done(message.seq, version, counts=counts), payload)
-
-
-def put(shard: ShardMembers, message: Put, memory: Memory) -> Answer:
-    """Overwrite or create whole rows of a table."""
-    block = _table(shard, message.block)
-    if message.arena == 0:
-        check_payload(memory, block.records_bytes(message))
-    offset = message.offset if message.arena else 0
-    group = shard.groups[block.spec.group]
-    block.clock = group.slowest
-    block.put(block.records(memory.get(message.arena), message, offset))
-    return Answer(Done(message.seq, group.version))
-
-
-def take_snapshot(
-    shard: ShardMembers, client: int, message: TakeSnapshot, memory: Memory
-) -> Answer:
-    """Read the oldest kept snapshot past `after`; older ones are let go."""
-    group = shard.group(message.group)
-    watching = group.watching.get(client)
-    if watching is None:
-        raise ParamServeError(
-            f"client {client} does not watch group {group.name!r}", fix="send watch() first"
-        )
-    while watching.kept and watching.kept[0][0] <= message.after:
-        watching.kept.popleft()
-    done = Done(message.seq, group.version, group.slowest, dropped=watching.dropped)
-    if not watching.kept:
-        return Answer(done)
-    version, values = watching.kept[0]
-    taken = Done(message.seq, group.version, group.slowest, taken=version, dropped=watching.dropped)
-    inline = []
-    for place in message.pull:
-        value = _snapshot_of(values, place)
-        if place.arena == 0:
-            inline.append(value)
-        else:
-            block = shard.block(place.block)
-            assert isinstance(block, ShardBlock), "a table has no snapshots"
-            np.copyto(block.at(memory, place.arena, place.offset), value)
-    return Answer(taken, gathered(inline, shard.allocate) if inline else None)
 
 
 def _snapshot_of(values: dict[int, Array], place: ReadTarget) -> Array:

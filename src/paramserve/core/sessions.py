@@ -1,8 +1,10 @@
-"""The shard's end of a session: each numbered request of a client takes effect exactly once.
+"""The shard's end of its clients' sessions: each numbered request takes effect exactly once.
 
 A shard accepts exactly the number after the last one. A lower number is answered from the kept
 outcomes, or is still waiting here and will be answered when its turn comes. A higher one means
 that something between was lost: the connection is dropped and the client sends again in order.
+
+`Sessions` also knows the members of the cluster: it refuses sessions of older incarnations.
 """
 
 from __future__ import annotations
@@ -10,15 +12,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
-from paramserve.messages import Done, Refused, ShardReply, ShardRequest
+from paramserve.config import Limits
+from paramserve.errors import ClientClosed, Overloaded, ParamServeError, WorkerFenced
+from paramserve.ids import NO_RANK
+from paramserve.messages import Done, Member, Members, Refused, ShardReply, ShardRequest
+
+if TYPE_CHECKING:
+    from paramserve.core.events import ClientHere
 
 Array = npt.NDArray[Any]
 Memory = Mapping[int, npt.NDArray[np.uint8]]
+
+SESSION_KEEP_S = 60.0
+"""A client that is no live worker is forgotten this long after its connection ended."""
+ENDED = ("left", "dead", "restarting")
+"""States of a member whose present incarnation may change nothing any more."""
+AWAITED = ("expected", "live", "restarting", "retiring")
+"""States of a member for which a synchronous clock waits."""
 
 
 class Request(NamedTuple):
@@ -67,7 +83,10 @@ class ShardSession:
         """Executed as far as possible, not answered."""
         self.done: Done | None = None
         """What the held request has done already; None: nothing yet."""
-        self.fenced = False
+        self.live = False
+        """Whether this is the newest incarnation of a member that clocks wait for."""
+        self.fenced_by: Member | None = None
+        """The member whose state or newer incarnation refuses all requests of this one."""
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
         self.asked: Request | None = None
@@ -111,3 +130,167 @@ class ShardSession:
         while self._oldest < oldest:
             self._outcomes.pop(self._oldest, None)
             self._oldest += 1
+
+    def fenced(self) -> WorkerFenced:
+        """Why its requests are refused, while `fenced_by` is set."""
+        assert self.fenced_by is not None, "it is not fenced"
+        return fenced(self.rank, self.incarnation, self.fenced_by)
+
+
+def fenced(rank: int, incarnation: int, member: Member) -> WorkerFenced:
+    """Why an incarnation of a rank is refused."""
+    return WorkerFenced(
+        f"worker {rank} (incarnation {incarnation}) is {member.state} for the cluster, "
+        f"which knows incarnation {member.incarnation}",
+        fix="let this process end; a new one may join",
+    )
+
+
+class Sessions:
+    """The sessions of one shard, and the cluster's members as the shard knows them.
+
+    Args:
+        shard: whose they are.
+        workers: ranks that are expected; each counts as live until the coordinator says otherwise.
+    """
+
+    def __init__(self, shard: int, workers: int, limits: Limits) -> None:
+        self.by_client: dict[int, ShardSession] = {}
+        self.workers: dict[int, ShardSession] = {}
+        """Sessions of the newest incarnation of each rank."""
+        self.members = {rank: Member(rank, 0, 0, "expected") for rank in range(workers)}
+        self.members_number = 0
+        """Of the membership that the coordinator told last."""
+        self.retiring: frozenset[int] = frozenset()
+        self._shard = shard
+        self._limits = limits
+
+    def __len__(self) -> int:
+        return len(self.by_client)
+
+    def live(self) -> list[int]:
+        """Ranks that a synchronous clock waits for, in order."""
+        return [r for r, m in sorted(self.members.items()) if m.state in AWAITED]
+
+    def window(self) -> int:
+        """The most calls that one client may have unanswered."""
+        return max((each.window for each in self.by_client.values()), default=1)
+
+    # --- clients ---------------------------------------------------------------------------------
+
+    def refuse(self, event: ClientHere) -> ParamServeError | None:
+        """Why a client that opens a connection is not admitted, if it is not."""
+        requests = event.requests or event.window
+        if not 1 <= event.window <= requests <= self._limits.outstanding_max:
+            return Overloaded(
+                f"client {event.client} wants {event.window} calls with {requests} requests "
+                "outstanding, "
+                f"outstanding_max is {self._limits.outstanding_max}",
+                fix="ask for fewer",
+            )
+        if event.again and event.client not in self.by_client:
+            return ClientClosed(
+                f"client {event.client} came back after its session on shard {self._shard} was "
+                f"forgotten ({SESSION_KEEP_S:.0f} s without a connection)",
+                applied="unknown",
+                fix="make a new client",
+            )
+        if event.client not in self.by_client and len(self) >= self._limits.clients_max:
+            return Overloaded(
+                f"shard {self._shard} has {len(self)} clients, its clients_max",
+                fix="close clients that are not used, or add servers",
+            )
+        member = self.members.get(event.rank)
+        if member is None:
+            return None
+        older = event.incarnation < member.incarnation
+        ended = event.incarnation == member.incarnation and member.state in ENDED
+        return fenced(event.rank, event.incarnation, member) if older or ended else None
+
+    def open(self, event: ClientHere) -> bool:
+        """Begin the session of a client, or go on with it; whether the membership has changed."""
+        session = self.by_client.get(event.client)
+        if session is None:
+            requests = event.requests or event.window
+            session = ShardSession(
+                event.client, event.incarnation, event.rank, event.window, requests
+            )
+            self.by_client[event.client] = session
+        session.gone_at = None
+        if event.rank == NO_RANK:
+            return False
+        self.workers[event.rank] = session
+        member = self.members.get(event.rank)
+        changed = member is None or event.incarnation > member.incarnation
+        if changed:
+            # It came before the coordinator's news of it; only the coordinator gives incarnations.
+            self.members[event.rank] = Member(event.rank, event.client, event.incarnation, "live")
+            self.retiring -= {event.rank}
+        self._mark_live()
+        return changed
+
+    def close(self, client: int) -> bool:
+        """Forget the session of a client that has ended; whether the membership has changed."""
+        session = self.by_client.pop(client, None)
+        if session is None:
+            return False
+        session.held = None  # what is collected of it is answered to no connection
+        session.live = False
+        if self.workers.get(session.rank) is not session:
+            return False
+        del self.workers[session.rank]
+        member = self.members.get(session.rank)
+        own = member is not None and member.incarnation == session.incarnation
+        if member is None or not own or member.state not in AWAITED:
+            return False
+        # The coordinator will say so, too, a little later.
+        self.members[session.rank] = structs.replace(member, client=client, state="left")
+        return True
+
+    def expired(self, now: float) -> list[int]:
+        """Clients that are no live workers, and have had no connection for `SESSION_KEEP_S`."""
+        return [
+            session.client
+            for session in self.by_client.values()
+            if (session.rank == NO_RANK or session.fenced_by is not None)
+            and session.gone_at is not None
+            and now - session.gone_at >= SESSION_KEEP_S
+        ]
+
+    # --- members ---------------------------------------------------------------------------------
+
+    def update(self, message: Members) -> bool:
+        """Take the coordinator's membership, unless it is an older one; whether it was taken."""
+        if message.number <= self.members_number:
+            return False
+        self.members_number = message.number
+        for member in message.members:
+            known = self.members.get(member.rank)
+            if known is None or known.incarnation < member.incarnation:
+                self.members[member.rank] = member
+            elif known.incarnation == member.incarnation and known.state != "left":
+                self.members[member.rank] = member  # a rank that has left does not come back
+        self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
+        self._mark_live()
+        return True
+
+    def fence(self) -> list[ShardSession]:
+        """Fence the sessions of ranks that have ended or have a newer incarnation; the new ones."""
+        newly = []
+        for session in self.by_client.values():
+            member = self.members.get(session.rank)
+            if member is None:
+                continue
+            ended = member.client == session.client and member.state in ENDED
+            if session.fenced_by is not None:
+                session.fenced_by = member
+            elif ended or session.incarnation < member.incarnation:
+                session.fenced_by = member
+                newly.append(session)
+        return newly
+
+    def _mark_live(self) -> None:
+        for session in self.by_client.values():
+            member = self.members.get(session.rank)
+            newest = self.workers.get(session.rank) is session
+            session.live = newest and member is not None and member.state in AWAITED

@@ -1,19 +1,23 @@
 """The shard: the whole server logic as `step(event, now) -> Effects`, with no input or output.
 
-It runs serially and has no locks. It decides what a request does to the blocks, who is answered
-when, and what the other shards are told; the server role moves the bytes.
+It runs serially and has no locks. `Sessions` says which request is new and who may send one, a
+`GroupMachine` for each group what its steps come to; the server role moves the bytes.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 from msgspec import structs
 
+from paramserve.config import Limits
+from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
-from paramserve.core import collecting, replies, stepping
 from paramserve.core.block import ShardBlock, check_spec
-from paramserve.core.commit import Lead, lead_of
 from paramserve.core.events import (
     AnswersRead,
     ClientBye,
@@ -27,48 +31,100 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
-from paramserve.core.group import Group, Watching
-from paramserve.core.replies import no_memory, refusal
-from paramserve.core.sessions import Answer, Memory, Request, ShardSession, Verdict
-from paramserve.core.shard_changes import ShardChanges
-from paramserve.core.shard_members import ENDED, SESSION_KEEP_S
-from paramserve.core.table.block import KeyedBlock
-from paramserve.errors import (
-    DefineMismatch,
-    Overloaded,
-    ParamServeError,
+from paramserve.core.group import Enter, GroupEffect, GroupMachine, LookAgain, Reply, Resume, Send
+from paramserve.core.group_state import GroupState, Watching
+from paramserve.core.replies import (
+    Bytes,
+    Replies,
+    assign,
+    fresh,
+    no_memory,
+    one,
+    put,
+    refusal,
 )
-from paramserve.ids import NO_RANK
+from paramserve.core.sessions import (
+    Answer,
+    Memory,
+    Request,
+    Sessions,
+    ShardSession,
+    Verdict,
+)
+from paramserve.core.table.block import KeyedBlock
+from paramserve.errors import DefineMismatch, Overloaded, ParamServeError, UnknownName
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Assign,
     Define,
     Done,
     Fetch,
     Forgetting,
     GroupReport,
+    Pause,
+    PeerMessage,
     Put,
     Scan,
     SetPolicy,
     Step,
     SuspendMembership,
+    Switch,
     TakeSnapshot,
     Undefine,
+    Waiting,
     Watch,
 )
+from paramserve.rules.registry import NONE
 from paramserve.rules.registry import build as build_rule
 
-__all__ = ["ENDED", "Shard", "refusal"]
 
+class Shard:
+    """One slice of the parameter space.
 
-class Shard(ShardChanges):
-    """One slice of the parameter space; its arguments are those of `ShardMembers`."""
+    Args:
+        number: which of the cluster's shards this is.
+        shards: how many there are.
+        workers: ranks that are expected; each counts as live until the coordinator says otherwise.
+        policy: consistency of the groups that have none of their own.
+        resend_s: after which a message to another shard is sent again.
+        rules: classes by name that the owner registered, besides the built-in ones.
+        policies: the same for policies, and functions.
+        allocate: gives memory [bytes] for the values of a reply that travel in it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shards: int,
+        workers: int,
+        policy: Policy,
+        *,
+        limits: Limits,
+        resend_s: float,
+        rules: Mapping[str, type[Any]] = NONE,
+        policies: Mapping[str, Any] = NONE,
+        allocate: Callable[[int], Bytes] = fresh,
+    ) -> None:
+        self.number = number
+        self.shards = shards
+        self.sessions = Sessions(number, workers, limits)
+        self.groups: dict[int, GroupMachine] = {}
+        self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
+        self.policy = policy
+        self._limits = limits
+        self._resend_s = resend_s
+        self.rules = rules
+        self._policies = policies
+        self._replies = Replies(number, limits.payload_bytes_max, allocate)
+        self._outbox = deque[GroupEffect]()
+        """What the groups' machines want done, within one event."""
+        self._now = 0.0
+        self._effects = Effects()
 
     def step(self, event: Event, now: float) -> Effects:
         """Let one event happen.
 
         Args:
-            event: see the classes above.
+            event: see `core.events`.
             now: seconds on a clock that never goes back.
         """
         self._now = now
@@ -81,30 +137,121 @@ class Shard(ShardChanges):
             case ClientHere():
                 self._client_here(event)
             case ClientGone():
-                self._client_gone(event.client)
+                session = self.sessions.by_client.get(event.client)
+                if session is not None:
+                    session.gone_at = now
             case ClientBye():
                 self._client_bye(event.client)
             case AnswersRead():
-                session = self.sessions.get(event.client)
+                session = self.sessions.by_client.get(event.client)
                 if session is not None:
                     session.forget(min(event.oldest, session.last + 1))
             case Inquired():
                 self._inquired(event)
             case MembersChanged():
-                self._members_changed(event.message)
+                if self.sessions.update(event.message):
+                    self._members_changed()
             case DeadlineReached():
-                self._deadline_reached()
-        effects.deadline = self._next_deadline()
+                for machine in self.groups.values():
+                    machine.deadline_reached(now)
+                for client in self.sessions.expired(now):
+                    self._client_bye(client)
+        if self._outbox:
+            self._work_off()
+        deadline = None
+        for machine in self.groups.values():
+            due = machine.deadline
+            if due is not None and (deadline is None or due < deadline):
+                deadline = due
+        effects.deadline = deadline
         return effects
 
     def report(self, *, notes: bool = False) -> tuple[GroupReport, ...]:
         """What this shard has done, group by group; with `notes`, those of the ranks as well."""
-        return tuple(group.report(notes=notes) for _, group in sorted(self.groups.items()))
+        return tuple(each.state.report(notes=notes) for _, each in sorted(self.groups.items()))
+
+    def _work_off(self) -> None:
+        """Do what the groups' machines want done, until nothing more comes of it."""
+        outbox = self._outbox
+        while outbox:
+            effect = outbox.popleft()
+            match effect:
+                case Reply(session, answer):
+                    self._answer(session, answer)
+                    self._resume(session)
+                case Resume(session):
+                    self._resume(session)
+                case Send(shard, message):
+                    if shard == self.number:
+                        self._from_shard(message)
+                    else:
+                        self._effects.peers.append((shard, message))
+                case Enter(rank, groups):
+                    for number in groups:
+                        machine = self.groups.get(number)
+                        if machine is not None and rank not in machine.state.clocks:
+                            machine.state.enter(rank)
+                case LookAgain(machine):
+                    for session in machine.take_waiting():
+                        held, session.held = session.held, None
+                        if held is not None:
+                            self._execute(session, held)
+                            self._resume(session)
+
+    def _resume(self, session: ShardSession) -> None:
+        """Execute what waits behind a request that is answered now."""
+        while session.queue and session.held is None:
+            self._execute(session, session.queue.popleft())
+
+    def _from_shard(self, message: PeerMessage) -> None:
+        number = message.change.group if isinstance(message, Switch) else message.group
+        machine = self.groups.get(number)
+        if machine is None:
+            return  # Its define is still on the way; the sender repeats.
+        if isinstance(message, Pause):
+            machine.pause(message, self.sessions.window(), self._now)
+        else:
+            machine.on_message(message, self._now)
+
+    # --- clients and members ---------------------------------------------------------------------
+
+    def _client_here(self, event: ClientHere) -> None:
+        refused = self.sessions.refuse(event)
+        if refused is not None:
+            self._effects.refused = refused
+        elif self.sessions.open(event):
+            self._members_changed()
+
+    def _client_bye(self, client: int) -> None:
+        """A client has ended by its own wish, or is forgotten."""
+        for machine in self.groups.values():
+            machine.forget(client)
+        if self.sessions.close(client):
+            self._members_changed()
+
+    def _members_changed(self) -> None:
+        """Fence the sessions of those who have ended, and go on with those who live."""
+        for session in self.sessions.fence():
+            if session.held is not None:
+                assert isinstance(session.held.message, Step), "nothing else is ever held"
+                self.groups[session.held.message.group].let_go(session)
+        live = self.sessions.live()
+        for machine in self.groups.values():
+            machine.members_changed(self.sessions.members, live, self._now)
+
+    def _inquired(self, event: Inquired) -> None:
+        number = event.message.group
+        machine = self.groups.get(number)
+        if machine is None:
+            answer = Waiting(number, 0, (), "the group is not defined here")
+        else:
+            answer = machine.inquire(event.client)
+        self._effects.replies.append((event.client, Answer(answer)))
 
     # --- numbered requests -----------------------------------------------------------------------
 
     def _requested(self, event: Requested) -> None:
-        session = self.sessions.get(event.client)
+        session = self.sessions.by_client.get(event.client)
         if session is None:
             self._effects.drops.append(event.client)
             return
@@ -133,8 +280,8 @@ class Shard(ShardChanges):
     def _execute(self, session: ShardSession, request: Request) -> None:
         """Run a request; answer it, or leave it held."""
         try:
-            if session.fenced:
-                raise self._fenced(session.rank, session.incarnation, self.members[session.rank])
+            if session.fenced_by is not None:
+                raise session.fenced()
             answer = self._dispatch(session, request)
         except ParamServeError as error:
             answer = Answer(refusal(request.message.seq, error))
@@ -148,48 +295,63 @@ class Shard(ShardChanges):
         if answer is not None:
             self._answer(session, answer)
 
-    def _drain(self, session: ShardSession) -> None:
-        """Execute what waits behind a request that is answered now.
-
-        That may answer other sessions' requests, whose queues the active call drains after this
-        one: a chain of them needs no deeper stack.
-        """
-        self._to_drain.append(session)
-        if self._draining:
-            return
-        self._draining = True
-        try:
-            while self._to_drain:
-                session = self._to_drain.popleft()
-                while session.queue and session.held is None:
-                    self._execute(session, session.queue.popleft())
-        finally:
-            self._draining = False
+    def _answer(self, session: ShardSession, answer: Answer) -> None:
+        if session.rank in self.sessions.retiring and isinstance(answer.message, Done):
+            answer = Answer(structs.replace(answer.message, retire=True), answer.payload)
+        session.record(answer)
+        session.held = session.done = session.asked = None
+        self._effects.replies.append((session.client, answer))
 
     def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
+        memory = request.memory
         match request.message:
-            case Step():
-                return self._step(session, request, request.message)
-            case Define():
-                return self._define(request.message, request.memory)
+            case Step() as message:
+                return self._group(message.group).step(session, request, self._now)
+            case Define() as message:
+                return self._define(message, memory)
             case Undefine() as message:
                 return self._undefine(message)
             case Assign() as message:
-                return replies.assign(self, message, request.memory)
+                return assign(self._group_of(message.block), message, memory)
             case Fetch() as message:
-                return replies.fetch(self, message, request.memory)
+                return self._replies.fetch(self._group_of(message.block), message, memory)
             case Scan() as message:
-                return replies.scan(self, message, request.memory)
+                return self._replies.scan(self._group_of(message.block), message, memory)
             case Put() as message:
-                return replies.put(self, message, request.memory)
+                return put(self._group_of(message.block), message, memory)
             case Watch() as message:
                 return self._watch(session, message)
             case TakeSnapshot() as message:
-                return replies.take_snapshot(self, session.client, message, request.memory)
+                state = self._group(message.group).state
+                return self._replies.take_snapshot(state, session.client, message, memory)
             case SuspendMembership() as message:
-                return self._rest(session, message)
+                return self._suspend(session, message)
             case SetPolicy() as message:
-                return self._set_policy(message)
+                return self._group(message.group).set_policy(message, self._now)
+
+    def _group(self, number: int) -> GroupMachine:
+        """The group of this number.
+
+        Raises:
+            UnknownName: nothing was defined in it. Nothing was applied.
+        """
+        machine = self.groups.get(number)
+        if machine is None:
+            raise UnknownName(
+                f"shard {self.number} has no group {number}", fix="define parameters in it first"
+            )
+        return machine
+
+    def _group_of(self, number: int) -> GroupState:
+        """The group of the block of this number.
+
+        Raises:
+            UnknownName: it was never defined. Nothing was applied.
+        """
+        block = self.blocks.get(number)
+        if block is None:
+            raise UnknownName(f"shard {self.number} has no block {number}", fix="define it first")
+        return self.groups[block.spec.group].state
 
     def _define(self, message: Define, memory: Memory) -> Answer:
         spec = message.spec
@@ -202,23 +364,23 @@ class Shard(ShardChanges):
         if known is None or known.attempt < message.attempt:
             block = self._new_block(message)
             if isinstance(block, ShardBlock):
-                np.copyto(block.value, replies.one(block, message.arena, message.offset, memory))
-            group = self.groups.get(spec.group)
-            if group is None:
-                group = self._new_group(message)
-            self.blocks[spec.block] = group.blocks[spec.block] = block
-            group.table = block if isinstance(block, KeyedBlock) else None
-        return Answer(Done(message.seq, self.groups[spec.group].version))
+                np.copyto(block.value, one(block, message.arena, message.offset, memory))
+            machine = self.groups.get(spec.group)
+            if machine is None:
+                machine = self.groups[spec.group] = self._new_group(message)
+            self.blocks[spec.block] = machine.state.blocks[spec.block] = block
+            machine.state.table = block if isinstance(block, KeyedBlock) else None
+        return Answer(Done(message.seq, self.groups[spec.group].state.version))
 
     def _undefine(self, message: Undefine) -> Answer:
         """No client knows of the block yet, but the one that has tried to define it."""
         block = self.blocks.get(message.block)
         if block is not None and block.attempt <= message.attempt:
-            group = self.groups[block.spec.group]
-            del self.blocks[message.block], group.blocks[message.block]
-            group.table = None
-            if not group.blocks:
-                del self.groups[group.id]
+            state = self.groups[block.spec.group].state
+            del self.blocks[message.block], state.blocks[message.block]
+            state.table = None
+            if not state.blocks:
+                del self.groups[state.id]
         return Answer(Done(message.seq))
 
     def _new_block(self, message: Define) -> ShardBlock | KeyedBlock:
@@ -240,163 +402,38 @@ class Shard(ShardChanges):
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
 
-    def _new_group(self, message: Define) -> Group:
-        number, own = message.spec.group, message.spec.consistency
-        policy = self.policy if own is None else build_policy(own, self.policies)
-        lead = Lead(self.shards) if lead_of(number, self.shards) == self.number else None
-        check_table_policy(message.spec.group_name, policy, message.spec.table is not None)
-        group = Group(number, message.spec.group_name, policy, lead, self.live())
-        self.groups[number] = group
-        return group
+    def _new_group(self, message: Define) -> GroupMachine:
+        spec, own = message.spec, message.spec.consistency
+        policy = self.policy if own is None else build_policy(own, self._policies)
+        check_table_policy(spec.group_name, policy, spec.table is not None)
+        return GroupMachine(
+            GroupState(spec.group, spec.group_name, policy, self.sessions.live()),
+            shard=self.number,
+            shards=self.shards,
+            resend_s=self._resend_s,
+            policies=self._policies,
+            replies=self._replies,
+            outbox=self._outbox,
+        )
 
     def _watch(self, session: ShardSession, message: Watch) -> Answer:
-        group = self.group(message.group)
-        if group.table is not None:
+        state = self._group(message.group).state
+        if state.table is not None:
             raise ParamServeError(
-                f"{group.name!r} is a table, of which no snapshots are kept",
+                f"{state.name!r} is a table, of which no snapshots are kept",
                 fix="read it with the methods of the table",
             )
         if message.every <= 0:
-            group.watching.pop(session.client, None)
+            state.watching.pop(session.client, None)
         else:
-            keep = min(max(1, message.keep), self.limits.snapshots_max)
-            group.watching[session.client] = Watching(message.every, keep)
-        return Answer(Done(message.seq, group.version))
+            keep = min(max(1, message.keep), self._limits.snapshots_max)
+            state.watching[session.client] = Watching(message.every, keep)
+        return Answer(Done(message.seq, state.version))
 
-    def _rest(self, session: ShardSession, message: SuspendMembership) -> Answer:
-        group = self.group(message.group)
-        if session.rank in group.clocks:
-            group.rest(session.rank)
-            self._count(group, self.live())
-        return Answer(Done(message.seq, group.version, group.slowest))
-
-    # --- steps -----------------------------------------------------------------------------------
-
-    def _step(self, session: ShardSession, request: Request, step: Step) -> Answer | None:
-        group = self.group(step.group)
-        if group.table is not None:
-            group.table.clock = group.slowest
-            group.table.collects = group.collects
-        asked = request
-        if step.clock == CURRENT_CLOCK:
-            session.asks_clock.add(group.id)
-            session.asked = request
-            step = structs.replace(step, clock=group.clocks.get(session.rank, group.start))
-            request = request._replace(message=step)
-        parts: list[stepping.Part] = []
-        wrong: Exception | None = None
-        try:
-            parts = stepping.gradients(self, step, request.memory)
-        except (ParamServeError, ValueError, TypeError) as error:
-            if not step.tick:
-                raise
-            wrong = error  # it ends a clock all the same: the worker has counted it
-        paused = group.changes.paused
-        if paused is not None and session.rank >= 0 and step.clock >= paused.clock:
-            self._hold(group, session, asked)
-            return None
-        pending = session.rank not in group.clocks and self._may_enter(session)
-        steps = bool(step.push or step.tick or step.skip)
-        collects = group.collects
-        rests = session.rank in group.resting and not (steps or group.id in step.enters)
-        if pending and not (collects or rests):
-            if wrong is not None:
-                raise wrong
-            group.enter(session.rank)
-        elif pending and collects and step.clock > group.start and self.shards > 1:
-            self._hold(group, session, request)  # until the clocks before are decided here, too
-            return None
-        if wrong is None and step.note and step.tick and session.rank >= 0:
-            group.keep_note(session.rank, step.clock, step.note)
-        self._catch_up(group, session, step)
-        since = group.of(session.rank, max(step.clock, group.start) if pending else step.clock)
-        if pending and steps and step.clock < since.clock:
-            # Of before a change of policy, which other shards may have handled the old way.
-            if wrong is not None:
-                raise wrong
-            late = collecting.late(self, group, request, session, group.start)
-            return self._with_news(group, session, late, pending)
-        if not steps:
-            answer = self._read(session, group, request)
-        elif since.policy.collects:
-            answer = self._bring(group, session, request, parts, pending, wrong)
-        else:
-            try:
-                if wrong is not None:
-                    raise wrong
-                done, written = stepping.apply_now(
-                    group, session, step, parts, request.memory, since
-                )
-            finally:
-                self._tick(group, session, step)
-            if done.version != group.version:  # whom the tick has released has pushed as well
-                done, written = structs.replace(done, version=group.version), ()
-            answer = self._read(session, group, request, done, written)
-            if since.guarded:  # a user's policy may look at anything
-                self._release_waiting(group)
-        if answer is None or not isinstance(answer.message, Done):
-            return answer
-        return self._with_news(group, session, answer, pending)
-
-    def _catch_up(self, group: Group, session: ShardSession, step: Step) -> None:
-        """A worker that has entered on another shard at a later clock goes on from there: on this
-        one, too, or all would wait for steps that it will never send."""
-        known = group.clocks.get(session.rank, step.clock)
-        if known < step.clock and not group.at(known).policy.collects:
-            group.ticked(session.rank, step.clock - 1)
-            self._release_waiting(group)
-
-    def _tick(self, group: Group, session: ShardSession, step: Step) -> None:
-        """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
-        a policy that collects, the commit does that."""
-        if (
-            not step.tick
-            or session.rank not in group.clocks
-            or group.at(step.clock).policy.collects
-        ):
-            return
-        slowest = group.slowest
-        group.ticked(session.rank, step.clock)
-        if group.slowest != slowest:
-            self._release_waiting(group)
-
-    # --- time ------------------------------------------------------------------------------------
-
-    def _deadline_reached(self) -> None:
-        for group in list(self.groups.values()):  # what is released may define a new one
-            group.now = self._now
-            collect, changes, changing = group.collect, group.changes, group.changing
-            if collect.sent is not None and collect.repeat_at <= self._now:
-                self._repeat_vote(group, collect.sent)
-            if collect.due is not None and collect.due <= self._now:
-                collect.due = None
-                self._maybe_vote(group)
-            undecided = changing is not None and changing.decided is None
-            if changing is not None and undecided and changing.repeat_at <= self._now:
-                self._pause_all(group, changing)
-            if changes.paused is not None and changes.repeat_at <= self._now:
-                self._tell_paused(group, changes.paused)
-        expired = [
-            session.client
-            for session in self.sessions.values()
-            if (session.rank == NO_RANK or session.fenced)
-            and session.gone_at is not None
-            and self._now - session.gone_at >= SESSION_KEEP_S
-        ]
-        for client in expired:
-            self._client_bye(client)
-
-    def _next_deadline(self) -> float | None:
-        times = []
-        for group in self.groups.values():
-            if group.collect.due is not None:
-                times.append(group.collect.due)
-            if self.shards == 1:
-                continue  # Its own lead: nothing is ever repeated.
-            if group.collect.sent is not None:
-                times.append(group.collect.repeat_at)
-            if group.changing is not None and group.changing.decided is None:
-                times.append(group.changing.repeat_at)
-            if group.changes.paused is not None:
-                times.append(group.changes.repeat_at)
-        return min(times, default=None)
+    def _suspend(self, session: ShardSession, message: SuspendMembership) -> Answer:
+        machine = self._group(message.group)
+        state = machine.state
+        if session.rank in state.clocks:
+            state.rest(session.rank)
+            machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
+        return Answer(Done(message.seq, state.version, state.slowest))

@@ -1,13 +1,13 @@
 """What one step does to a group's blocks: check its parts, and do with them what its policy says.
 
-Functions of the shard's state; none of them answers anybody or decides who waits.
+Functions of the group's state: none of them answers a step or decides which one waits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
-from paramserve.core.group import Group, Staleness
+from paramserve.core.group_state import GroupState
 from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.replies import check_payload, inline_keys
 from paramserve.core.sessions import Memory, ShardSession
@@ -27,22 +27,18 @@ from paramserve.errors import (
     RuleFailed,
     ShapeMismatch,
     TableFull,
-    UnknownName,
 )
 from paramserve.ids import NO_RANK
 from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, Step
 from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled
 
-if TYPE_CHECKING:
-    from paramserve.core.shard_members import ShardMembers
-
 Array = npt.NDArray[Any]
 Part = tuple[ShardBlock | KeyedBlock, Gradient, Any]
 """A block, what a step says of its gradient, and that: an array, or of a table a `RowGradient`."""
 
 
-def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
+def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
     """Check a step whole and find its gradients; nothing is written.
 
     Raises:
@@ -61,7 +57,7 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
     parts: list[Part] = []
     cursor = 0
     for header in step.push:
-        block = _block_of(shard, step.group, header.block)
+        block = state.block(header.block)
         block.check(header.active, header.hyper)
         offset = header.offset
         if header.arena == 0:
@@ -69,7 +65,7 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
             cursor += block.gradient_bytes(header)
         parts.append((block, header, block.gradient(memory, header, offset)))
     for place in step.pull:
-        block = _block_of(shard, step.group, place.block)
+        block = state.block(place.block)
         if isinstance(block, KeyedBlock):
             block.check_place(memory, place, cursor)
             cursor += inline_keys(place)
@@ -85,23 +81,13 @@ def gradients(shard: ShardMembers, step: Step, memory: Memory) -> list[Part]:
     return parts
 
 
-def _block_of(shard: ShardMembers, group: int, number: int) -> ShardBlock | KeyedBlock:
-    block = shard.block(number)
-    if block.spec.group != group:
-        raise UnknownName(
-            f"block {number} is in group {block.spec.group}, not in group {group}",
-            fix="send one step for each group",
-        )
-    return block
-
-
 def finite(parts: list[Part]) -> bool:
     """Whether all active elements are finite numbers."""
     return all(block.finite(gradient, header.active) for block, header, gradient in parts)
 
 
 def apply_now(
-    group: Group,
+    state: GroupState,
     session: ShardSession,
     step: Step,
     parts: list[Part],
@@ -122,64 +108,64 @@ def apply_now(
         if since.policy.on_nonfinite == "refuse":
             raise NonFinite(
                 f"the gradient of worker {session.rank} (client {session.client}) for group "
-                f"{group.name!r} holds NaN or Inf",
+                f"{state.name!r} holds NaN or Inf",
                 fix="lower the learning rate, clip, or use on_nonfinite='skip'",
             )
         skip = True
     if skip:
-        return _skip(group, session, step), ()
+        return _skip(state, session, step), ()
     if not parts:
-        group.mark(session.client, step.mark)
-        return Done(step.seq, group.version, group.slowest), ()
-    staleness = max(0, group.version - step.base)
+        state.mark(session.client, step.mark)
+        return Done(step.seq, state.version, state.slowest), ()
+    staleness = max(0, state.version - step.base)
     push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
-    decision = policy_calls.on_push(since, push, group)
+    decision = policy_calls.on_push(since, push, state)
     written: Collection[int] = ()
     match decision:
         case Drop():
-            group.drop(session.rank)
+            state.drop(session.rank)
         case Buffer():
-            large = group.buffer.large or not addable(parts, decision.weight)
-            if large and not group.buffer.fits(parts, decision.weight):
-                return _overflown(group, session, step, since), ()
-            _buffer(group, parts, decision, step.clock)
+            large = state.buffer.large or not addable(parts, decision.weight)
+            if large and not state.buffer.fits(parts, decision.weight):
+                return _overflown(state, session, step, since), ()
+            _buffer(state, parts, decision, step.clock)
         case Apply():
-            flush(group)
-            corrected = _corrected(group, session, step, parts, decision, since)
+            flush(state)
+            corrected = _corrected(state, session, step, parts, decision, since)
             if corrected is None:
-                return _skip(group, session, step), ()
+                return _skip(state, session, step), ()
             push_info = PushInfo(
-                session.rank, step.clock, group.version, staleness, step.weight, decision.scale
+                session.rank, step.clock, state.version, staleness, step.weight, decision.scale
             )
-            written = apply_parts(group, step, corrected, memory, push_info, decision)
-    group.mark(session.client, step.mark)
+            written = apply_parts(state, step, corrected, memory, push_info, decision)
+    state.mark(session.client, step.mark)
     dropped = isinstance(decision, Drop)
     if not dropped:
-        group.staleness.setdefault(session.rank, Staleness()).add(staleness)
-    return Done(step.seq, group.version, group.slowest, staleness, dropped), written
+        state.count_staleness(session.rank, staleness)
+    return Done(step.seq, state.version, state.slowest, staleness, dropped), written
 
 
-def _overflown(group: Group, session: ShardSession, step: Step, since: PolicyEpoch) -> Done:
+def _overflown(state: GroupState, session: ShardSession, step: Step, since: PolicyEpoch) -> Done:
     """A gradient is left out, as its policy says of NaN and Inf: with it, the buffer would hold
     some."""
     if since.policy.on_nonfinite == "refuse":
         raise NonFinite(
-            f"the sum of the gradients in the buffer of group {group.name!r} is not finite with "
+            f"the sum of the gradients in the buffer of group {state.name!r} is not finite with "
             f"that of worker {session.rank} (client {session.client}), although each is",
             fix="lower the learning rate, clip, or use on_nonfinite='skip'",
         )
-    return _skip(group, session, step)
+    return _skip(state, session, step)
 
 
-def _skip(group: Group, session: ShardSession, step: Step) -> Done:
+def _skip(state: GroupState, session: ShardSession, step: Step) -> Done:
     """A step ends without its gradients, as its policy says of NaN and Inf."""
-    group.skipped += 1
-    group.mark(session.client, step.mark)
-    return Done(step.seq, group.version, group.slowest, skipped=True)
+    state.skipped += 1
+    state.mark(session.client, step.mark)
+    return Done(step.seq, state.version, state.slowest, skipped=True)
 
 
 def _corrected(
-    group: Group,
+    state: GroupState,
     session: ShardSession,
     step: Step,
     parts: list[Part],
@@ -193,14 +179,14 @@ def _corrected(
         NonFinite: they are not finite any more, and the policy refuses that. Nothing was applied.
     """
     # With several blocks, one may have been read before the others were.
-    changed = group.version > step.base or len(group.blocks) > 1
+    changed = state.version > step.base or len(state.blocks) > 1
     if not how.compensate or not changed:
         return parts
-    parts = _compensated(group.reads.of(session.rank, step.base), parts, how.compensate)
+    parts = _compensated(state.reads.of(session.rank, step.base), parts, how.compensate)
     good = finite(parts)
     if not good and since.policy.on_nonfinite == "refuse":
         raise NonFinite(
-            f"the gradient of worker {session.rank} for group {group.name!r} was finite, and "
+            f"the gradient of worker {session.rank} for group {state.name!r} was finite, and "
             f"is not when corrected by {how.compensate} * g * g * change of the values",
             fix="lower lam or the learning rate, clip, or use on_nonfinite='skip'",
         )
@@ -208,7 +194,7 @@ def _corrected(
 
 
 def apply_parts(
-    group: Group,
+    state: GroupState,
     step: Step,
     parts: list[Part],
     memory: Memory,
@@ -243,7 +229,7 @@ def apply_parts(
             block.keep_draft(out)
         else:
             block.apply(gradient, header.active, *asked[block.spec.block], out)
-    group.advance()
+    state.advance()
     return outs.keys()
 
 
@@ -290,33 +276,33 @@ def adapted(
     return tuple(chosen), push
 
 
-def _buffer(group: Group, parts: list[Part], how: Buffer, clock: int) -> None:
+def _buffer(state: GroupState, parts: list[Part], how: Buffer, clock: int) -> None:
     """Add a gradient to the buffer, and apply that if it is full."""
-    buffer = group.buffer
+    buffer = state.buffer
     if buffer.count + 1 >= how.size:
-        push = PushInfo(-1, clock, group.version, 0, 1.0, 1.0 / (buffer.count + 1))
-        buffer.draft(group.blocks, parts, how.weight, push)
+        push = PushInfo(-1, clock, state.version, 0, 1.0, 1.0 / (buffer.count + 1))
+        buffer.draft(state.blocks, parts, how.weight, push)
         before = buffer.count
         buffer.add(parts, how.weight)
         try:
-            buffer.apply(group.blocks, push)
+            buffer.apply(state.blocks, push)
         except (RuleFailed, TableFull, MemoryError):  # those that were in the buffer may be lost
-            group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + before
+            state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + before
             raise
-        group.advance()
+        state.advance()
     else:
         buffer.add(parts, how.weight)
 
 
-def flush(group: Group) -> None:
+def flush(state: GroupState) -> None:
     """Apply what is in the buffer, however much it is."""
-    buffer = group.buffer
+    buffer = state.buffer
     if not buffer.count:
         return
     count = buffer.count
-    push = PushInfo(-1, group.slowest, group.version, 0, 1.0, 1.0 / count)
+    push = PushInfo(-1, state.slowest, state.version, 0, 1.0, 1.0 / count)
     try:
-        buffer.apply(group.blocks, push)
+        buffer.apply(state.blocks, push)
     except (RuleFailed, TableFull, MemoryError):
-        group.dropped[NO_RANK] = group.dropped.get(NO_RANK, 0) + count
-    group.advance()
+        state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + count
+    state.advance()

@@ -296,7 +296,7 @@ class _Running:
         assert self.role is not None
         assert self.control is not None
         self.role.take_notices(list(self.control.notices))  # what came together with its end
-        members = self.role.shard.members.values()
+        members = self.role.shard.sessions.members.values()
         return bool(members) and all(member.state in (LEFT, DEAD) for member in members)
 
     async def _all_left(self) -> None:

@@ -7,7 +7,7 @@ Workers begin with different shards, so that they do not all send to the same on
 one message after the other.
 
 Under a policy that collects, gradients wait for their clock; with several shards each one tells
-the group's lead, which tells all (the two-stroke round trip of `core.two_stroke`).
+the group's lead, which tells all (the two-phase commit of `core.commit`).
 
 Many shards are put together into fewer, equal ones (`bundles_of`): what goes over each link and
 what servers work stays the same, so that 10,000 workers take seconds.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
 from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
-from paramserve.core.group import Group
+from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
-from paramserve.core.shard import ENDED, Shard
+from paramserve.core.sessions import ENDED
+from paramserve.core.shard import Shard
 from paramserve.messages import Commit, Done, GroupPolicy, Members, ShardRequest, Step
 from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import (
@@ -154,7 +155,7 @@ class Recorder:
         told.clear()
         return tuple(found.values())
 
-    def decided(self, commit: Commit, group: Group, step_s: float | None) -> None:
+    def decided(self, commit: Commit, group: GroupState, step_s: float | None) -> None:
         """The lead has decided about a synchronous clock, with this median time of a step."""
         history = self._cluster.history
         known = {client.id: (client.rank, client.writer) for client in self._cluster.clients}
@@ -274,13 +275,14 @@ class ShardRecorder:
         order = self._history.next()
         versions = dict(self._versions)
         applied = self._recorder.applied(self._shard.number)
-        for group in self._shard.groups.values():
+        for machine in self._shard.groups.values():
+            group = machine.state
             if group.version != self._versions.get(group.id, 0):
                 self._updated(group, order, applied)
             if group.clocks.keys() != self._counting.get(group.id, {}).keys():
                 self._who_counts(group, order)
             self._counting[group.id] = dict(group.clocks)
-            last = None if group.lead is None else group.lead.last
+            last = None if machine.lead is None else machine.lead.last
             if last is not None and last.clock != self._decided.get(group.id):
                 one = last.clock == self._decided.get(group.id, -1) + 1
                 self._decided[group.id] = last.clock
@@ -300,7 +302,7 @@ class ShardRecorder:
             if isinstance(answer.message, Done):
                 self._answered(client, answer.message, order, versions)
 
-    def _updated(self, group: Group, order: int, applied: tuple[Applied, ...]) -> None:
+    def _updated(self, group: GroupState, order: int, applied: tuple[Applied, ...]) -> None:
         """Values have changed: which pushes are in them that were not."""
         new: dict[tuple[int, int], None] = {}
         workload = self._cluster.workload
@@ -329,7 +331,7 @@ class ShardRecorder:
             )
         )
 
-    def _who_counts(self, group: Group, order: int) -> None:
+    def _who_counts(self, group: GroupState, order: int) -> None:
         history = self._history
         before = self._counting.get(group.id, {})
         slowest = min(before.values(), default=None)

@@ -56,7 +56,7 @@ def test_sync_writes_to_no_gradient(workers: int, options: dict[str, float]) -> 
         for worker in every:
             worker.steps((0, 1), **options)
     assert all((a == worker.arena).all() for a, worker in zip(before, every, strict=True))
-    assert one.shards[0].groups[0].version == 2
+    assert one.shards[0].groups[0].state.version == 2
 
 
 @pytest.mark.parametrize("policy", [DelayCompensated(lam=0.5), Buffered(size=2)], ids=["dc", "buf"])

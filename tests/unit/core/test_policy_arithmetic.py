@@ -320,7 +320,7 @@ def test_damping_that_fails_is_refused_and_nothing_is_applied(
         found.read(rank)
         found.push(rank, read=False)
     shard = found.rig.shards[0]
-    group, block = shard.groups[0], shard.blocks[0]
+    group, block = shard.groups[0].state, shard.blocks[0]
     before = found.value(), group.version, group.buffered, tuple(block.counts)
     assert group.version >= 1
     effects = found.rig.step(102, {0: found.normal()}, [0], clock=found.clocks[2], base=0)

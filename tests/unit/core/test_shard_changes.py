@@ -40,7 +40,7 @@ def test_change_from_async_to_sync_holds_from_one_clock_on_on_all_shards(shards:
     push(one, B, 6)
     one.deliver()
     assert [one.value(shard=shard) for shard in range(shards)] == [[14.0]] * shards
-    assert one.shards[0].groups[0].committed == 7
+    assert one.shards[0].groups[0].state.committed == 7
 
 
 def test_change_in_the_middle_of_a_synchronous_clock_waits_for_its_end() -> None:

@@ -11,7 +11,7 @@ from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
 from paramserve.core.resumption import resume
-from paramserve.core.shard import SESSION_KEEP_S
+from paramserve.core.sessions import SESSION_KEEP_S
 from paramserve.messages import Commit, Define, Done, GroupReport, Refused, SuspendMembership
 
 FIRST, OTHER, SECOND = 1, 2, 3
@@ -60,7 +60,7 @@ def test_news_from_before_a_newer_incarnation_do_not_end_it() -> None:
     dead = one.members((FIRST, 1, "dead"), (OTHER, 1, "live"))
     one.join(SECOND, 0, incarnation=2)
     one.tell(dead)
-    assert one.shards[0].live() == [0, 1]
+    assert one.shards[0].sessions.live() == [0, 1]
     done(one.step(SECOND, {0: [1.0]}))
     one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
     done(one.step(SECOND, {0: [1.0]}, clock=1))
@@ -109,7 +109,7 @@ def test_joiner_that_reached_one_shard_only_is_in_no_clock_and_tries_again() -> 
             one.step(client, {0: [1.0]}, shard=shard, clock=1)
     one.deliver()
     assert [one.value(shard=shard) for shard in (0, 1)] == [[3.0], [3.0]]
-    assert [set(shard.groups[0].clocks) for shard in one.shards] == [{0, 7}, {0, 7}]
+    assert [set(shard.groups[0].state.clocks) for shard in one.shards] == [{0, 7}, {0, 7}]
 
 
 def test_joiner_in_async_enters_at_the_slowest_clock() -> None:
@@ -158,7 +158,7 @@ def test_worker_that_says_goodbye_is_waited_for_no_more() -> None:
     one.happen(ClientBye(OTHER))
     assert one.value() == [1.0]
     one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "live")))
-    assert one.shards[0].live() == [0], "older news do not bring it back"
+    assert one.shards[0].sessions.live() == [0], "older news do not bring it back"
 
 
 def test_retiring_worker_is_told_with_each_answer_and_still_counts() -> None:
@@ -177,8 +177,8 @@ def test_fenced_session_is_forgotten_when_its_connection_has_been_gone_for_long(
     one.join(SECOND, 0, incarnation=2)
     one.now = SESSION_KEEP_S
     one.happen(DeadlineReached())
-    assert set(one.shards[0].sessions) == {OTHER, SECOND}
-    assert one.shards[0].workers[0].client == SECOND
+    assert set(one.shards[0].sessions.by_client) == {OTHER, SECOND}
+    assert one.shards[0].sessions.workers[0].client == SECOND
 
 
 def test_fenced_worker_is_told_about_everything_it_waits_for() -> None:
@@ -300,7 +300,7 @@ def resent(one: Rig) -> list[float]:
 def test_restarting_rank_is_waited_for_until_it_is_dead() -> None:
     one = rig(SUM)
     one.tell(one.members((FIRST, 1, "restarting"), (OTHER, 1, "live")))
-    assert one.shards[0].live() == [0, 1]
+    assert one.shards[0].sessions.live() == [0, 1]
     assert one.step(OTHER, {0: [1.0]}).replies == []
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
     assert isinstance(one.answers(OTHER)[-1], Done)
@@ -336,7 +336,7 @@ def test_restart_where_one_shard_has_decided_already_goes_on_behind_it() -> None
     one = pair()
     both(one, FIRST, 1.0)
     both(one, OTHER, 10.0)
-    while [group.committed for shard in one.shards for group in shard.groups.values()] == [0, 0]:
+    while [shard.groups[0].state.committed for shard in one.shards] == [0, 0]:
         shard, message = one.wire.pop(0)
         one.happen(FromShard(message), shard)
     assert restart(one) == 1

@@ -89,7 +89,7 @@ def test_backup_shards_that_hold_different_pairs_agree_on_enough_of_them() -> No
 def test_backup_never_decides_with_nobody() -> None:
     one = rig(Sync(backup=1), workers=2)
     one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
-    assert one.shards[0].groups[0].committed == 0
+    assert one.shards[0].groups[0].state.committed == 0
     push(one, A)
     assert one.value() == [1.0]
 
@@ -168,7 +168,7 @@ def test_buffer_applies_the_mean_of_each_three() -> None:
     assert one.value() == [0.0]
     assert one.shards[0].report()[0].buffered == 2
     assert payload(one.step(C, {0: [6.0]}, [0]))[0] == 3.0
-    assert one.shards[0].groups[0].version == 1
+    assert one.shards[0].groups[0].state.version == 1
 
 
 def test_buffer_is_applied_when_the_last_worker_leaves() -> None:
@@ -274,7 +274,7 @@ def test_marks_in_sync_wait_for_the_commit() -> None:
 
 def test_slowest_clock_is_kept_up_to_date_without_looking_at_all() -> None:
     one = rig(Async(), workers=3)
-    group = one.shards[0].groups[0]
+    group = one.shards[0].groups[0].state
     random = np.random.default_rng(1)
     clocks = [0, 0, 0]
     for _ in range(300):
@@ -307,7 +307,7 @@ def test_change_that_a_straggler_was_asleep_for_is_told_with_the_next_one() -> N
     for changed, client in ((Sync(reduce="mean", backup=1), 8), (Async(), 9)):
         change(one, changed, client)
         for _ in range(5):
-            clock = one.shards[0].groups[0].committed
+            clock = one.shards[0].groups[0].state.committed
             push(one, A, clock)
             push(one, B, clock)
     push(one, C)
@@ -381,7 +381,7 @@ def test_changes_that_are_remembered_are_bounded() -> None:
             push(one, A, clock)
             clock += 1
     report = one.shards[0].report()[0]
-    assert len(report.changes) == len(one.shards[0].groups[0].changes.later) == CHANGES_MAX
+    assert len(report.changes) == len(one.shards[0].groups[0].state.changes.later) == CHANGES_MAX
     assert report.changes[-1].number == 40
     assert one.value() == [float(clock)]
 
@@ -453,7 +453,7 @@ def test_empty_step_of_one_that_enters_starts_no_deadline_and_decides_no_clock()
     push(one, B)
     assert one.value() == [2.0]
     assert not last(one, C).skipped
-    assert one.shards[0].groups[0].clocks == {0: 1, 1: 1, 2: 1}
+    assert one.shards[0].groups[0].state.clocks == {0: 1, 1: 1, 2: 1}
 
 
 def test_step_of_one_that_enters_is_no_time_of_a_step() -> None:
@@ -466,7 +466,7 @@ def test_step_of_one_that_enters_is_no_time_of_a_step() -> None:
     push(one, A, 1)
     one.now += 1.0
     push(one, B, 1)
-    assert one.shards[0].groups[0].step_s == 1.5, "A took 1 s, B 2 s"
+    assert one.shards[0].groups[0].state.step_s == 1.5, "A took 1 s, B 2 s"
 
 
 def test_compensation_that_overflows_is_skipped_where_the_policy_says_so() -> None:

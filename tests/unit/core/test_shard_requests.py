@@ -15,7 +15,7 @@ from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
 from paramserve.core.replies import gathered
-from paramserve.core.shard import SESSION_KEEP_S
+from paramserve.core.sessions import SESSION_KEEP_S
 from paramserve.messages import (
     Assign,
     Define,
@@ -104,8 +104,8 @@ def test_goodbye_forgets_the_session() -> None:
     one.happen(ClientBye(READER))
     one.happen(ClientBye(READER))
     one.happen(ClientBye(WORKER))
-    assert set(one.shards[0].sessions) == {OTHER}
-    assert set(one.shards[0].workers) == {1}
+    assert set(one.shards[0].sessions.by_client) == {OTHER}
+    assert set(one.shards[0].sessions.workers) == {1}
     assert one.again(READER, step(2)).drops == [READER]
 
 
@@ -115,10 +115,12 @@ def test_reader_that_is_gone_for_long_is_forgotten() -> None:
     one.happen(ClientGone(WORKER))
     one.now = SESSION_KEEP_S - 0.1
     one.happen(DeadlineReached())
-    assert READER in one.shards[0].sessions
+    assert READER in one.shards[0].sessions.by_client
     one.now = SESSION_KEEP_S
     one.happen(DeadlineReached())
-    assert set(one.shards[0].sessions) == {WORKER, OTHER}, "a live worker may still come back"
+    assert set(one.shards[0].sessions.by_client) == {WORKER, OTHER}, (
+        "a live worker may still come back"
+    )
 
 
 @pytest.mark.parametrize("window", [0, Limits().outstanding_max + 1])
@@ -279,7 +281,7 @@ def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() ->
 def test_snapshot_keep_is_bounded_and_zero_ends_watching() -> None:
     one = rig(limits=Limits(snapshots_max=3))
     done(one.send(READER, Watch(0, 0, 1, 1000)))
-    assert one.shards[0].groups[0].watching[READER].keep == 3
+    assert one.shards[0].groups[0].state.watching[READER].keep == 3
     done(one.send(READER, Watch(0, 0, 0, 0)))
     assert "watch() first" in str(refused(one.send(READER, TakeSnapshot(0, 0, 0, ()))))
 
@@ -354,8 +356,8 @@ def test_bad_request_is_refused_and_nothing_changes(
     assert type(error).__name__ == kind
     assert error.applied == "no"
     assert one.value() == [0.0] * 4
-    assert one.shards[0].groups[0].version == 0
-    assert not one.shards[0].groups[0].collect.pending
+    assert one.shards[0].groups[0].state.version == 0
+    assert not one.shards[0].groups[0].state.collect.pending
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

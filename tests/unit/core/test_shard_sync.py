@@ -50,7 +50,7 @@ def values(one: Rig) -> tuple[list[float], list[float]]:
 
 
 def committed(one: Rig) -> list[int]:
-    return [shard.groups[0].committed for shard in one.shards]
+    return [shard.groups[0].state.committed for shard in one.shards]
 
 
 # --- a clock

@@ -303,7 +303,7 @@ def test_scan_beyond_what_a_frame_may_hold_is_refused_before_memory_is_taken() -
     one = rig(table_spec(Adam()), limits=Limits(payload_bytes_max=1 << 16))
     done(push(one, list(range(10))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.shards[0], "allocate", None)
+        patch.setattr(one.shards[0]._replies, "_allocate", None)
         for rows, width in ((1 << 40, -1), (1 << 60, 2 * DIM), (1700, 2 * DIM)):
             error = refused(one.send(ME, Scan(0, 0, 0, rows, width, 0, 0)))
             assert isinstance(error, Overloaded)

@@ -1,0 +1,387 @@
+"""What one shard holds of one group: blocks, clocks, versions, collected gradients, snapshots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.consistency.base import Policy
+from paramserve.core.block import ShardBlock
+from paramserve.core.commit import Collect
+from paramserve.core.policy_changes import Changes, PolicyEpoch, since
+from paramserve.core.read_copies import Reads
+from paramserve.core.sessions import ENDED
+from paramserve.core.sums import GradientBuffer
+from paramserve.core.table.block import KeyedBlock
+from paramserve.errors import UnknownName
+from paramserve.messages import GroupReport, Member
+
+Array = npt.NDArray[Any]
+
+TIMES_KEPT = 33
+"""Of late steps, for their median."""
+MARKS_MAX = 4096
+"""Clients whose marks are kept; the oldest go first."""
+
+
+@dataclass
+class Staleness:
+    """Of one rank's pushes."""
+
+    pushes: int = 0
+    total: int = 0
+    largest: int = 0
+
+    def add(self, staleness: int) -> None:
+        self.pushes += 1
+        self.total += staleness
+        self.largest = max(self.largest, staleness)
+
+
+@dataclass
+class Watching:
+    """Snapshots kept for one reader: (version, values by block), oldest first."""
+
+    every: int
+    keep: int
+    kept: deque[tuple[int, dict[int, Array]]] = field(default_factory=deque)
+    dropped: int = 0
+
+
+class GroupState:
+    """A group's whole state on one shard; to its policy it is a `GroupView`.
+
+    `version` counts the updates that the group has had here. `committed` is the first clock that is
+    not committed yet, of those whose policy collects.
+
+    Args:
+        live: ranks that count from the beginning; others count from their first step on (`enter`).
+    """
+
+    def __init__(self, number: int, name: str, policy: Policy, live: Sequence[int] = ()) -> None:
+        self.id = number
+        self.name = name
+        self.changes = Changes(since(0, policy))
+        self.version = 0
+        self.committed = 0
+        self.now = 0.0
+        """Seconds on the shard's clock, as of the present event."""
+        self.clocks: dict[int, int] = {}
+        """Steps that each rank has finished, of those that are live or waited for. Changed by the
+        methods of this class only."""
+        self.slowest = 0
+        """The smallest clock of the live workers; without any, what it was last."""
+        self._at_slowest = 0
+        """How many ranks are at the smallest clock."""
+        self.live: Sequence[int] = ()
+        """Ranks that synchronous clocks wait for, of those that count."""
+        self._first = frozenset(live)
+        self._ended: dict[int, int] = {}
+        """Clocks of ranks that have ended or rest, and may come back."""
+        self.resting: set[int] = set()
+        self.brought_by: dict[int, int] = {}
+        """Sync: the client that brought the last step of each rank."""
+        self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
+        self.table: KeyedBlock | None = None
+        """The only block, if this is the group of a table."""
+        self.collect = Collect()
+        self.buffer = GradientBuffer()
+        self.reads = Reads()
+        self.staleness: dict[int, Staleness] = {}
+        self.skipped = 0
+        self.dropped: dict[int, int] = {}
+        """By rank: gradients that came too late or were too stale."""
+        self.marks: dict[int, tuple[int, int]] = {}
+        """By client: the newest mark of its steps whose outcome is decided."""
+        self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}
+        """By rank: clock and note of its last two steps that had one, the older first. The last
+        step may be one that the next incarnation takes again."""
+        self.watching: dict[int, Watching] = {}
+        """By client."""
+        self._committed_at: float | None = None
+        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._median = 0.0
+        self.belong({}, live)
+
+    # --- what a policy sees ----------------------------------------------------------------------
+
+    @property
+    def buffered(self) -> int:
+        """Gradients in the buffer."""
+        return self.buffer.count
+
+    @property
+    def brought(self) -> Collection[int]:
+        """Ranks whose gradients of the present clock are here, of those that count already."""
+        return self.clocks.keys() & self.collect.pending.keys()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the first of these came."""
+        since = self.collect.since
+        return self.now - since if since is not None and self.brought else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Median time of late from a commit until a worker brought its next gradients."""
+        return self._median
+
+    def block(self, number: int) -> ShardBlock | KeyedBlock:
+        """The group's block of this number.
+
+        Raises:
+            UnknownName: the group has none. Nothing was applied.
+        """
+        block = self.blocks.get(number)
+        if block is None:
+            raise UnknownName(
+                f"group {self.name!r} has no block {number} here",
+                fix="define it first, and send one step for each group",
+            )
+        return block
+
+    # --- policies --------------------------------------------------------------------------------
+
+    def at(self, clock: int) -> PolicyEpoch:
+        """The policy of steps of a clock."""
+        return self.changes.at(clock) if self.changes.later else self.changes.first
+
+    def of(self, rank: int, clock: int) -> PolicyEpoch:
+        """The policy of a client's step. One without a rank has no clock: it goes with the slowest
+        worker, and where there is none, by the newest policy."""
+        if rank >= 0:
+            return self.at(clock)
+        return self.at(self.slowest) if self.clocks else self.changes.newest
+
+    @property
+    def collects(self) -> bool:
+        """Whether gradients of the slowest worker wait for a commit."""
+        return self.at(self.start).policy.collects
+
+    @property
+    def start(self) -> int:
+        """The clock at which a worker that comes now begins."""
+        present = self.at(self.slowest).policy
+        return max(self.slowest, self.committed) if present.collects else self.slowest
+
+    def frontier(self) -> int:
+        """The first clock of which nobody's step has been executed here."""
+        # Also of those who have left or rest: their last steps were handled the old way.
+        clocks = (*self.clocks.values(), *self._ended.values())
+        fastest = max(clocks, default=self.slowest)
+        if self.at(self.committed).policy.collects:
+            fastest = max(fastest, self.committed + bool(self.collect.pending))
+        return fastest
+
+    def settle(self) -> None:
+        """Let `committed` skip clocks whose policy does not collect."""
+        self.committed = self.changes.next_collecting(self.committed)
+
+    # --- who counts ------------------------------------------------------------------------------
+
+    def belong(self, members: Mapping[int, Member], live: Sequence[int]) -> None:
+        """These ranks are live or waited for. One that was here before, and comes back, goes on at
+        its own clock, but not behind the slowest of the others; a new one counts when it enters.
+
+        Args:
+            members: of the cluster, by rank.
+        """
+        start = self.start
+        self.live = live
+        self._ended.update(self.clocks)
+        counted = (r for r in live if r in self._first or r in self.clocks or r in self._ended)
+        self._set(
+            {
+                rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
+                for rank in counted
+                if rank not in self.resting
+            }
+        )
+        self.resting.intersection_update(live)
+        self.reads.only(live)
+        for rank, member in members.items():
+            if member.incarnation == 0 and member.state in ENDED:
+                # It never came, and is a pending member if it comes later.
+                self._first -= {rank}
+                self._ended.pop(rank, None)
+        if any(rank in self.notes for rank in live):
+            # A worker that comes later goes by the notes of a live one.
+            for rank, member in members.items():
+                if member.state == "left":
+                    self.notes.pop(rank, None)
+
+    def enter(self, rank: int) -> None:
+        """A live worker takes its first step here, or its first one after a rest. Where gradients
+        are collected, `commit` takes it in."""
+        self.resting.discard(rank)
+        self._set({**self.clocks, rank: self.clock_of(rank)})
+
+    def clock_of(self, rank: int) -> int:
+        """The clock of a rank that counts, or the one at which it would begin to."""
+        return self.clocks.get(rank, max(self.start, self._ended.get(rank, 0)))
+
+    def rest(self, rank: int) -> None:
+        """Nobody waits for this worker until it enters again."""
+        self.resting.add(rank)
+        self._ended.update(self.clocks)
+        self._set({r: clock for r, clock in self.clocks.items() if r != rank})
+
+    def ticked(self, rank: int, clock: int) -> None:
+        """A rank has ended a step. Its clock stays where it is if the step repeats one that an
+        older incarnation has brought here before."""
+        before = self.clocks[rank]
+        if clock + 1 <= before:
+            return
+        self.clocks[rank] = clock + 1
+        if before == self.slowest:
+            self._at_slowest -= 1
+            if not self._at_slowest:
+                self._count()
+
+    def _set(self, clocks: dict[int, int]) -> None:
+        self.clocks = clocks
+        self._count()
+
+    def _count(self) -> None:
+        if self.clocks:
+            clocks = list(self.clocks.values())
+            self.slowest = min(clocks)
+            self._at_slowest = clocks.count(self.slowest)
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def came(self, rank: int) -> None:
+        """A worker has brought its gradients for the present clock. One that does not count yet
+        tells nothing of how long a step takes."""
+        if rank not in self.clocks:
+            return
+        if self.collect.since is None:
+            self.collect.since = self.now
+        if self._committed_at is not None:
+            self._times.append(self.now - self._committed_at)
+
+    def commit(self, ranks: Iterable[int]) -> None:
+        """The present clock is decided; these are in it, and count from now on."""
+        self.committed += 1
+        for rank in ranks:
+            if rank not in self.clocks:
+                self.resting.discard(rank)
+                self.clocks[rank] = self.committed
+        self._set(
+            {rank: max(clock, self.committed) for rank, clock in self.clocks.items()}
+            if self.changes.later
+            else dict.fromkeys(self.clocks, self.committed)
+        )
+        self.settle()
+        self._committed_at = self.now
+        if self._times:
+            self._median = median(self._times)
+
+    def count_staleness(self, rank: int, staleness: int) -> None:
+        """A gradient of a rank was applied, or will be."""
+        known = self.staleness.get(rank)
+        if known is None:
+            known = self.staleness[rank] = Staleness()
+        known.add(staleness)
+
+    def drop(self, rank: int) -> None:
+        """A gradient came too late, or was too stale."""
+        self.dropped[rank] = self.dropped.get(rank, 0) + 1
+
+    def mark(self, client: int, mark: tuple[int, int] | None) -> None:
+        """A step's outcome is decided: its samples will not be used again."""
+        if mark is not None:
+            self.marks.pop(client, None)
+            self.marks[client] = mark
+            if len(self.marks) > MARKS_MAX:
+                del self.marks[next(iter(self.marks))]
+
+    def keep_note(self, rank: int, clock: int, note: bytes) -> None:
+        """Keep the note of a rank's step for the next incarnation of the rank, unless there is one
+        of a later step: then the next incarnation goes on behind that."""
+        known = self.notes.get(rank, ())
+        if known and clock < known[-1][0]:
+            return
+        before = [each for each in known if each[0] < clock]
+        self.notes[rank] = (*before[-1:], (clock, note))
+
+    def advance(self) -> None:
+        """Count an update, and keep a snapshot for those who asked for one at this version."""
+        self.version += 1
+        for watching in self.watching.values():
+            if self.version % watching.every == 0:
+                self._keep(watching)
+
+    def _keep(self, watching: Watching) -> None:
+        if len(watching.kept) >= watching.keep:
+            watching.kept.popleft()
+            watching.dropped += 1
+        values = {
+            number: np.copy(block.value)
+            for number, block in self.blocks.items()
+            if isinstance(block, ShardBlock)
+        }
+        watching.kept.append((self.version, values))
+
+    def report(self, *, notes: bool = False) -> GroupReport:
+        """What this shard has done for the group; with `notes`, those of the ranks as well."""
+        present = self.at(self.start).policy
+        return GroupReport(
+            self.name,
+            self.version,
+            tuple(sorted(self.clocks.items())),
+            self.skipped,
+            tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
+            tuple((r, each.session.client) for r, each in sorted(self.collect.pending.items())),
+            self.start,
+            type(present).__name__,
+            tuple(self.changes.taken),
+            present.collects,
+            tuple(sorted(self.dropped.items())),
+            self.buffered,
+            self.reads.nbytes,
+            tuple((client, *mark) for client, mark in sorted(self.marks.items())),
+            None if self.table is None else self.table.report(),
+            tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
+            if notes
+            else (),
+            tuple((rank, self.clock_of(rank)) for rank in sorted(self.resting)),
+        )
+
+
+class Proposed:
+    """A group as it would stand if only some had brought their gradients."""
+
+    def __init__(self, group: GroupState, brought: Collection[int]) -> None:
+        self._group = group
+        self.brought = brought
+
+    @property
+    def clocks(self) -> Mapping[int, int]:
+        return self._group.clocks
+
+    @property
+    def slowest(self) -> int:
+        return self._group.slowest
+
+    @property
+    def version(self) -> int:
+        return self._group.version
+
+    @property
+    def buffered(self) -> int:
+        return self._group.buffered
+
+    @property
+    def waited_s(self) -> float:
+        return self._group.waited_s
+
+    @property
+    def step_s(self) -> float:
+        return self._group.step_s
