@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
 from paramserve.core.sessions import Memory
-from paramserve.core.shard_storage import ShardStorage
-from paramserve.core.user_rules import Draft, guarded
+from paramserve.core.shard_storage import Keep, ShardStorage
+from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
@@ -77,17 +77,17 @@ class ShardBlock(ShardStorage):
         self.nbytes = self.size * self.dtype.itemsize
         self.value: Array = np.zeros(self.size, self.dtype)
         self.state: tuple[Array, ...] = ()
-        self.guarded = self.drafted = rule is not None and not is_built_in(rule)
+        self.may_fail = rule is not None and not is_built_in(rule)
         """Whether the rule runs on copies, because it may fail in the middle."""
         self._whole = bool(getattr(rule, "whole_tensors", False))
         self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))
-        self._draft: Draft | None = None
+        self._copies: Copies | None = None
         self._scratch: Array | None = None
         if self._whole:
             check_whole(spec)
         if rule is not None:
             with guarded(self._about("cannot start"), rule):
-                if self.guarded:  # for ours, the server has done it
+                if self.may_fail:  # for ours, the server has done it
                     rule.prepare(self.dtype)
                 self.hyper = rule.hyper()
                 self.state = rule.init_state(self.size, self.dtype)
@@ -240,9 +240,8 @@ class ShardBlock(ShardStorage):
             RuleFailed: the rule is not one of ours, and failed. Nothing was applied.
         """
         assert self.rule is not None, "check() comes first"
-        if self.guarded:
-            self.draft(gradient, active, hyper, push)
-            self.keep_draft(out)
+        if self.may_fail:
+            self.prepare(gradient, active, hyper, push)(out)
             return
         if self.size:
             runs = self._runs(active)
@@ -253,18 +252,17 @@ class ShardBlock(ShardStorage):
                 np.copyto(out, self.value)
         self._count(active)
 
-    def draft(
+    def prepare(
         self,
         gradient: Array,
         active: Sequence[int] | None,
         hyper: Hyper | None,
         push: PushInfo,
-        key: object = None,
-    ) -> None:
-        """Compute an update with a guarded rule, beside the values, for `keep_draft`.
+    ) -> Keep:
+        """Compute an update with a rule that is not ours, beside the values.
 
-        Args:
-            key: what the update belongs to; see `has_draft`.
+        Good until the next `prepare`, and until values or state are overwritten.
+
         Raises:
             RuleFailed: the rule raised, or left what no update may leave. Nothing was applied.
         """
@@ -272,24 +270,18 @@ class ShardBlock(ShardStorage):
         chosen = hyper if hyper is not None else self.hyper
         runs = self._runs(active) if self.size else []
         with guarded(self._about("failed"), self.rule):
-            if self._draft is None:
-                self._draft = Draft(self.value, self.state)
-            self._draft.compute(self.rule, gradient, chosen, runs, push)
-            self._draft.key = (key, tuple(active) if active is not None else None)
+            if self._copies is None:
+                self._copies = Copies(self.value, self.state)
+            copies = self._copies
+            copies.compute(self.rule, gradient, chosen, runs, push)
 
-    def has_draft(self, key: object) -> bool:
-        """Whether the last draft was computed under this key, and has not been kept yet."""
-        return self._draft is not None and self._draft.key is not None and self._draft.key[0] == key
+        def keep(out: Array | None = None) -> None:
+            copies.keep(runs)
+            if out is not None:
+                np.copyto(out, self.value)
+            self._count(active)
 
-    def keep_draft(self, out: Array | None = None) -> None:
-        """Make the last draft the values and state; with `out`, leave all values there as well."""
-        assert self._draft is not None, "draft() comes first"
-        assert self._draft.key is not None, "a draft is kept once"
-        active = self._draft.key[1]
-        self._draft.keep()
-        if out is not None:
-            np.copyto(out, self.value)
-        self._count(active)
+        return keep
 
     def _runs(self, active: Sequence[int] | None) -> list[Run]:
         if active is None and self._even is not None and not self._separate:
@@ -340,8 +332,6 @@ class ShardBlock(ShardStorage):
                 f"{self._names} has {len(self._counts)} pieces, {len(counts)} counts came",
                 fix="send one count for each piece",
             )
-        if self._draft is not None:
-            self._draft.key = None  # it was computed from what is overwritten now
         if active is None:
             np.copyto(target, source)
         else:

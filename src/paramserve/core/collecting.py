@@ -5,16 +5,20 @@ Functions of the group's state: none of them answers a step or decides which one
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy.typing as npt
 
 from paramserve.core import policy_calls
-from paramserve.core.commit import NONFINITE_FIX, Contribution, refusal_of
+from paramserve.core.block import ShardBlock
+from paramserve.core.commit import NONFINITE_FIX, Contribution, Prepared, refusal_of
 from paramserve.core.group_state import GroupState
 from paramserve.core.sessions import Request, ShardSession
+from paramserve.core.shard_storage import Keep
 from paramserve.core.stepping import Part, finite
 from paramserve.core.sums import addable, reduced
+from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
     NotAMember,
     Overloaded,
@@ -24,7 +28,7 @@ from paramserve.errors import (
     TableFull,
 )
 from paramserve.messages import Commit, Step, Vote
-from paramserve.rules.base import PushInfo
+from paramserve.rules.base import Hyper, PushInfo
 
 Array = npt.NDArray[Any]
 Refusal = tuple[str, str, str]
@@ -87,11 +91,12 @@ def collect(
 
 def cannot_fail(parts: list[Part]) -> bool:
     """Whether these gradients can be applied without being prepared."""
-    return not any(block.drafted for block, _, _ in parts) and finite(parts)
+    return not any(block.may_fail for block, _, _ in parts) and finite(parts)
 
 
 def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
-    """What this shard can say about these contributions."""
+    """What this shard can say about these contributions; prepares their update."""
+    state.collect.prepared = None
     chosen = [
         (r, each)
         for r, each in sorted(state.collect.pending.items())
@@ -127,7 +132,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
             elif clip > 0.0:
                 squared = _squared_norm(state, held)
             else:
-                _draft(state, held)
+                _prepare(state, held)
         except ParamServeError as error:
             refusal = (type(error).__name__, error.failed, error.fix)
         except MemoryError:
@@ -171,21 +176,34 @@ def _squared_norm(state: GroupState, held: list[Contribution]) -> float:
     return squared
 
 
-def _draft(state: GroupState, held: list[Contribution]) -> None:
-    """Make sure of what may fail before the clock is decided: then no shard applies it."""
+def _prepare(state: GroupState, held: list[Contribution]) -> None:
+    """Prepare what may fail before the clock is decided: then no shard applies it."""
     scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
-    key = _key(state, scale, held)
     push = PushInfo(-1, state.committed, state.version, 0, 1.0, scale)
     if len(held) > 1 or held[0].weight != 1.0:
         for each in state.blocks.values():
             each.reserve()
-    for number, block in sorted(state.blocks.items()):
-        having = [each for each in held if number in each.gradients]
-        if having and block.drafted:
-            gradient, active, left = reduced(having, block, scale)
+    may_fail = [block for block in state.blocks.values() if block.may_fail]
+    keep = {
+        block.spec.block: block.prepare(*arguments)
+        for block, arguments in _updates(may_fail, held, push)
+    }
+    clients = tuple(each.session.client for each in held)
+    state.collect.prepared = Prepared(scale, clients, keep)
+
+
+def _updates(
+    blocks: Iterable[ShardBlock | KeyedBlock], contributors: list[Contribution], push: PushInfo
+) -> Iterator[tuple[ShardBlock | KeyedBlock, tuple[Any, Any, Hyper | None, PushInfo]]]:
+    """Those of the blocks that have gradients, with what `apply` and `prepare` are given."""
+    for block in blocks:
+        number = block.spec.block
+        having = [each for each in contributors if number in each.gradients]
+        if having:
+            gradient, active, left = reduced(having, block, push.scale)
             hyper = having[0].gradients[number][0].hyper
-            its_push = push if left == scale else push._replace(scale=left)
-            block.draft(gradient, active, hyper, its_push, key)
+            its_push = push if left == push.scale else push._replace(scale=left)
+            yield block, (gradient, active, hyper, its_push)
 
 
 def _full(state: GroupState) -> Overloaded:
@@ -196,72 +214,56 @@ def _full(state: GroupState) -> Overloaded:
     )
 
 
-def _key(state: GroupState, scale: float, contributors: list[Contribution]) -> object:
-    """What an update is computed from, as far as the lead's decision may change it."""
-    return state.committed, scale, tuple(each.session.client for each in contributors)
+def apply_commit(
+    state: GroupState, commit: Commit, chosen: dict[int, Contribution], prepared: Prepared | None
+) -> ParamServeError | None:
+    """Do what the lead decided about the present clock; why this shard could not, if so.
 
+    What may fail was mostly prepared before (`vote`), and what failed there was refused on all
+    shards. With clipping the scale is known only now: where a rule fails here, this shard applies
+    nothing and refuses the clock to its contributors, although others may have applied theirs,
+    which a client tells from their answers.
 
-def apply_commit(state: GroupState, commit: Commit, held: dict[int, Contribution]) -> None:
-    """Do what the lead decided about the present clock.
-
-    Guarded rules have mostly computed their updates before (`vote`), and what failed there was
-    refused on all shards. With clipping the scale is known only now: where a rule fails here, this
-    shard applies nothing and refuses the clock to its contributors (`ShardBlock.failure`), although
-    others may have applied theirs, which a client tells from their answers.
+    Args:
+        chosen: the contributions that the lead decided for, by rank.
+        prepared: what `vote` has prepared.
     """
-    chosen = [
-        (r, each) for r, each in sorted(held.items()) if each.session.client in commit.contributors
-    ]
-    contributors = [each for _, each in chosen]
+    contributors = [each for _, each in sorted(chosen.items())]
     if not contributors:
         state.skipped += not commit.refusal
-        return
-    pushed = {
-        number: having
-        for number in sorted(state.blocks)
-        if (having := [each for each in contributors if number in each.gradients])
-    }
+        return None
+    failure: ParamServeError | None = None
     try:
-        _apply(state, commit, contributors, pushed)
+        _apply(state, commit, contributors, prepared)
     except (RuleFailed, TableFull, MemoryError) as error:
         failure = _full(state) if isinstance(error, MemoryError) else error
         # The frames behind it would hold the clients' memory.
         failure.__context__ = failure.__cause__ = None
         failure = failure.with_traceback(None)
-        for number in pushed:
-            state.blocks[number].failure = (commit.clock, failure)
-    for rank, _ in chosen:
+    for rank in sorted(chosen):
         state.count_staleness(rank, 0)
-    if pushed:
+    if any(number in each.gradients for each in contributors for number in state.blocks):
         state.advance()  # also after a failure: in Sync all shards have one version
+    return failure
 
 
 def _apply(
     state: GroupState,
     commit: Commit,
     contributors: list[Contribution],
-    pushed: dict[int, list[Contribution]],
+    prepared: Prepared | None,
 ) -> None:
     push = PushInfo(-1, commit.clock, state.version, 0, 1.0, commit.scale)
-    key = _key(state, commit.scale, contributors)
-    for guarded in (True, False):  # what may fail comes first
-        for number, having in pushed.items():
-            block = state.blocks[number]
-            if block.guarded is not guarded or block.has_draft(key):
-                continue
-            gradient, active, left = reduced(having, block, commit.scale)
-            hyper = having[0].gradients[number][0].hyper
-            its_push = push if left == commit.scale else push._replace(scale=left)
-            if guarded:
-                block.draft(gradient, active, hyper, its_push, key)
-            else:
-                block.apply(gradient, active, hyper, its_push)
-    for number in pushed:
-        if state.blocks[number].has_draft(key):
-            state.blocks[number].keep_draft()
-
-
-def failure(state: GroupState, clock: int) -> ParamServeError | None:
-    """Why this shard could not apply a clock that was decided."""
-    failures = (block.failure for block in state.blocks.values())
-    return next((each[1] for each in failures if each is not None and each[0] == clock), None)
+    clients = tuple(each.session.client for each in contributors)
+    blocks, keep = [each for _, each in sorted(state.blocks.items())], dict[int, Keep]()
+    if prepared is not None and (prepared.scale, prepared.clients) == (commit.scale, clients):
+        keep.update(prepared.keep)
+    elif len(blocks) > 1:  # none is changed before all that may fail are prepared
+        may_fail = [block for block in blocks if block.may_fail]
+        for block, arguments in _updates(may_fail, contributors, push):
+            keep[block.spec.block] = block.prepare(*arguments)
+    rest = [block for block in blocks if block.spec.block not in keep]
+    for block, arguments in _updates(rest, contributors, push):
+        block.apply(*arguments)
+    for each in keep.values():
+        each()

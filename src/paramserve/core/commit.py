@@ -15,16 +15,17 @@ keeps both until the lead has decided: each rank is in a clock once, whichever o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
 from paramserve.core import policy_calls
 from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.sessions import ShardSession
+from paramserve.core.shard_storage import Keep
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, Vote
 
@@ -59,6 +60,15 @@ class Contribution:
         return self.step.weight * self.step.factor
 
 
+class Prepared(NamedTuple):
+    """Updates of those blocks that may fail, ready before the clock is decided."""
+
+    scale: float
+    clients: tuple[int, ...]
+    keep: Mapping[int, Keep]
+    """By block."""
+
+
 @dataclass
 class Collect:
     """What one shard has of its group's present clock, undecided."""
@@ -77,6 +87,8 @@ class Collect:
     """When its policy wants to be asked again, whoever has come."""
     missing: tuple[int, ...] = ()
     """Ranks that its policy waits for."""
+    prepared: Prepared | None = None
+    """The update, if the clock is decided with what was reported."""
 
     def has(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have brought theirs."""
@@ -113,6 +125,7 @@ class Collect:
         self.since = None
         self.due = None
         self.missing = ()
+        self.prepared = None
 
 
 class Lead:

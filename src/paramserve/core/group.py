@@ -202,7 +202,7 @@ class GroupMachine:
                 answer = self._read(session, request, done, written)
             if since.guarded:  # a user's policy may look at anything
                 self._look_again()
-        return self._with_news(session, answer, pending)
+        return None if answer is None else self._with_news(session, answer, pending)
 
     def _tick(self, rank: int, step: Step) -> None:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
@@ -225,13 +225,11 @@ class GroupMachine:
         done = Done(step.seq, state.version, state.slowest, skipped=True, at=at)
         return self._replies.with_values(state.blocks, request, done)
 
-    def _with_news(
-        self, session: ShardSession, answer: Answer | None, pending: bool = False
-    ) -> Answer | None:
+    def _with_news(self, session: ShardSession, answer: Answer, pending: bool = False) -> Answer:
         """Tell a client that did not count yet, or asks, where it goes on, and each one that its
         group has another policy."""
-        message = None if answer is None else answer.message
-        if answer is None or not isinstance(message, Done):
+        message = answer.message
+        if not isinstance(message, Done):
             return answer
         state, taken = self.state, self.state.changes.taken
         asks = state.id in session.asks_clock
@@ -290,7 +288,8 @@ class GroupMachine:
         """The read of a step whose push was done before, and which waited to read."""
         state = self.state
         done = structs.replace(done, version=state.version, clock=state.slowest)
-        return self._with_news(session, self._read(session, request, done))
+        answer = self._read(session, request, done)
+        return None if answer is None else self._with_news(session, answer)
 
     def _hold(self, session: ShardSession, request: Request) -> None:
         """Keep a request until something in the group changes."""
@@ -555,9 +554,9 @@ class GroupMachine:
         if commit.clock != state.committed:
             return  # Answered before.
         collected = collect.everything()
-        chosen = collect.chosen(commit.contributors)
+        chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
-        collecting.apply_commit(state, commit, chosen)
+        failure = collecting.apply_commit(state, commit, chosen, prepared)
         for each in chosen.values():  # also of those who have left since
             state.mark(each.session.client, each.step.mark)
         for each in collected:
@@ -572,8 +571,8 @@ class GroupMachine:
                 session.queue.appendleft(session.asked)
                 self._outbox.append(Resume(session))
                 continue
-            answer = self._with_news(session, self._after_commit(commit, each, session.held))
-            assert answer is not None
+            answer = self._after_commit(commit, each, session.held, failure)
+            answer = self._with_news(session, answer)
             self._outbox.append(Reply(session, answer))
         self._look_again()
 
@@ -591,8 +590,14 @@ class GroupMachine:
         if session.rank in self.state.clocks or session.client in commit.contributors:
             self._outbox.append(Enter(session.rank, each.step.enters))
 
-    def _after_commit(self, commit: Commit, each: Contribution, held: Request) -> Answer:
-        """The answer to a step that was held until its clock was decided."""
+    def _after_commit(
+        self, commit: Commit, each: Contribution, held: Request, failure: ParamServeError | None
+    ) -> Answer:
+        """The answer to a step that was held until its clock was decided.
+
+        Args:
+            failure: why this shard could not apply the clock.
+        """
         state, session, step = self.state, each.session, each.step
         if each.refusal is not None:  # also if the clock was decided without it; its reads may be
             kind, failed, fix = each.refusal  # wrong, too
@@ -608,8 +613,7 @@ class GroupMachine:
         state.mark(session.client, step.mark)
         if skipped and commit.contributors and step.push:
             state.drop(session.rank)  # decided without it, as its policy allows
-        failure = None if skipped else collecting.failure(state, commit.clock)
-        if failure is not None:
+        if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
         done = Done(step.seq, state.version, state.slowest, 0, skipped)
         return self._replies.with_values(state.blocks, held, done)

@@ -218,6 +218,7 @@ def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
         raise _no_array(block)
     source = one(block, message.arena, message.offset, memory)
     block.assign(message.field, source, message.active, message.counts)
+    state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))
 
 
@@ -229,6 +230,7 @@ def put(state: GroupState, message: Put, memory: Memory) -> Answer:
     offset = message.offset if message.arena else 0
     block.clock = state.slowest
     block.put(block.records(memory.get(message.arena), message, offset))
+    state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,17 @@ from paramserve.rules.base import Hyper, Rule
 Array = npt.NDArray[Any]
 
 
+class Keep(Protocol):
+    """Make a prepared update the values and state, once; with `out`, leave all values there."""
+
+    def __call__(self, out: Array | None = None) -> None: ...
+
+
 class ShardStorage(ABC):
     """Base of what a group holds on one shard."""
 
-    guarded: bool
-    """Whether its rule is not ours, and computes whole blocks beside their values."""
-    drafted: bool
-    """Whether an update may fail, and so is made sure of before a synchronous clock is decided."""
+    may_fail: bool
+    """Whether an update may fail, and so is prepared before it is decided that it is applied."""
 
     def __init__(self, spec: BlockSpec, rule: Rule | None, attempt: int) -> None:
         self.spec = spec
@@ -32,8 +36,6 @@ class ShardStorage(ABC):
         self.attempt = attempt
         self.dtype = np.dtype(spec.dtype)
         self.hyper: Hyper = ()
-        self.failure: tuple[int, ParamServeError] | None = None
-        """The last synchronous clock whose update failed, although it was decided."""
         self._checked: Hyper | None = None
         """Hyper-parameters that were found good last: most pushes bring the same."""
 

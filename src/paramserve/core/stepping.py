@@ -19,6 +19,7 @@ from paramserve.core.group_state import GroupState
 from paramserve.core.policy_changes import PolicyEpoch
 from paramserve.core.replies import check_payload, inline_keys
 from paramserve.core.sessions import Memory, ShardSession
+from paramserve.core.shard_storage import Keep
 from paramserve.core.sums import addable
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
@@ -117,6 +118,7 @@ def apply_now(
     if not parts:
         state.mark(session.client, step.mark)
         return Done(step.seq, state.version, state.slowest), ()
+    state.collect.prepared = None  # it was computed from what is changed now
     staleness = max(0, state.version - step.base)
     push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
     decision = policy_calls.on_push(since, push, state)
@@ -220,15 +222,18 @@ def apply_parts(
     asked = {
         block.spec.block: adapted(block, header.hyper, push, how) for block, header, _ in parts
     }
+    keep: dict[int, Keep] = {}
+    if len(parts) > 1:  # none is changed before all that may fail are prepared
+        for block, header, gradient in parts:
+            if block.may_fail:
+                number = block.spec.block
+                keep[number] = block.prepare(gradient, header.active, *asked[number])
     for block, header, gradient in parts:
-        if isinstance(block, ShardBlock) and block.guarded:
-            block.draft(gradient, header.active, *asked[block.spec.block])
-    for block, header, gradient in parts:
-        out = outs.get(block.spec.block)
-        if isinstance(block, ShardBlock) and block.guarded:
-            block.keep_draft(out)
+        number = block.spec.block
+        if number in keep:
+            keep[number](outs.get(number))
         else:
-            block.apply(gradient, header.active, *asked[block.spec.block], out)
+            block.apply(gradient, header.active, *asked[number], outs.get(number))
     state.advance()
     return outs.keys()
 
@@ -281,11 +286,11 @@ def _buffer(state: GroupState, parts: list[Part], how: Buffer, clock: int) -> No
     buffer = state.buffer
     if buffer.count + 1 >= how.size:
         push = PushInfo(-1, clock, state.version, 0, 1.0, 1.0 / (buffer.count + 1))
-        buffer.draft(state.blocks, parts, how.weight, push)
+        keep = buffer.prepare(state.blocks, parts, how.weight, push)
         before = buffer.count
         buffer.add(parts, how.weight)
         try:
-            buffer.apply(state.blocks, push)
+            buffer.apply(state.blocks, push, keep)
         except (RuleFailed, TableFull, MemoryError):  # those that were in the buffer may be lost
             state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + before
             raise
@@ -299,6 +304,7 @@ def flush(state: GroupState) -> None:
     buffer = state.buffer
     if not buffer.count:
         return
+    state.collect.prepared = None  # it was computed from what is changed now
     count = buffer.count
     push = PushInfo(-1, state.slowest, state.version, 0, 1.0, 1.0 / count)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution
+from paramserve.core.shard_storage import Keep
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import RowGradient
 from paramserve.errors import RuleFailed, TableFull
@@ -23,6 +25,7 @@ from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
 Part = tuple[ShardBlock | KeyedBlock, Gradient, Any]
+NONE_PREPARED: Mapping[int, Keep] = MappingProxyType({})
 
 
 LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float32, np.float64)}
@@ -223,25 +226,26 @@ class GradientBuffer:
                 found = self.sums[block.spec.block] = _empty_sum(block)
             found.add(part, weight)
 
-    def draft(
+    def prepare(
         self,
         blocks: Mapping[int, ShardBlock | KeyedBlock],
         parts: Sequence[Part],
         weight: float,
         push: PushInfo,
-    ) -> None:
-        """Compute what guarded rules make of the sums with these gradients, for `apply`.
+    ) -> dict[int, Keep]:
+        """Compute what users' rules make of the sums with these gradients, by block.
 
         Raises:
             RuleFailed: nothing was applied, and the sums are as they were.
         """
         coming = {part[0].spec.block: part for part in parts}
+        keep: dict[int, Keep] = {}
         for number, block in sorted(blocks.items()):
             kept = self.sums.get(number)
             full = kept is not None and kept.count > 0
             if (
                 not isinstance(block, ShardBlock)
-                or not block.guarded
+                or not block.may_fail
                 or not (full or number in coming)
             ):
                 continue
@@ -250,14 +254,20 @@ class GradientBuffer:
                 total = kept.copy()
             if number in coming:
                 total.add(coming[number], weight)
-            block.draft(total.array, total.pieces(), total.hyper, push, key=self)
+            keep[number] = block.prepare(total.array, total.pieces(), total.hyper, push)
+        return keep
 
-    def apply(self, blocks: Mapping[int, ShardBlock | KeyedBlock], push: PushInfo) -> None:
+    def apply(
+        self,
+        blocks: Mapping[int, ShardBlock | KeyedBlock],
+        push: PushInfo,
+        prepared: Mapping[int, Keep] = NONE_PREPARED,
+    ) -> None:
         """Update the blocks with their sums times `push.scale`, and begin anew.
 
         Raises:
-            RuleFailed, TableFull: of a guarded rule without a draft, or of a table. Its block's
-                sum is lost.
+            RuleFailed, TableFull: of a rule that was not prepared, or of a table. Its block's sum
+                is lost.
         """
         self.count = 0
         self.large = False
@@ -268,8 +278,8 @@ class GradientBuffer:
             each.count = 0
             block = blocks[number]
             try:
-                if isinstance(block, ShardBlock) and block.has_draft(self):
-                    block.keep_draft()
+                if number in prepared:
+                    prepared[number]()
                 else:
                     block.apply(each.array, each.pieces(), each.hyper, push)
             except (RuleFailed, TableFull) as error:

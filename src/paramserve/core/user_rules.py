@@ -56,7 +56,7 @@ def where(error: BaseException) -> str:
     return f" ({last.filename}:{last.lineno} in {last.name}: {last.line})"
 
 
-class Draft:
+class Copies:
     """Copies of a block's value and state, where a rule computes an update.
 
     The rule is given views, which cannot be resized. What it keeps of them is never the block. It
@@ -64,12 +64,9 @@ class Draft:
     """
 
     def __init__(self, value: Array, state: tuple[Array, ...]) -> None:
-        self.key: tuple[object, tuple[int, ...] | None] | None = None
-        """What the update belongs to and its pieces; None: there is nothing to be kept."""
         self._value, self._state = value, state
         self._new = tuple(np.empty_like(array) for array in (value, *state))
         self._gradient: Array | None = None
-        self._runs: Sequence[Run] = ()
 
     def compute(
         self, rule: Rule, gradient: Array, hyper: Hyper, runs: Sequence[Run], push: PushInfo
@@ -80,7 +77,6 @@ class Draft:
             ValueError, TypeError: the rule returned something, resized an array, or made NaN or
                 Inf of finite numbers. What the rule itself raises passes through.
         """
-        self.key = None
         for old, new in zip((self._value, *self._state), self._new, strict=True):
             for run in runs:
                 new[run.start : run.stop] = old[run.start : run.stop]
@@ -94,7 +90,6 @@ class Draft:
         for name, view, new in zip(names, given, self._new, strict=True):
             check_unchanged(rule.name, name, view, new.shape, new.dtype)
             self._check_finite(name, new, gradient, runs)
-        self._runs = runs
 
     def _pushed(self, rule: Rule, gradient: Array, runs: Sequence[Run]) -> Array:
         """The gradient for a rule that might write to it; it may be the client's own memory."""
@@ -117,9 +112,8 @@ class Draft:
         if all(finite(array[run.start : run.stop]) for array in before for run in runs):
             raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")
 
-    def keep(self) -> None:
-        """Copy the update to the block, once."""
-        self.key = None
+    def keep(self, runs: Sequence[Run]) -> None:
+        """Copy the update of these runs to the block."""
         for old, new in zip((self._value, *self._state), self._new, strict=True):
-            for run in self._runs:
+            for run in runs:
                 old[run.start : run.stop] = new[run.start : run.stop]

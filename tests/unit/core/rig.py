@@ -70,6 +70,7 @@ class Rig:
         workers: int = 2,
         limits: Limits | None = None,
         policies: Mapping[str, Any] | None = None,
+        rules: Mapping[str, type[Any]] | None = None,
     ) -> None:
         self.policy = policy if policy is not None else Async()
         limits = limits if limits is not None else Limits()
@@ -82,6 +83,7 @@ class Rig:
                 limits=limits,
                 resend_s=RESEND_S,
                 policies=policies if policies is not None else {},
+                rules=rules if rules is not None else {},
             )
             for k in range(shards)
         ]

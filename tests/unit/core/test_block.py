@@ -249,13 +249,12 @@ def test_whole_tensors_that_are_cut_are_refused() -> None:
     make((2,), (3,), cuts=(0, 2, 5), rule=ShyWhole())
 
 
-def test_draft_of_values_that_were_overwritten_is_not_kept() -> None:
-    block = make((2,), rule=Shy())
-    block.draft(ones(block), None, None, PUSH, key=1)
-    assert block.has_draft(1)
-    assert not block.has_draft(2)
-    block.assign(0, np.full(2, 10.0), None, None)
-    assert not block.has_draft(1)
+def test_prepared_update_changes_nothing_before_it_is_kept() -> None:
+    block, out = make((2,), rule=Shy()), np.empty(2)
+    keep = block.prepare(ones(block), None, None, PUSH)
+    assert (block.value.tolist(), block.counts) == ([0.0, 0.0], [0])
+    keep(out)
+    assert (block.value.tolist(), out.tolist(), block.counts) == ([1.0, 1.0], [1.0, 1.0], [1])
 
 
 @pytest.mark.parametrize("state", [(), (np.zeros(3),), (np.zeros(2, "f4"),), ([0.0, 0.0],)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 from paramserve.consistency.built_in import Sync
 from paramserve.core import collecting, replies
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
+from paramserve.core.replies import gathered
 from paramserve.messages import (
+    Assign,
     Commit,
     Done,
     Gradient,
@@ -24,14 +27,24 @@ from paramserve.messages import (
     Waiting,
 )
 from paramserve.rules import SGD
+from paramserve.rules.custom import CustomRule
 
 A, B = 1, 2
 """Clients of ranks 0 and 1."""
 
 
+@dataclass(frozen=True)
+class Plus(CustomRule):
+    """A user's rule: its update is prepared before the clock is decided."""
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        value += gradient
+
+
 def rig(policy: Sync | None = None, shards: int = 2, **spec: Any) -> Rig:
     """Block 0 of two elements, one on each of the first two shards."""
-    one = Rig(policy if policy is not None else Sync(reduce="sum"), shards=shards)
+    rules = {Plus.name: Plus}
+    one = Rig(policy if policy is not None else Sync(reduce="sum"), shards=shards, rules=rules)
     one.join(A, 0)
     one.join(B, 1)
     cuts = {1: (0, 2), 2: (0, 1, 2), 3: (0, 1, 2, 2)}[shards]
@@ -80,6 +93,18 @@ def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     for client in (A, B):
         one.step(client, {0: [1.0] * 2}, [0], clock=1)
     assert (one.value(0, 0)[0], committed(one)) == (value + 2.0, [2])
+
+
+def test_values_assigned_while_a_clock_is_decided_are_what_it_updates() -> None:
+    one = rig(rule=Plus())
+    one.join(9)
+    both(one, A, 1.0)
+    both(one, B, 2.0)
+    assert [type(message) for _, message in one.wire] == [Vote], "shard 0 waits for it"
+    for shard in (0, 1):
+        one.send(9, Assign(0, 0, 0, 0, 0), shard, {0: gathered([np.array([10.0])])})
+    one.deliver()
+    assert values(one) == ([13.0], [13.0])
 
 
 def test_clock_is_applied_when_all_workers_and_shards_have_it() -> None:

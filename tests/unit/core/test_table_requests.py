@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ from paramserve.messages import (
     Watch,
 )
 from paramserve.rules import SGD, Adam, Rule
+from paramserve.rules.custom import CustomRule
 from paramserve.rules.registry import described_by
 from paramserve.rules.rows import row_layout
 
@@ -410,3 +412,24 @@ def test_nothing_lies_anywhere_and_something_only_in_its_memory() -> None:
             within(memory, offset, nbytes, "the rows")
     with pytest.raises(ShapeMismatch):
         within(None, 0, 1, "the rows")
+
+
+@dataclass(frozen=True)
+class Plus(CustomRule):
+    """A user's rule: its update is prepared before the clock is decided."""
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        value += gradient
+
+
+def test_rows_put_while_a_clock_is_decided_are_what_it_updates() -> None:
+    load_table(Plus(), row_layout(Plus(), DIM, "float32"))
+    spec = table_spec(Plus(), policy=Sync(reduce="sum"))
+    one = rig(spec, shards=2, workers=1, rules={Plus.name: Plus})
+    one.join(9)
+    push(one, [7], shard=1)
+    assert one.wire, "shard 1 waits for shard 0"
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([7], 10.0)))
+    push(one, [], shard=0)
+    one.deliver()
+    assert rows_of(one, [7], 1) == [11.0]

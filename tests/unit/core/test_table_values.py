@@ -132,7 +132,7 @@ def test_failure_of_a_rule_that_is_kept_leaves_the_rows_free_to_grow_in_place() 
     block = KeyedBlock(table_spec(Lowest()), 1, Lowest(), 1)
     push_info, kept = PushInfo(0, 0, 0, 0, 1.0, 1.0), []
     steep = RowGradient(np.array([1]), np.full((1, DIM), 99.0, np.float32))
-    for use in (block.apply, block.draft):
+    for use in (block.apply, block.prepare):
         with pytest.raises(RuleFailed, match="too steep") as failed:
             use(steep, None, None, push_info)
         kept.append(failed.value)

@@ -7,13 +7,13 @@ with their gradients; a read names keys, and the places where their rows go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.sessions import Memory
-from paramserve.core.shard_storage import ShardStorage
+from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.table import parts, routing
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
@@ -39,19 +39,6 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 
-class Draft(NamedTuple):
-    """An update that is made sure of."""
-
-    key: object
-    gradient: RowGradient
-    hyper: Hyper
-    push: PushInfo
-    computed: RowDraft | None
-    """Of a rule that is not ours."""
-    dropped: Array
-    """Keys that are counted, and get no row."""
-
-
 class KeyedBlock(ShardStorage):
     """The part of a table that one shard holds.
 
@@ -64,9 +51,7 @@ class KeyedBlock(ShardStorage):
         ValueError, TypeError: the rule cannot work on rows.
     """
 
-    guarded = False
-    """A rule that is not ours computes rows on copies anyway."""
-    drafted = True
+    may_fail = True
     """A server may have no room for its new rows."""
 
     def __init__(self, spec: BlockSpec, shards: int, rule: Rule, attempt: int) -> None:
@@ -75,7 +60,6 @@ class KeyedBlock(ShardStorage):
         self.table = spec.table
         self.clock = 0
         self.collects = False
-        self._draft: Draft | None = None
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
@@ -233,52 +217,42 @@ class KeyedBlock(ShardStorage):
         there = np.flatnonzero(taken.rows >= 0)
         return taken.rows[there], keys[there], values[there], keys[taken.rows < 0]
 
-    def draft(
+    def prepare(
         self,
         gradient: RowGradient,
         active: Sequence[int] | None,
         hyper: Hyper | None,
         push: PushInfo,
-        key: object = None,
-    ) -> None:
-        """Make sure of an update, for `keep_draft`: its rows are there from now on, at their
-        initial values, and a rule that is not ours has been run on copies.
+    ) -> Keep:
+        """Make sure of an update: its rows are there from now on, at their initial values, and a
+        rule that is not ours has been run on copies.
 
-        Args:
-            key: what the update belongs to; see `has_draft`.
+        Good until rows are overwritten.
+
         Raises:
             As `apply`.
         """
         assert self.rule is not None, "a table has one"
-        self._draft = None
-        chosen = hyper if hyper is not None else self.hyper
+        rule, chosen = self.rule, hyper if hyper is not None else self.hyper
         rows, keys, values, dropped = self._admitted(gradient, Purpose.DRAFT)
-        computed = None
-        if keys.size and not is_built_in(self.rule):
+        computed: RowDraft | None = None
+        if keys.size and not is_built_in(rule):
             computed = self._updated(draft_rows, rows, keys, values, hyper, push)
-        self._draft = Draft(key, RowGradient(keys, values), chosen, push, computed, dropped)
 
-    def has_draft(self, key: object) -> bool:
-        """Whether the last draft was made under this key, and has not been kept yet."""
-        return self._draft is not None and self._draft.key == key
+        def keep(out: Array | None = None) -> None:
+            assert out is None, "rows are read by `read`"
+            if keys.size:
+                # Rows may lie elsewhere by now; one that was evicted in between begins anew.
+                view = self.store.view(self.store.take(keys, self.clock, Purpose.PUT).rows, keys)
+                if computed is not None:
+                    computed.write(view)
+                else:
+                    apply_rows(rule, view, values, chosen, push)
+            if dropped.size:
+                self.store.take(dropped, self.clock, Purpose.PUSH)
+                self.unadmitted += dropped.size
 
-    def keep_draft(self) -> None:
-        """Make the last draft the rows' values and state."""
-        assert self.rule is not None, "a table has one"
-        assert self._draft is not None, "draft() comes first"
-        _, (keys, values), hyper, push, computed, dropped = self._draft
-        self._draft = None
-        if keys.size:
-            # Rows may lie elsewhere by now; one that was evicted in between begins anew.
-            rows = self.store.take(keys, self.clock, Purpose.PUT).rows
-            view = self.store.view(rows, keys)
-            if computed is not None:
-                computed.write(view)
-            else:
-                apply_rows(self.rule, view, values, hyper, push)
-        if dropped.size:
-            self.store.take(dropped, self.clock, Purpose.PUSH)
-            self.unadmitted += dropped.size
+        return keep
 
     # --- reads -----------------------------------------------------------------------------------
 
@@ -393,6 +367,5 @@ class KeyedBlock(ShardStorage):
         if not given.keys.size:
             return
         parts.check_records(given, self.spec)
-        self._draft = None  # of what the rows were
         taken = self.store.take(given.keys, self.clock, Purpose.PUT)
         self.store.write(taken.rows, given.values, given.state, given.counts)

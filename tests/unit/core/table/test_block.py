@@ -8,8 +8,7 @@ from tests.unit.core.table.rig import keys_of
 
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.options import MinCount, TableOptions, Zeros
-from paramserve.core.table.parts import Records, RowGradient
-from paramserve.core.table.store import Purpose
+from paramserve.core.table.parts import RowGradient
 from paramserve.messages import BlockSpec, TableSpec
 from paramserve.rules import Add
 from paramserve.rules.base import PushInfo
@@ -31,27 +30,14 @@ def gradient(*keys: int) -> RowGradient:
     return RowGradient(keys_of(keys), np.ones((len(keys), 2), np.float32))
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_keys_are_counted_when_a_draft_is_kept_however_often_it_was_made(drafts: int) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_keys_are_counted_when_an_update_is_kept_however_often_it_was_prepared(times: int) -> None:
     block = block_of(TableOptions(Zeros(), admit=MinCount(3)))
     found = []
-    for clock in range(4):
-        for _ in range(drafts):
-            block.draft(gradient(5, 7), None, None, PUSH, clock)
-        block.keep_draft()
+    for _ in range(4):
+        *_, keep = [block.prepare(gradient(5, 7), None, None, PUSH) for _ in range(times)]
+        keep()
         found.append((len(block.store), block.unadmitted))
     assert found == [(0, 2), (0, 4), (2, 4), (2, 4)]
-    block.draft(gradient(9), None, None, PUSH, "refused")
+    block.prepare(gradient(9), None, None, PUSH)
     assert block.unadmitted == 4
-
-
-def test_rows_that_are_put_are_not_overwritten_by_a_draft_of_before() -> None:
-    block = block_of(TableOptions(Zeros()))
-    block.draft(gradient(5), None, None, PUSH, "clock 0")
-    block.put(Records(keys_of([5]), np.full((1, 2), 8.0, np.float32)))
-    assert not block.has_draft("clock 0")
-    block.apply(gradient(5), None, None, PUSH)
-    out = np.empty((1, 2), np.float32)
-    rows = block.store.take(keys_of([5]), 0, Purpose.READ).rows
-    block.store.read(rows, keys_of([5]), out)
-    assert out.tolist() == [[9.0, 9.0]]
