@@ -164,13 +164,16 @@ def _sum_is_finite(state: GroupState, held: list[Contribution]) -> bool:
 
 
 def _squared_norm(state: GroupState, held: list[Contribution]) -> float:
-    """Sum of the squares of the gradients' sum, to which the scale is still to be applied."""
+    """Sum of the squares of the gradients' sum, to which the scale is still to be applied; the
+    update has its memory then, and rows."""
     scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
     squared = 0.0
     for number, block in sorted(state.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having:
             gradient, _, left = reduced(having, block, scale)
+            if isinstance(block, KeyedBlock):
+                block.reserve_rows(gradient)
             part = block.squared_norm(gradient)
             squared += part if left == scale or not part else part / scale / scale
     return squared
@@ -180,7 +183,8 @@ def _prepare(state: GroupState, held: list[Contribution]) -> None:
     """Prepare what may fail before the clock is decided: then no shard applies it."""
     scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
     push = PushInfo(-1, state.committed, state.version, 0, 1.0, scale)
-    if len(held) > 1 or held[0].weight != 1.0:
+    whole = all(header.active is None for header in held[0].step.push)
+    if len(held) > 1 or held[0].weight != 1.0 or not whole:  # there is a sum
         for each in state.blocks.values():
             each.reserve()
     may_fail = [block for block in state.blocks.values() if block.may_fail]

@@ -22,7 +22,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import Changing, PolicyEpoch
-from paramserve.core.replies import Replies, refusal
+from paramserve.core.replies import Replies, no_memory, refusal
 from paramserve.core.sessions import Answer, Request, ShardSession
 from paramserve.errors import ParamServeError, PolicyFailed, UnknownRule, rebuild
 from paramserve.messages import (
@@ -153,6 +153,10 @@ class GroupMachine:
             if not step.tick:
                 raise
             wrong = error  # it ends a clock all the same: the worker has counted it
+        except MemoryError:
+            if not step.tick:
+                raise
+            wrong = no_memory(self.shard, "a Step", "no")
         paused = state.changes.paused
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
             self._hold(session, asked)

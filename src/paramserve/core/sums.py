@@ -109,7 +109,8 @@ def total(
         for weight, _, gradient in rest:
             kernels.add_scaled_into(target, weight, gradient)
         return target, None
-    target = np.zeros(block.size, block.dtype)
+    target = block.scratch
+    target.fill(0.0)
     every = range(len(block.spec.pieces))
     for weight, header, gradient in parts:
         for piece in every if header.active is None else header.active:

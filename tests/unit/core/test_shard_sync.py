@@ -11,7 +11,7 @@ import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
 from paramserve.consistency.built_in import Sync
-from paramserve.core import collecting, replies
+from paramserve.core import collecting, replies, stepping
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.core.replies import gathered
 from paramserve.messages import (
@@ -69,6 +69,10 @@ def committed(one: Rig) -> list[int]:
 # --- a clock
 
 
+def no_memory(*args: object, **options: object) -> None:
+    raise MemoryError
+
+
 @pytest.mark.parametrize(
     ("module", "name", "applied", "value"),
     [(replies, "gathered", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
@@ -77,13 +81,9 @@ def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float
 ) -> None:
     """For the values that are read, after the update; or for the update itself."""
-
-    def full(*args: Any, **options: Any) -> None:
-        raise MemoryError
-
     one = rig(shards=1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, full)
+        patch.setattr(module, name, no_memory)
         for client, gradient in ((A, 1.0), (B, 2.0)):
             one.step(client, {0: [gradient] * 2}, [0])
     told = [answer.message for _, _, answer in one.replies[-2:]]
@@ -93,6 +93,37 @@ def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     for client in (A, B):
         one.step(client, {0: [1.0] * 2}, [0], clock=1)
     assert (one.value(0, 0)[0], committed(one)) == (value + 2.0, [2])
+
+
+def test_step_that_finds_no_memory_on_one_shard_is_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = rig()
+    with monkeypatch.context() as patch:
+        patch.setattr(stepping, "gradients", no_memory)
+        one.step(A, {0: [1.0]}, shard=1)
+    one.step(A, {0: [1.0]}, shard=0)
+    both(one, B, 2.0)
+    one.deliver()
+    told = [one.answers(client, shard)[-1] for client in (A, B) for shard in (0, 1)]
+    assert all(isinstance(message, Refused) for message in told), told
+    assert {(each.kind, each.applied) for each in told} == {("Overloaded", "no")}
+    assert (committed(one), values(one)) == ([1, 1], ([0.0], [0.0]))
+
+
+@pytest.mark.parametrize("active", [None, (0, 1)])
+def test_clock_that_was_reported_needs_no_more_memory(
+    monkeypatch: pytest.MonkeyPatch, active: tuple[int, ...] | None
+) -> None:
+    one = rig()
+    for client in (A, B):
+        for shard in (0, 1):
+            one.step(client, {0: [1.0]}, shard=shard, active=active)
+    with monkeypatch.context() as patch:
+        for name in ("empty", "zeros"):
+            patch.setattr(np, name, no_memory)
+        one.deliver()
+    assert (committed(one), values(one)) == ([1, 1], ([2.0], [2.0]))
 
 
 def test_values_assigned_while_a_clock_is_decided_are_what_it_updates() -> None:

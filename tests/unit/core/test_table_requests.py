@@ -433,3 +433,18 @@ def test_rows_put_while_a_clock_is_decided_are_what_it_updates() -> None:
     push(one, [], shard=0)
     one.deliver()
     assert rows_of(one, [7], 1) == [11.0]
+
+
+def test_clock_that_is_clipped_is_refused_on_all_shards_if_one_has_no_room_for_its_rows() -> None:
+    spec = table_spec(options=TableOptions(Constant(1.0)), policy=Sync(reduce="sum"))
+    one = rig(spec, shards=2, workers=1)
+    one.shards[1].blocks[0].store.rows_max = 1
+    for shard, keys in enumerate(([1], [2, 3])):
+        one.send(ME, Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=len(keys)),), (), clip_norm=1.0),
+                 shard, pushed(keys))  # fmt: skip
+    one.deliver()
+    told = [one.answers(ME, shard)[-1] for shard in (0, 1)]
+    assert [(type(each), each.kind, each.applied) for each in told] == [
+        (Refused, "TableFull", "no")
+    ] * 2
+    assert [len(shard.blocks[0].store) for shard in one.shards] == [1, 0]

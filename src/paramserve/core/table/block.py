@@ -144,6 +144,14 @@ class KeyedBlock(ShardStorage):
     def reserve(self) -> None:
         """Sums of rows have memory of their own, as large as they are."""
 
+    def reserve_rows(self, gradient: RowGradient) -> None:
+        """Have rows for the keys of a gradient, at their initial values.
+
+        Raises:
+            TableFull: there is no room for them; nothing was changed.
+        """
+        self._admitted(gradient, Purpose.DRAFT)
+
     def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
         """Weighted sum of several gradients, key by key, in the order given."""
         if len(weighted) == 1 and weighted[0][0] == 1.0:
