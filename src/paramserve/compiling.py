@@ -55,7 +55,7 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     described = spec.rule
     dtype: np.dtype[Any] = np.dtype(spec.dtype) if spec.dtype in DTYPES else np.dtype(np.float32)
     foreign = described is not None and (described.name == TORCH or described.name in rules)
-    if described is not None and foreign and not prepared(dtype, described.name):
+    if described is not None and foreign and (dtype.name, described.name) not in _prepared:
         return partial(_prepare, spec, dtype, described, rules)
     if spec.table is not None and described is not None:
         return _needed_for_table(spec.table, described, rules)
@@ -68,7 +68,14 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
 
 
 def _prepare(spec: BlockSpec, dtype: np.dtype[Any], described: RuleSpec, rules: Rules) -> None:
-    prepare_rule(dtype, described, rules)
+    """Import what a rule that is not built in needs (torch takes seconds), and let it prepare.
+
+    What fails here is no error yet: it fails again, and is told, where a block is defined.
+    """
+    load_kernels(dtype)
+    with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
+        build(described, rules).prepare(dtype)
+    _prepared.add((dtype.name, described.name))
     if spec.table is not None:
         more = _needed_for_table(spec.table, described, rules)
         if more is not None:
@@ -157,22 +164,6 @@ def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
 def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
     """Whether `load_kernels` would return at once."""
     return _key(dtype, rule) in _loaded or dtype.name not in ("float32", "float64")
-
-
-def prepare_rule(dtype: np.dtype[Any], described: RuleSpec, registered: Rules) -> None:
-    """Import what a rule that is not built in needs (torch takes seconds), and let it prepare.
-
-    What fails here is no error yet: it fails again, and is told, where a block is defined.
-    """
-    load_kernels(dtype)
-    with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
-        build(described, registered).prepare(dtype)
-    _prepared.add((dtype.name, described.name))
-
-
-def prepared(dtype: np.dtype[Any], name: str) -> bool:
-    """Whether `prepare_rule` has run for a rule of this name."""
-    return (dtype.name, name) in _prepared
 
 
 def _dense(dtype: np.dtype[Any], rule: Rule | None) -> Kernels:
