@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.table.compiled import index_kernels
+from paramserve.compiling import load_index
 from paramserve.core.table.index import Index
 
 Array = npt.NDArray[Any]
@@ -59,7 +59,7 @@ class RowCache:
     """
 
     def __init__(self, rows: int, clocks: int, dim: int, *, keep_pushed: bool) -> None:
-        index_kernels().prepare()
+        load_index()
         self.clocks = clocks
         self.keep_pushed = keep_pushed
         self._index = Index()
