@@ -13,6 +13,7 @@ import paramserve
 from paramserve import errors
 from paramserve.consistency.base import Policy
 from paramserve.rules.base import RowRule, Rule
+from paramserve.rules.built_in import BuiltIn
 
 PUBLIC = [name for name in dir(paramserve) if not name.startswith("_")]
 EXPECTED = {
@@ -24,7 +25,7 @@ EXPECTED = {
     *("Adagrad", "RowAdagrad", "FTRL", "Uniform", "Normal", "Constant", "Zeros"),
     *("MinCount", "TTL", "LRU", "pytorch"),
 }
-CONTRACTS = (Rule, RowRule, Policy)
+CONTRACTS = (Rule, RowRule, BuiltIn, Policy)
 """A method may be documented where its contract is."""
 
 
