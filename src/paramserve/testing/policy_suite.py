@@ -31,7 +31,8 @@ from paramserve.consistency.base import (
     Wait,
 )
 from paramserve.consistency.built_in import Buffered
-from paramserve.consistency.registry import Registered, build, check_registered, spec
+from paramserve.consistency.registered import check_registered
+from paramserve.consistency.registry import Registered, build, spec
 from paramserve.testing.drill import (
     Drill,
     PlainGroupView,

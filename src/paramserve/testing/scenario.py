@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.consistency.registry import Registered, check_registered
+from paramserve.consistency.registered import check_registered
+from paramserve.consistency.registry import Registered
 from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve.testing.network import Faults
 

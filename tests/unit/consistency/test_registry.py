@@ -13,7 +13,8 @@ from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import Adaptive, Async, Buffered, LocalSteps, Sync
 from paramserve.consistency.damping import Exponential, Inverse
-from paramserve.consistency.registry import build, check_registered, is_built_in, spec, terms
+from paramserve.consistency.registered import check_registered
+from paramserve.consistency.registry import build, is_built_in, spec, terms
 from paramserve.errors import UnknownRule
 from paramserve.rules import SGD, Adam
 from paramserve.rules.custom import CustomRule
