@@ -2,7 +2,7 @@
 
 A policy is a frozen value object without state: all that it decides from is an argument, so that it
 can be tested without a cluster, and sent to a server by name and options. The built-in policies are
-in `core.consistency`; a user's own derives from `Policy`, too.
+in `consistency.built_in`; a user's own derives from `Policy`, too.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Policy:
     def on_membership(self, group: GroupView) -> bool:
         """Workers have come or gone: whether to update with what is in the buffer now.
 
-        Without this, a buffer that nobody fills any more would never be applied.
+        Without this, a buffer that no worker fills any more would never be applied.
         """
         return not group.clocks
 

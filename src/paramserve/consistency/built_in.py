@@ -1,7 +1,7 @@
 """The built-in policies: when a gradient is applied, and when a worker may read.
 
 They differ in whom they wait for and in what a stale gradient counts; `docs/consistency.md` says
-which pays when. What each may see and answer is in `core.decisions`.
+which pays when. What each may see and answer is in `consistency.base`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Sync(Policy):
         if workers and self.backup >= workers:
             raise ValueError(
                 f"backup of Sync must be below the number of workers, {workers}, not "
-                f"{self.backup}: a clock needs somebody's gradients"
+                f"{self.backup}: a clock needs the gradients of at least one worker"
             )
 
     @property

@@ -13,17 +13,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import (
-    Adaptive,
-    Async,
-    BoundedStaleness,
-    Buffered,
-    DelayCompensated,
-    ElasticAverage,
-    LocalSteps,
-    Sync,
-)
+from paramserve.consistency.built_in import Adaptive, ElasticAverage, LocalSteps
 from paramserve.consistency.damping import DAMPINGS
 from paramserve.errors import UnknownRule
 from paramserve.rules.base import Rule
@@ -33,18 +25,12 @@ from paramserve.rules.registry import spec as rule_spec
 
 BUILT_IN: Mapping[str, type[Policy]] = MappingProxyType(
     {
-        kind.__name__: kind
-        for kind in (
-            Sync,
-            Async,
-            BoundedStaleness,
-            DelayCompensated,
-            Buffered,
-            LocalSteps,
-            ElasticAverage,
-        )
+        name: kind
+        for name, kind in vars(built_in).items()
+        if isinstance(kind, type) and issubclass(kind, Policy) and kind is not Policy
     }
 )
+"""What `consistency.built_in` defines."""
 PARTS: Mapping[str, type[Any]] = MappingProxyType(
     {kind.__name__: kind for kind in (*DAMPINGS, Adaptive)}
 )
@@ -73,7 +59,7 @@ def check_table_policy(name: str, policy: Policy, table: bool) -> None:
     if table and (policy.keeps_reads or isinstance(policy, LocalSteps | ElasticAverage)):
         raise ValueError(
             f"{type(policy).__name__} cannot be the policy of table {name!r}: it works with copies "
-            "of whole parameters, and nobody has a copy of a table. Give a table ps.Async(), "
+            "of whole parameters, and no worker has a copy of a table. Give a table ps.Async(), "
             "ps.Sync(), ps.BoundedStaleness() or ps.Buffered()"
         )
 
