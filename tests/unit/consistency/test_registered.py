@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
-from paramserve.consistency.base import Policy
+from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import Async
-from paramserve.consistency.registered import check, registered, split
+from paramserve.consistency.registered import check, check_registered, registered, split
+from paramserve.rules import SGD
 from paramserve.rules.custom import CustomRule
 
 
 @dataclass(frozen=True)
 class Own(Policy):
     bound: int = 1
+    damping: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,70 @@ def test_what_is_neither_is_refused(wrong: Any) -> None:
         registered([wrong])
     with pytest.raises(TypeError, match="policies= takes classes"):
         check((), [wrong])
+
+
+# --- policies and functions -----------------------------------------------------------------------
+
+
+def bare(staleness: int) -> float:
+    return 1.0
+
+
+@dataclass
+class Thawed(Policy):
+    bound: int = 1
+
+
+class NoDataclass(Own):
+    pass
+
+
+@dataclass(frozen=True)
+class ForgetsTheGroup(Policy):
+    def on_push(self, push: Push) -> OnPush:  # the very mistake
+        return APPLY
+
+
+@dataclass(frozen=True)
+class WantsMore(Policy):
+    def on_push(self, push: Push, group: GroupView, more: int) -> OnPush:  # the very mistake
+        return APPLY
+
+
+def named(name: str, base: type = Policy) -> type:
+    return dataclass(frozen=True)(type(name, (base,), {}))
+
+
+def function(name: str) -> Callable[[int], float]:
+    def made(staleness: int) -> float:
+        return 1.0
+
+    made.__name__ = name
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([Thawed], "Thawed has to be a frozen dataclass"),
+        ([NoDataclass], "NoDataclass has to be a frozen dataclass"),
+        ([ForgetsTheGroup], r"ForgetsTheGroup.on_push has to be a method on_push\(self, push"),
+        ([WantsMore], "WantsMore.on_push has to be a method"),
+        ([lambda staleness: 1.0], "has no name: write it with def"),
+        ([named("Async")], "'Async' is the name of a built-in one"),
+        ([named("Inverse")], "'Inverse' is the name of a built-in one"),
+        ([function("SGD")], "'SGD' is the name of a built-in one"),
+        ([named("Own"), named("Own")], "two are called 'Own'"),
+        ([named("bare"), bare], "two are called 'bare'"),
+        ([Own()], "takes classes derived from ps.Policy and functions"),
+        ([SGD], "takes classes derived from ps.Policy and functions"),
+        ([max], "takes classes derived from ps.Policy and functions"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        check_registered(given)
+
+
+def test_same_thing_registered_twice_counts_once() -> None:
+    assert dict(check_registered([Own, bare, Own], Own(damping=bare))) == {"Own": Own, "bare": bare}

@@ -10,13 +10,12 @@ import msgspec
 import pytest
 
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
+from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Adaptive, Async, Buffered, LocalSteps, Sync
 from paramserve.consistency.damping import Exponential, Inverse
-from paramserve.consistency.registered import check_registered
 from paramserve.consistency.registry import build, is_built_in, spec, terms
 from paramserve.errors import UnknownRule
-from paramserve.rules import SGD, Adam
+from paramserve.rules import Adam
 from paramserve.rules.custom import CustomRule
 
 
@@ -125,70 +124,3 @@ def test_peer_cannot_name_what_is_not_registered_as_that(described: ConsistencyS
 def test_peer_cannot_make_what_the_class_refuses(described: ConsistencySpec) -> None:
     with pytest.raises((ValueError, TypeError)):
         build(described)
-
-
-# --- registration ---------------------------------------------------------------------------------
-
-
-def bare(staleness: int) -> float:
-    return 1.0
-
-
-@dataclass
-class Thawed(Policy):
-    bound: int = 1
-
-
-class NoDataclass(Own):
-    pass
-
-
-@dataclass(frozen=True)
-class ForgetsTheGroup(Policy):
-    def on_push(self, push: Push) -> OnPush:  # the very mistake
-        return APPLY
-
-
-@dataclass(frozen=True)
-class WantsMore(Policy):
-    def on_push(self, push: Push, group: GroupView, more: int) -> OnPush:  # the very mistake
-        return APPLY
-
-
-def named(name: str, base: type = Policy) -> type:
-    return dataclass(frozen=True)(type(name, (base,), {}))
-
-
-def function(name: str) -> Callable[[int], float]:
-    def made(staleness: int) -> float:
-        return 1.0
-
-    made.__name__ = name
-    return made
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ([Thawed], "Thawed has to be a frozen dataclass"),
-        ([NoDataclass], "NoDataclass has to be a frozen dataclass"),
-        ([ForgetsTheGroup], r"ForgetsTheGroup.on_push has to be a method on_push\(self, push"),
-        ([WantsMore], "WantsMore.on_push has to be a method"),
-        ([lambda staleness: 1.0], "has no name: write it with def"),
-        ([named("Async")], "'Async' is the name of a built-in one"),
-        ([named("Inverse")], "'Inverse' is the name of a built-in one"),
-        ([function("SGD")], "'SGD' is the name of a built-in one"),
-        ([named("Own"), named("Own")], "two are called 'Own'"),
-        ([named("bare"), bare], "two are called 'bare'"),
-        ([Own()], "takes classes derived from ps.Policy and functions"),
-        ([SGD], "takes classes derived from ps.Policy and functions"),
-        ([max], "takes classes derived from ps.Policy and functions"),
-    ],
-)
-def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        check_registered(given)
-
-
-def test_same_thing_registered_twice_counts_once() -> None:
-    assert dict(check_registered([Own, bare, Own], Own(damping=bare))) == {"Own": Own, "bare": bare}
