@@ -122,7 +122,7 @@ def to_parquet(
     width = state_width(table) if state else -1
     schema = schema_of(table, width)
     rows = 0
-    # Floats that are learnt seldom repeat, and their least and greatest tell nobody anything.
+    # Learnt floats seldom repeat, and no reader filters by their least and greatest.
     options = {"use_dictionary": False, "write_statistics": ["key"]}
     with replacing(path) as file, parquet.ParquetWriter(file, schema, **options) as writer:
         for batch in batches(table, schema, width, timeout_s):

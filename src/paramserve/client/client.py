@@ -78,7 +78,7 @@ class Client:
 
     @property
     def rank(self) -> int:
-        """Of the worker; -1 for a client that holds up nobody."""
+        """Of the worker; -1 for a client that no worker waits for."""
         return self.connection.rank
 
     @property
@@ -394,7 +394,7 @@ class Client:
         return self._groups.set_consistency(name, policy, timeout_s)
 
     def rest(self, group: str = "default", *, timeout_s: float | None = None) -> None:
-        """Take no part in a group until the next step there: nobody waits for this worker.
+        """Take no part in a group until the next step there: no rank waits for this one.
 
         A pull is no step, and ends no rest: it reads what is there, whatever bound others have.
         What was sent is answered first. The next step may go on at a later clock, as that of a

@@ -43,7 +43,7 @@ class Connection:
 
     Attributes:
         id: given out by the coordinator.
-        rank: of the worker; -1 for a client that holds up nobody.
+        rank: of the worker; -1 for a client that no worker waits for.
         incarnation: counts the restarts of this rank, from 1; 0 without a rank.
         workers: how many workers the cluster expects.
         late: whether it joined while the others were under way, as a rank that was not there
@@ -137,11 +137,11 @@ class Connection:
         Args:
             addresses: the coordinator's, `unix:<path>` or `tcp:<host>:<port>`.
             credentials: the cluster's; needed for TCP only.
-            rank: of a worker; -1 for a client that holds up nobody.
+            rank: of a worker; -1 for a client that no worker waits for.
             workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
             timeout_s: until the coordinator answers and all servers are up.
         Raises:
-            ConnectTimeout: nobody answered in time.
+            ConnectTimeout: no coordinator answered in time.
             ParamServeError: the rank is taken, the cluster has another number of workers, or is
                 not complete in time. The rank stays as it was.
         """

@@ -110,11 +110,10 @@ class Directory:
 
         The shards that took it forget it first: the next define may give its group another policy.
         """
-        requests = [Undefine(0, block.id, attempt)] * len(self._exchange.shards)
         forgotten = False
         with self._lock:
             with contextlib.suppress(ParamServeError):  # the names stay taken
-                self._steps.finish("define", requests, limit, ())
+                self._steps.ask_all("define", Undefine(0, block.id, attempt), limit)
                 forgotten = True
             self._exchange.blocks.pop(block.id, None)
             if block.table is None:
@@ -150,10 +149,10 @@ class Directory:
         nth: int = -1,
         timeout_s: float | None = None,
     ) -> Block:
-        """Wait until somebody else has defined exactly these tensors.
+        """Wait until another client has defined exactly these tensors.
 
         Raises:
-            DefineTimeout: nobody did in `timeout_s`.
+            DefineTimeout: none did in `timeout_s`.
             DefineMismatch: it has another shape, dtype or rule, the group has another policy, or
                 its block `nth` was defined with other names.
         """
@@ -273,10 +272,9 @@ class Directory:
         return block
 
     def _send_table(self, block: Block, attempt: int, limit: float) -> None:
-        requests = [Define(0, block.spec, attempt, 0, 0)] * len(self._exchange.shards)
         try:
             with self._lock:
-                self._steps.finish("define", requests, limit, ())
+                self._steps.ask_all("define", Define(0, block.spec, attempt, 0, 0), limit)
         except ParamServeError as error:
             if not isinstance(error, Timeout | ServerGone):
                 self._give_up(block, attempt, limit)

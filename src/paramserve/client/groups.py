@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from paramserve.client.connection import Connection
 from paramserve.client.directory import Directory
-from paramserve.client.exchange import done
 from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
@@ -41,11 +40,13 @@ class Groups:
             _check_changeable(policy)
             _check_changeable(self._steps.traits_of(block).policy)
             try:  # No shard begins before all have said that they can.
-                self._ask_for(SetPolicy(0, block.group, described, check=True), limit)
+                check = SetPolicy(0, block.group, described, check=True)
+                self._steps.ask_all("set_consistency", check, limit)
             except ParamServeError as error:
                 error.applied = "no"
                 raise
-            self._ask_for(SetPolicy(0, block.group, described), limit)
+            change = SetPolicy(0, block.group, described)
+            self._steps.ask_all("set_consistency", change, limit)
         while True:
             changes = self._changes(name)
             decided = changes[0]
@@ -56,10 +57,6 @@ class Groups:
             if time.monotonic() >= until:
                 raise _undecided(name, policy, changes, described, limit)
             time.sleep(CHANGE_POLL_S)
-
-    def _ask_for(self, change: SetPolicy, limit_s: float) -> None:
-        requests = [change] * len(self._exchange.shards)
-        self._steps.finish("set_consistency", requests, limit_s, ())
 
     def _changes(self, name: str) -> list[GroupPolicy | None]:
         """A group's newest change of policy on each shard."""
@@ -76,8 +73,7 @@ class Groups:
         with self._lock:
             block = self._directory.defined_in(group)
             self._steps.drain(timeout_s)
-            requests = [SuspendMembership(0, block.group)] * len(self._exchange.shards)
-            self._steps.finish("rest", requests, timeout_s, ())
+            self._steps.ask_all("rest", SuspendMembership(0, block.group), timeout_s)
             self._steps.rests(group)
 
     def enter(self, group: str, timeout_s: float | None) -> bool:
@@ -88,8 +84,7 @@ class Groups:
             if self._steps.is_pending(group) and not self._steps.traits_of(block).collects:
                 clock, number = self._steps.clocks.get(group, 0), block.group
                 enters = Step(0, number, clock, False, (), (), enters=(number,))
-                requests = [enters] * len(self._exchange.shards)
-                replies = done(self._steps.finish("enter", requests, timeout_s, ()))
+                replies = self._steps.ask_all("enter", enters, timeout_s)
                 self._steps.go_on(group, max(reply.at for reply in replies))
             return self._steps.enter_ahead(block, timeout_s)
 

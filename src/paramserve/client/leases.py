@@ -84,8 +84,8 @@ class Drawn(NamedTuple):
 class LeasedWork:
     """What one worker does of one loader.
 
-    A step takes the batches that were delivered before it or, where nobody says what was
-    delivered, the next `plan.batches_per_step` that were drawn.
+    A step takes the batches that were delivered before it. Where the loader does not say what was
+    delivered, it takes the next `plan.batches_per_step` that were drawn.
 
     Args:
         name: of the loader, the same on all ranks.
@@ -218,7 +218,7 @@ class LeasedWork:
         try:
             self._client.drain()
             for group in self._worker.groups:
-                with contextlib.suppress(UnknownName):  # nothing was defined: nobody waits
+                with contextlib.suppress(UnknownName):  # nothing was defined there
                     self._client.rest(group)
             found = self._await()
             if found:
@@ -292,7 +292,7 @@ class LeasedWork:
         if self.over or self._taken is None:
             return
         self._client.drain()
-        with contextlib.suppress(ParamServeError):  # nobody is there to be told
+        with contextlib.suppress(ParamServeError):  # the coordinator is gone
             if self._ask(0.0, idle=True):
                 self.close()
 
@@ -307,8 +307,8 @@ class LeasedWork:
             taken = self._taken if self._taken is not None else (0, 0)
             mark = self._pending[kept - 1].mark if kept else taken
             message = GiveBack(0, self.name, self._turn, mark)
-            # Where the coordinator is gone, or this worker counts as dead, there is nobody to
-            # give it to; what a worker holds goes back when it ends, too.
+            # Where the coordinator is gone, or counts this worker as dead, it takes nothing back;
+            # what a worker holds goes back when it ends, too.
             with contextlib.suppress(ParamServeError):
                 self._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
         self._lease = Leased(0)

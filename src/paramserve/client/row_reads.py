@@ -101,7 +101,7 @@ class RowRead:
 class ReadVersions:
     """The lowest versions that the rows of one table were read at for the next push.
 
-    Reads without `create` do not count if there are others: nobody learns from an evaluation.
+    Reads without `create` do not count if there are others: an evaluation is followed by no push.
     """
 
     def __init__(self) -> None:
@@ -324,7 +324,7 @@ class RowReads:
             return CacheReport(0, 0, 0, 0) if cache is None else cache.report
 
     def _keep(self, read: RowRead, rows: Array, versions: list[int]) -> None:
-        """Keep copies of what a read has brought, but for rows that were pushed to meanwhile."""
+        """Keep copies of what a read has found, but not of rows that were pushed to meanwhile."""
         self._under_way.get(read.block.id, WeakSet()).discard(read)
         cache = self._cache(read.block)
         if cache is None:

@@ -45,8 +45,8 @@ class Snapshots:
             block = self._directory.any_in(group)
             if block is None:
                 return False
-            requests = [Watch(0, block.group, every, keep)] * len(self._exchange.shards)
-            self._steps.finish("watch", requests, self._steps.timeout_s, ())
+            watch = Watch(0, block.group, every, keep)
+            self._steps.ask_all("watch", watch, self._steps.timeout_s)
             return True
 
     def take(self, group: str, after: int) -> GroupSnapshot | None:

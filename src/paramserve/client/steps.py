@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from paramserve.client import timeouts
 from paramserve.client.entering import Entering, left_until
-from paramserve.client.exchange import Exchange, Slot, again
+from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
 from paramserve.config import RuleSpec
@@ -29,6 +29,7 @@ from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, Timeout
 from paramserve.messages import (
     CURRENT_CLOCK,
+    Done,
     Gradient,
     GroupReport,
     ReadTarget,
@@ -248,9 +249,9 @@ class Steps(Entering):
         self._rank = rank
         self._shards = len(exchange.shards)
         self._unread: dict[Ticket, None] = {}
-        """Tickets with an error that nobody has read, oldest first."""
+        """Tickets with an unread error, oldest first."""
         self._forgotten = deque[Ticket]()
-        """Tickets that nobody waits for any more, and whose slots are still to go back."""
+        """Tickets that no call waits for any more, and whose slots are still to go back."""
         self._gradients: dict[Any, tuple[Gradient, ...]] = {}
         self._places: dict[Any, tuple[ReadTarget, ...]] = {}
 
@@ -542,7 +543,7 @@ class Steps(Entering):
     def _bind(
         self, ticket: Ticket, operation: Operation, slots: list[Slot], group: str, after: int
     ) -> None:
-        """What happens when the answers are there, whoever reads them.
+        """What happens when the answers are there, in whichever thread reads them.
 
         Args:
             after: as `_hear` takes it.
@@ -622,6 +623,10 @@ class Steps(Entering):
         if operation.error is not None:
             raise again(operation.error)
         return operation
+
+    def ask_all(self, what: str, request: ShardRequest, limit_s: float | None) -> list[Done]:
+        """Send every shard the same request, which is not a step; their answers, in shard order."""
+        return done(self.finish(what, [request] * self._shards, limit_s, ()))
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -714,7 +719,7 @@ class Steps(Entering):
                 self._unread.pop(each, None)
 
     def raise_unread(self) -> None:
-        """Raise the oldest error that nobody has read from its ticket."""
+        """Raise the oldest error that was not read from its ticket."""
         self._exchange.check_whole()
         ticket = next(iter(self._unread), None)
         if ticket is not None:

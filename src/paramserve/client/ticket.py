@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -14,6 +14,9 @@ from paramserve.client.exchange import Slot, again, done
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
+
+if TYPE_CHECKING:
+    from paramserve.client.steps import Steps
 
 Array = npt.NDArray[Any]
 
@@ -35,27 +38,14 @@ class Outcome:
     values: dict[int, Array] = field(default_factory=dict)
 
 
-class Waits(Protocol):
-    """What a ticket needs of the client that made it; see `steps.Steps`."""
-
-    timeout_s: float
-
-    def wait(self, ticket: Ticket, timeout_s: float | None) -> None: ...
-    def poll(self, operation: Operation) -> bool: ...
-    def read_versions(self, group: int, operation: Operation) -> None: ...
-    def give_back(self, slots: Sequence[Slot]) -> None: ...
-    def forget(self, ticket: Ticket) -> None: ...
-    def error_was_read(self, ticket: Ticket) -> None: ...
-
-
 class Ticket:
     """The outcome of a push or a step, when it is there.
 
-    An error that nobody reads from its ticket is raised by the client's next call.
+    An error that is not read from its ticket is raised by the client's next call.
     """
 
     def __init__(
-        self, client: Waits, what: str, group: int, places: Sequence[tuple[Block, Slot]] = ()
+        self, client: Steps, what: str, group: int, places: Sequence[tuple[Block, Slot]] = ()
     ) -> None:
         self.what = what
         """"push", "pull", "tick", ...: for messages."""
