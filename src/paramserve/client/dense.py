@@ -259,11 +259,7 @@ class Dense:
         return self._read_pulls(tickets, list(gradients), None, copy, timeout_s)
 
     def pull(
-        self,
-        names: str | Sequence[str] | None,
-        out: Any,
-        copy: bool,
-        timeout_s: float | None,
+        self, names: str | Sequence[str] | None, out: Any, copy: bool, timeout_s: float | None
     ) -> Any:
         """See `Client.pull`."""
         self._connection.check()

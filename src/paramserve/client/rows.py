@@ -222,11 +222,7 @@ class Rows:
                 what = "step" if tick else "push"
                 parts.append(
                     StepParts(
-                        what,
-                        block,
-                        options=options,
-                        row_pushes=row_pushes,
-                        staged=staged.tickets,
+                        what, block, options=options, row_pushes=row_pushes, staged=staged.tickets
                     )
                 )
         except BaseException as error:
@@ -291,13 +287,7 @@ class Rows:
                     yield records
 
     def _scan_part(
-        self,
-        block: Block,
-        shard: int,
-        cursor: int,
-        rows: int,
-        width: int,
-        timeout_s: float | None,
+        self, block: Block, shard: int, cursor: int, rows: int, width: int, timeout_s: float | None
     ) -> tuple[Records, int]:
         self._connection.check()
         assert block.table is not None

@@ -652,11 +652,7 @@ class Steps(Entering):
         )
 
     def wait_for(
-        self,
-        wait: Callable[[float], bool],
-        what: str,
-        group: int | None,
-        timeout_s: float | None,
+        self, wait: Callable[[float], bool], what: str, group: int | None, timeout_s: float | None
     ) -> None:
         """Wait for answers, as long as `wait` of a ticket does.
 
