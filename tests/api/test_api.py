@@ -25,6 +25,11 @@ EXPECTED = {
     *("Adagrad", "RowAdagrad", "FTRL", "Uniform", "Normal", "Constant", "Zeros"),
     *("MinCount", "TTL", "LRU", "pytorch"),
 }
+CLIENT = {
+    *("define", "blocks", "push", "pull", "push_pull", "gradient", "assign", "tick", "clock"),
+    *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
+    *("drain", "close", "closed", "timeout_s", "rank"),
+}
 CONTRACTS = (Rule, RowRule, BuiltIn, Policy)
 """A method may be documented where its contract is."""
 
@@ -47,6 +52,10 @@ def test_all_lists_every_public_name_once() -> None:
     assert len(listed) == len(set(listed))
     assert all(hasattr(paramserve, name) for name in listed)
     assert set(listed) >= EXPECTED
+
+
+def test_client_has_what_users_call_and_its_parts_have_the_rest() -> None:
+    assert {name for name in dir(paramserve.Client) if not name.startswith("_")} == CLIENT
 
 
 @pytest.mark.parametrize("name", getattr(paramserve, "__all__", []))
