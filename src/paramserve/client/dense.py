@@ -118,7 +118,9 @@ class Dense:
         with self._lock:
             first = blocks[0] if blocks else self._directory.defined_in(group)
             self._steps.begin(requests=len(tables) + 1)
-            before = self._rows.parts(tables, tick=tick, weight=weight, skip=skip)
+            before: list[StepParts] = []
+            if tables:
+                before = self._rows.parts(tables, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
             try:
                 if skip:
