@@ -101,13 +101,13 @@ def test_export_and_import_go_by_parts(
     before = rows_of(table)
     other = table_of(make_cluster(servers=3))
     sizes: list[int] = []
-    put_rows = other.client._rows.put
+    put_rows = other.client._keyed.put
 
     def counted(block: Any, records: Any, timeout_s: float | None) -> None:
         sizes.append(records.keys.size)
         put_rows(block, records, timeout_s)
 
-    monkeypatch.setattr(other.client._rows, "put", counted)
+    monkeypatch.setattr(other.client._keyed, "put", counted)
     assert other.from_parquet(path) == other.from_arrow(table.to_arrow(state=True)) == 1000
     assert max(sizes) == 40
     assert rows_of(other) == before

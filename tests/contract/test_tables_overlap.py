@@ -115,7 +115,7 @@ def test_prefetch_of_wrong_keys_or_tables_asks_for_nothing(cluster: RoleCluster)
     with pytest.raises(ValueError, match="from another client"):
         client.prefetch_tables([(table, [1]), (other.table("users"), [1])])
     assert calls_of(client) == before
-    assert not client._rows.reads._prefetched
+    assert not client._keyed.reads._prefetched
 
 
 def test_prefetch_that_comes_too_late_is_raised_by_the_pull_and_not_used_again(
@@ -177,7 +177,7 @@ def test_prefetched_rows_are_used_across_one_clock_at_most_and_in_sync_across_no
     before = calls_of(client)
     assert table.pull([1, 2])[:, 0].tolist() == [0.0 if used else clocks, 0.0]
     assert calls_of(client) - before == (not used)
-    assert not any(client._rows.reads._prefetched.values())
+    assert not any(client._keyed.reads._prefetched.values())
 
 
 def test_prefetch_of_before_a_change_to_sync_is_not_used_after_it(
@@ -204,7 +204,7 @@ def test_prefetches_that_are_too_old_give_their_memory_back_without_a_pull(
     client.drain()
     films(client).pull([1])
     assert in_use(client) == 0
-    assert not client._rows.reads._under_way[table.block.id], "nothing is noted for them any more"
+    assert not client._keyed.reads._under_way[table.block.id], "nothing is noted for them any more"
     assert len(reads) == 20
 
 
@@ -310,7 +310,7 @@ def test_loader_that_prefetches_trains_alike_and_its_forwards_send_nothing(
     assert np.array_equal(plain[0], ahead[0]), "no key comes in two batches that follow each other"
     assert (plain[1], ahead[1]) == ([3] * 16, [1] * 16)
     assert 0 not in client.table("users").keys().tolist()
-    assert not any(client._rows.reads._prefetched.values())
+    assert not any(client._keyed.reads._prefetched.values())
 
 
 def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: MakeCluster) -> None:
@@ -332,7 +332,7 @@ def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: Ma
             list(worker.loader(data, prefetch=fails, **options))
         with pytest.raises(UnknownName, match="ghosts"):
             next(iter(worker.loader(data, prefetch=lambda batch: {"ghosts": batch[0]}, **options)))
-    assert not any(client._rows.reads._prefetched.values())
+    assert not any(client._keyed.reads._prefetched.values())
     client.drain()
     table.pull([1])
     gc.collect()

@@ -9,7 +9,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 
-from paramserve.client import BlockPush, Client, Ticket, rows
+from paramserve.client import BlockPush, Client, Ticket, keyed
 from paramserve.client.table import Table, TablePush
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
@@ -85,7 +85,7 @@ def test_servers_with_a_low_limit_of_requests_take_reads_in_more_messages(
 def test_rows_that_wait_for_a_tick_have_a_limit(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "STAGED_ROWS_MAX", 3)
+    monkeypatch.setattr(keyed, "STAGED_ROWS_MAX", 3)
     cluster = make_cluster("unix", workers=1)
     client = cluster.client(rank=0)
     words = client.table("words", dim=2, rule=SGD(0.5), init=Zeros(), consistency=Sync())

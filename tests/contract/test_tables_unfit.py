@@ -76,7 +76,7 @@ def test_servers_refuse_what_a_client_has_not_looked_at_before_they_write(
             ones(2) * np.array([[1.0], [held]], np.float32),
             np.ones(2, np.uint32),
         )
-        put = partial(table._rows.put, table.block, records, WAIT_S)
+        put = partial(table._keyed.put, table.block, records, WAIT_S)
         refused(put, NonFinite, "for key -6 of table 'users'")
     assert len(table) == 0
 

@@ -3,7 +3,7 @@
 `client` is what users hold. It owns the parts that make its calls: `connection` (joins, leaves),
 `steps` (one message to every shard; `clocks` and `entering`: how far the client is), `directory`
 (what is defined), `dense` (parameters by name and by block; `gradients`: their way into shared
-memory), `rows` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
+memory), `keyed` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
 `leases` and `snapshots` work through a client. `table` and `ticket` are what its calls give back;
 `names` and `arrow` read what they are given. Below: `exchange` (sessions, waiting, sending again),
 `links` (connections, slots), `payloads` (bytes in frames) and `heartbeat`.

@@ -11,8 +11,8 @@ from paramserve.client.connection import Connection
 from paramserve.client.dense import Dense
 from paramserve.client.directory import Directory
 from paramserve.client.groups import Groups
+from paramserve.client.keyed import Keyed
 from paramserve.client.row_reads import RowRead, TableRead
-from paramserve.client.rows import Rows
 from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
@@ -57,8 +57,8 @@ class Client:
         )
         self.steps.resume(connection.found, returned=connection.returned)
         self.directory = Directory(connection, self.steps)
-        self._rows = Rows(connection, self.steps, self)
-        self.dense = Dense(connection, self.steps, self.directory, self._rows)
+        self._keyed = Keyed(connection, self.steps, self)
+        self.dense = Dense(connection, self.steps, self.directory, self._keyed)
         self._groups = Groups(connection, self.steps, self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -285,8 +285,10 @@ class Client:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a table's name is a str that is not empty, got {name!r}")
         if dim is None:
-            known = self._rows.known(name)
-            return known if known is not None else self._rows.table(self.directory.find_table(name))
+            known = self._keyed.known(name)
+            if known is None:
+                known = self._keyed.table(self.directory.find_table(name))
+            return known
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
         block = self.directory.define_table(
             name,
@@ -298,12 +300,12 @@ class Client:
             consistency=consistency,
             timeout_s=timeout_s,
         )
-        return self._rows.table(block)
+        return self._keyed.table(block)
 
     def tables(self) -> list[Table]:
         """All tables of the cluster, in the order in which they were defined."""
         self.connection.check()
-        return [self._rows.table(block) for block in self.directory.tables()]
+        return [self._keyed.table(block) for block in self.directory.tables()]
 
     def push_tables(
         self,
@@ -332,7 +334,7 @@ class Client:
         Raises:
             As `Table.push`.
         """
-        return self._rows.push(pushes, tick=tick, weight=weight, skip=skip, leased=leased)
+        return self._keyed.push(pushes, tick=tick, weight=weight, skip=skip, leased=leased)
 
     def prefetch_tables(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
         """Ask for rows of several tables ahead, in one message to each shard.
@@ -345,7 +347,7 @@ class Client:
         Raises:
             As `Table.prefetch`. None of them is read ahead.
         """
-        return self._rows.prefetch(reads)
+        return self._keyed.prefetch(reads)
 
     # --- steps and groups ------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from paramserve.client.connection import Connection
 from paramserve.client.directory import Directory
 from paramserve.client.exchange import done
 from paramserve.client.gradients import Gradients, Pushes, clip
+from paramserve.client.keyed import Keyed, joined
 from paramserve.client.names import as_pairs
-from paramserve.client.rows import Rows, joined
 from paramserve.client.steps import (
     NOTHING_STAGED,
     BlockPush,
@@ -49,7 +49,7 @@ class Dense:
     """
 
     def __init__(
-        self, connection: Connection, steps: Steps, directory: Directory, rows: Rows
+        self, connection: Connection, steps: Steps, directory: Directory, keyed: Keyed
     ) -> None:
         self.gradients = Gradients(
             connection.exchange, directory.names, steps.refuses, connection.rank
@@ -57,7 +57,7 @@ class Dense:
         self._connection = connection
         self._steps = steps
         self._directory = directory
-        self._rows = rows
+        self._keyed = keyed
         self._exchange = connection.exchange
         self._names = directory.names
         self._lock = connection.lock
@@ -120,7 +120,7 @@ class Dense:
             self._steps.begin(requests=len(tables) + 1)
             before: list[StepParts] = []
             if tables:
-                before = self._rows.parts(tables, tick=tick, weight=weight, skip=skip)
+                before = self._keyed.parts(tables, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
             try:
                 if skip:
@@ -129,7 +129,7 @@ class Dense:
                     pushes, finite = self.gradients.take(push)
                     skip = not finite
             except BaseException as error:
-                self._rows.unsent(before, error)
+                self._keyed.unsent(before, error)
                 raise
             if clip_norm and not skip and not self._steps.traits_of(first).collects:
                 clip(pushes, clip_norm)
@@ -363,7 +363,7 @@ class Dense:
             self._steps.check_same_weight(group, weight)
             self._steps.begin()
             if block.table is not None:
-                return self._rows.push([TablePush(self._rows.table(block))], weight=weight)
+                return self._keyed.push([TablePush(self._keyed.table(block))], weight=weight)
             return self._end_step("tick", block, (), weight)
 
     def _end_step(

@@ -20,7 +20,7 @@ from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
 
 if TYPE_CHECKING:
-    from paramserve.client.rows import Rows
+    from paramserve.client.keyed import Keyed
 
 Array = npt.NDArray[Any]
 
@@ -51,14 +51,14 @@ class Table:
         client: that it was got from.
     """
 
-    def __init__(self, client: Any, rows: Rows, block: Block) -> None:
+    def __init__(self, client: Any, keyed: Keyed, block: Block) -> None:
         assert block.table is not None
         self.client = client
         self.block = block
         self.name = block.group_name
         self.dim = block.table.dim
-        self._rows = rows
-        self._reads = rows.reads
+        self._keyed = keyed
+        self._reads = keyed.reads
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim})"
@@ -117,7 +117,7 @@ class Table:
         """
         flat, values = self.checked(keys, gradients)
         push = TablePush(self, flat, values, hyper)
-        return self._rows.push([push], tick=False, weight=weight)
+        return self._keyed.push([push], tick=False, weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
@@ -181,7 +181,7 @@ class Table:
 
     def __len__(self) -> int:
         """Rows that are there, on all servers."""
-        return sum(report.rows for report in self._rows.reports(self.block))
+        return sum(report.rows for report in self._keyed.reports(self.block))
 
     def __bool__(self) -> bool:
         """A table is a table also when it is empty."""
@@ -189,11 +189,11 @@ class Table:
 
     def memory_bytes(self) -> int:
         """Of rows, rule state and index on all servers."""
-        return sum(report.memory_bytes for report in self._rows.reports(self.block))
+        return sum(report.memory_bytes for report in self._keyed.reports(self.block))
 
     def reports(self) -> list[TableReport]:
         """What each shard has of it and has done, in shard order."""
-        return self._rows.reports(self.block)
+        return self._keyed.reports(self.block)
 
     def keys(self, *, timeout_s: float | None = None) -> Array:
         """The keys that have a row, int64 [n], shard by shard."""
@@ -217,7 +217,7 @@ class Table:
         if rows < 1:
             raise ValueError(f"rows must be at least 1, not {rows}")
         width = self.reports()[0].width if state else -1
-        return self._rows.scan(self.block, rows, width, timeout_s)
+        return self._keyed.scan(self.block, rows, width, timeout_s)
 
     def put(
         self,
@@ -258,7 +258,7 @@ class Table:
                 )
             records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
         check_records(records, self.block.spec)
-        self._rows.put(self.block, records, timeout_s)
+        self._keyed.put(self.block, records, timeout_s)
 
     # --- Arrow and Parquet -----------------------------------------------------------------------
 
@@ -337,4 +337,4 @@ class Table:
         return arrow.from_parquet(self, path, self._putting(timeout_s), state=state)
 
     def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
-        return lambda records: self._rows.put(self.block, records, timeout_s)
+        return lambda records: self._keyed.put(self.block, records, timeout_s)

@@ -32,11 +32,11 @@ class Asked:
         self.reads: list[list[TableRead]] = []
         self.held: list[Any] = []
         self.known: dict[str, Table] = {}
-        self.rows: Any = SimpleNamespace(reads=None)
+        self.keyed: Any = SimpleNamespace(reads=None)
 
     def table(self, name: str) -> Table:
         block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2))
-        return self.known.setdefault(name, Table(self, self.rows, block))
+        return self.known.setdefault(name, Table(self, self.keyed, block))
 
     def prefetch_tables(self, reads: Any) -> list[Any]:
         self.reads.append([TableRead(*each) for each in reads])

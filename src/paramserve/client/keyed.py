@@ -45,7 +45,7 @@ STAGED_ROWS_MAX = 1 << 24
 """Rows of one table that may wait for its tick, under a policy that collects."""
 
 
-class Rows:
+class Keyed:
     """What a client pushes to tables, and whole tables.
 
     Attributes:
