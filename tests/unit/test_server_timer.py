@@ -12,6 +12,7 @@ from msgspec import structs
 from paramserve.config import Deadlines, ServerConfig
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
+from paramserve.loading import load_kernels
 from paramserve.messages import (
     BlockSpec,
     Commit,
@@ -75,10 +76,6 @@ class OtherServer:
         pass
 
 
-def no_kernels(*_: object) -> None:
-    """Kernels are no matter here."""
-
-
 class Harness:
     """One server whose heartbeats are too rare to help, and its two workers."""
 
@@ -94,7 +91,7 @@ class Harness:
         )
         self.loop, self.shard, self.servers = loop, shard, servers
         self.others = OtherServer(loop)
-        self.role = ServerRole(config, new_shard(config), loop, None, self._dial, needed=no_kernels)
+        self.role = ServerRole(config, new_shard(config), loop, None, self._dial)
         self.role.take_notices([Members(1, (), (("shard 0",), ("shard 1",))[:servers])])
         self.workers = [
             self.connects(Hello("client", client=rank + 1, incarnation=1, rank=rank, window=4))
@@ -145,6 +142,7 @@ class Harness:
 
 @pytest.fixture
 def loop() -> VirtualLoop:
+    load_kernels(np.dtype("float64"), Add())
     return VirtualLoop(VirtualClock())
 
 
