@@ -61,6 +61,7 @@ STRAGGLER = (slow(worker=2, factor=40),)
 CHANGES = Faults(slow=0.1, change=0.05)
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
+DEATHS = Faults(slow=0.2, kill=0.03)
 DEATHS_OF_JOINERS = {"faults": Faults(slow=0.1, join=0.03, kill=0.05), "restarts": True}
 PATIENCE_S = 0.04
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
@@ -747,6 +748,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
     (samples_risked_on_the_way_in, Sync(reduce="sum"), LEASES),
     (restarted_worker_does_not_enter, Sync(reduce="sum"), DEATHS_OF_JOINERS),
+    (propose_ignored, Sync(reduce="sum"), {"faults": DEATHS}),
 )
 """What is planted, under which policy, in which scenario."""
 RESTARTS_SYNC: tuple[Plant, ...] = (
@@ -764,7 +766,6 @@ SYNC: tuple[Plant, ...] = (
     one_shard_commits_without_the_lead,
     late_gradient_applied_twice,
     left_out_gradient_kept_for_the_next_clock,
-    propose_ignored,
     commit_not_repeated,
     held_reply_lost_on_reconnect,
     slot_freed_on_timeout,

@@ -23,6 +23,8 @@ from paramserve.testing.row_counting import KEYS, RowsWorker, SimulatedTables, r
 SEEDS = 6
 FOUND_WITHIN = 60
 """Seeds after which a planted bug has been found."""
+STEPS = 20
+"""Of each client there."""
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
 
 
@@ -51,7 +53,7 @@ def test_seed_of_a_table_runs_the_same_again() -> None:
 
 def test_seeds_of_a_table_meet_faults_and_all_keys_on_all_shards() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(20):
         cluster = SimulatedTables(seed, Scenario(servers=3, consistency=Async()))
         history = cluster.run()
         seen["killed"] += sum(client.dead for client in cluster.clients)
@@ -158,7 +160,7 @@ def test_bug_of_a_table_is_found(
 ) -> None:
     kind = plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        cluster = kind(seed, Scenario(consistency=policy))
+        cluster = kind(seed, Scenario(consistency=policy, steps=STEPS))
         try:
             cluster.run()
             cluster.check()

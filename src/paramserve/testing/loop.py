@@ -11,7 +11,7 @@ from paramserve.virtual import VirtualClock
 T = TypeVar("T")
 Callback = Callable[[], object]
 
-TURN_S = 50e-6
+TURN_S = 100e-6
 """One turn of the loop takes this long: time goes on also where a process polls."""
 LOOK_S = 1e-3
 """A descriptor with a writer is writable after this."""
@@ -20,15 +20,13 @@ LOOK_S = 1e-3
 class VirtualHandle:
     """A planned call."""
 
-    def __init__(self, do: Callback) -> None:
-        self._do: Callback | None = do
+    __slots__ = ("do",)
 
-    def run(self) -> None:
-        if self._do is not None:
-            self._do()
+    def __init__(self, do: Callback) -> None:
+        self.do: Callback | None = do
 
     def cancel(self) -> None:
-        self._do = None
+        self.do = None
 
 
 class VirtualPending(Generic[T]):
@@ -85,12 +83,14 @@ class VirtualLoop:
 
     def call_later(self, delay_s: float, callback: Callback, /) -> VirtualHandle:
         handle = VirtualHandle(callback)
-        self.clock.after(delay_s, self._run, handle)
+        self.clock.at(self.clock.now + delay_s, self._run, handle)
         return handle
 
     def _run(self, handle: VirtualHandle) -> None:
-        if self.awake(self._run, handle):
-            handle.run()
+        if self.clock.now < self._frozen_until:
+            self.clock.at(self._frozen_until, self._run, handle)
+        elif handle.do is not None:
+            handle.do()
 
     def run_in_executor(self, executor: None, function: Callable[[], T], /) -> VirtualPending[T]:
         pending: VirtualPending[T] = VirtualPending()
