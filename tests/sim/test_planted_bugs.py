@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sim import planted, planted_client
+from tests.sim import planted, planted_client, planted_drivers
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 
 SEEDS = 60
-"""The rarest of them showed first at seed 35."""
+"""The rarest of them showed first at seed 51."""
 SEEDS_WITH_RESTARTS = 120
 CASES = [
     *(
@@ -37,6 +37,10 @@ RESTARTS = [
 OFF_BY_ONE = [
     pytest.param(plant, policy, options, id=f"{plant.__name__}-{type(policy).__name__}")
     for plant, policy, options in planted.OFF_BY_ONE
+]
+DRIVERS = [
+    pytest.param(plant, policy, options, id=plant.__name__)
+    for plant, policy, options in planted_drivers.CASES
 ]
 
 
@@ -93,6 +97,24 @@ def test_planted_bug_of_a_policy_is_found(
 
 @pytest.mark.parametrize(("plant", "policy", "options"), OFF_BY_ONE)
 def test_without_the_planted_bug_of_a_policy_its_scenario_passes(
+    plant: planted.Plant, policy: Policy, options: dict[str, Any]
+) -> None:
+    assert first_violation(SimulatedCluster, policy, 10, **options) is None
+
+
+@pytest.mark.parametrize(("plant", "policy", "options"), DRIVERS)
+def test_planted_bug_of_a_driver_is_found(
+    plant: planted.Plant,
+    policy: Policy,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = first_violation(plant(monkeypatch), policy, **options)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize(("plant", "policy", "options"), DRIVERS)
+def test_without_the_planted_bug_of_a_driver_its_scenario_passes(
     plant: planted.Plant, policy: Policy, options: dict[str, Any]
 ) -> None:
     assert first_violation(SimulatedCluster, policy, 10, **options) is None

@@ -14,18 +14,24 @@ from paramserve.testing.wording import call_name, part_name
 
 
 def clocks_are_decided_in_time(history: History) -> list[str]:
-    """13, for Sync: a clock waits for nobody that it can do without.
+    """13, for Sync: a clock waits for no worker that it can do without, and not past `timeout_s`.
 
     Judged only where the network loses nothing, so that there is no other reason to wait.
     """
     if history.prompt_s is None:
         return []
-    return [
-        f"clock {each.clock} was decided {each.late_s:.4f} s after all that it needs had come to "
-        f"all shards ({history.policy_at(each.clock)!r})"
-        for each in history.decided
-        if each.late_s > history.prompt_s
-    ]
+    wrong = []
+    for each in history.decided:
+        policy = history.policy_at(each.clock)
+        limit_s = policy.timeout_s if isinstance(policy, Sync) else None
+        if each.late_s > history.prompt_s:
+            wrong.append(
+                f"clock {each.clock} was decided {each.late_s:.4f} s after all that it needs had "
+                f"come to all shards ({policy!r})"
+            )
+        elif isinstance(limit_s, float) and each.waited_s > limit_s + history.prompt_s:
+            wrong.append(f"clock {each.clock} was decided after {each.waited_s:.4f} s ({policy!r})")
+    return wrong
 
 
 def bounded_staleness(history: History) -> list[str]:

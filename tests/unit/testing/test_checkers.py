@@ -227,6 +227,15 @@ def test_clock_that_could_be_decided_is_in_time_where_nothing_is_lost() -> None:
     assert "was decided 0.0100 s after" in checkers.clocks_are_decided_in_time(found)[0]
 
 
+def test_clock_is_decided_within_its_timeout_and_what_the_network_takes() -> None:
+    found = decided(Sync(timeout_s=0.5), 0)
+    found.prompt_s = 0.02
+    found.decided[0] = found.decided[0]._replace(waited_s=0.51)
+    assert checkers.clocks_are_decided_in_time(found) == []
+    found.decided[0] = found.decided[0]._replace(waited_s=0.53)
+    assert "was decided after 0.5300 s" in checkers.clocks_are_decided_in_time(found)[0]
+
+
 # --- who counts ---------------------------------------------------------------------------------
 
 

@@ -1,0 +1,202 @@
+"""Bugs that the drivers of a server and of the coordinator could have, each in the code that ships.
+
+The checkers know none of them. Each function plants one and returns the cluster to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.sim.planted import STRAGGLER, Plant
+
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.coordinator import CoordinatorRole
+from paramserve.core.coordination import Called, CoordinatorEvent
+from paramserve.core.events import ClientGone
+from paramserve.core.shard import Shard
+from paramserve.messages import Hello, Leave, Members, Ok, encode
+from paramserve.server import ServerRole
+from paramserve.testing import Faults, SimulatedCluster, simulated
+from paramserve.transport.connection import Connection
+from paramserve.transport.peers import PeerLinks, _Peer
+
+STALLS = Faults(slow=0.1, stall=0.03, kill=0.02)
+
+
+def timer_never_moved_earlier(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A server that waits for a deadline takes no notice of one that comes before it."""
+    wake_at = ServerRole._wake_at
+
+    def only_if_none_is_set(self: ServerRole, deadline: float) -> None:
+        if self._timer is None:
+            wake_at(self, deadline)
+
+    monkeypatch.setattr(ServerRole, "_wake_at", only_if_none_is_set)
+    monkeypatch.setattr(simulated, "RESEND_S", 0.25)  # as in a run: else the timer is often due
+    return SimulatedCluster
+
+
+def message_dropped_while_connecting(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A message to a server that is not connected is dropped, and the shard repeats none."""
+    send = PeerLinks.send
+
+    def drop(self: PeerLinks, shard: int, header: bytes) -> None:
+        send(self, shard, header)
+        peer = self._peers[shard]
+        if peer.link is None:
+            peer.queue.clear()
+
+    monkeypatch.setattr(PeerLinks, "send", drop)
+    monkeypatch.setattr(Shard, "_repeat_vote", lambda self, group, vote: None)
+    return SimulatedCluster
+
+
+def answered_on_the_older_connection(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A client that connects again is answered where it was first."""
+    client = ServerRole._client
+
+    def keep(self: ServerRole, conn: Connection, hello: Hello) -> None:
+        older = self._clients.pop(hello.client, None)
+        client(self, conn, hello)
+        if older is not None:
+            self._clients[hello.client] = older
+
+    monkeypatch.setattr(ServerRole, "_client", keep)
+    return SimulatedCluster
+
+
+def end_of_the_older_connection_ends_the_newer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """When the end of a client's older connection is told, its newer one is forgotten."""
+
+    def closed(self: ServerRole, conn: Connection) -> None:
+        self._parties.pop(conn)
+        if self._clients.pop(conn.hello.client, None) is not None:
+            self._happen(ClientGone(conn.hello.client))
+
+    monkeypatch.setattr(ServerRole, "closed", closed)
+    return SimulatedCluster
+
+
+def only_the_first_of_several_notices(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Of memberships that were read together, the oldest stands."""
+    take = ServerRole.take_notices
+
+    def oldest(self: ServerRole, notices: list[Members]) -> None:
+        take(self, notices[:1])
+
+    monkeypatch.setattr(ServerRole, "take_notices", oldest)
+    return SimulatedCluster
+
+
+def notices_in_reverse(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Memberships that were read together are applied newest first, whatever their numbers."""
+    take = ServerRole.take_notices
+
+    def reverse(self: ServerRole, notices: list[Members]) -> None:
+        for each in reversed(notices):
+            self.shard.members_number = 0
+            take(self, [each])
+
+    monkeypatch.setattr(ServerRole, "take_notices", reverse)
+    return SimulatedCluster
+
+
+def control_not_read_after_it_was_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A server that has reached the coordinator again hears no more of it."""
+    restored = ServerRole._restored
+
+    def deaf(self: ServerRole, done: Any) -> None:
+        restored(self, done)
+        self._loop.remove_reader(self._control_fd)
+
+    monkeypatch.setattr(ServerRole, "_restored", deaf)
+    return SimulatedCluster
+
+
+def failed_attempt_stays_the_last(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A server that could not be reached is never tried again."""
+    connected = PeerLinks._connected
+
+    def forgets(self: PeerLinks, shard: int, peer: _Peer, dialing: Any) -> None:
+        connected(self, shard, peer, dialing)
+        peer.connecting = dialing.exception() is not None
+
+    monkeypatch.setattr(PeerLinks, "_connected", forgets)
+    return SimulatedCluster
+
+
+def stuck_link_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What a server did not take at once waits for ever."""
+
+    def look_later(self: PeerLinks, shard: int, peer: _Peer) -> None:
+        peer.waiting = True
+
+    monkeypatch.setattr(PeerLinks, "_look_later", look_later)
+    return SimulatedCluster
+
+
+def leave_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The coordinator says yes to a worker that leaves, and forgets it."""
+    step = CoordinatorRole._step
+
+    def forget(self: CoordinatorRole, event: CoordinatorEvent) -> None:
+        if isinstance(event, Called) and isinstance(event.message, Leave):
+            self._connections[event.connection].send(encode(Ok(event.message.call)))
+        else:
+            step(self, event)
+
+    monkeypatch.setattr(CoordinatorRole, "_step", forget)
+    return SimulatedCluster
+
+
+def membership_told_to_the_first_server_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """The coordinator tells changes of the membership to one server."""
+    opened = CoordinatorRole.opened
+
+    def first(self: CoordinatorRole, conn: Connection, hello: Hello) -> None:
+        opened(self, conn, hello)
+        self._servers = set(sorted(self._servers)[:1])
+
+    monkeypatch.setattr(CoordinatorRole, "opened", first)
+    return SimulatedCluster
+
+
+def coordinator_ticks_once(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The coordinator looks at its deadlines once, and never again."""
+    tick = CoordinatorRole._tick
+
+    def once(self: CoordinatorRole) -> None:
+        if self._stepped_at == 0.0:
+            tick(self)
+
+    monkeypatch.setattr(CoordinatorRole, "_tick", once)
+    return SimulatedCluster
+
+
+CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
+    (
+        timer_never_moved_earlier,
+        Sync(reduce="sum", timeout_s=0.02),
+        {"faults": Faults(), "script": STRAGGLER},
+    ),
+    (notices_in_reverse, Sync(reduce="sum"), {"faults": STALLS}),
+    (only_the_first_of_several_notices, Sync(reduce="sum"), {"faults": STALLS}),
+    (message_dropped_while_connecting, Sync(reduce="sum"), {}),
+    (answered_on_the_older_connection, Async(), {}),
+    (end_of_the_older_connection_ends_the_newer, Async(), {}),
+    (control_not_read_after_it_was_restored, Sync(reduce="sum"), {}),
+    (failed_attempt_stays_the_last, Sync(reduce="sum"), {}),
+    (stuck_link_not_looked_at_again, Sync(reduce="sum"), {}),
+    (leave_forgotten, Async(), {}),
+    (membership_told_to_the_first_server_only, Sync(reduce="sum"), {}),
+    (coordinator_ticks_once, Sync(reduce="sum"), {}),
+)
+"""What is planted, under which policy, in which scenario."""
