@@ -607,7 +607,7 @@ def test_change_that_a_shard_does_not_learn_names_it(
     cluster = make_cluster(servers=2, workers=1)
     (client,) = team(cluster, 1)
     (deaf,) = cluster.servers[1].role.shard.groups.values()
-    monkeypatch.setattr(deaf, "_on_switch", lambda *_: None)
+    monkeypatch.setattr(deaf.policies, "on_switch", lambda *_: None)
     with pytest.raises(Timeout, match=r"Sync for group 'default': shard 1 has not.*unknown"):
         client.set_consistency("default", Sync(), timeout_s=0.1)
     monkeypatch.undo()

@@ -487,7 +487,7 @@ def test_policy_that_a_table_cannot_have_is_not_set_either(cluster: RoleCluster)
         name = type(policy).__name__
         with pytest.raises((ValueError, ParamServeError), match=f"{name} cannot be"):
             client.set_consistency("users", policy)
-        assert cluster.servers[0].role.shard.groups[0].changing is None
+        assert cluster.servers[0].role.shard.groups[0].policies.changing is None
     client.set_consistency("users", BoundedStaleness(2))
     client.set_consistency("users", Sync())
     assert len(table) == 1

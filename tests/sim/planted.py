@@ -43,7 +43,8 @@ from paramserve.core.events import ClientHere
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import GroupState
 from paramserve.core.leases import Leases, Span
-from paramserve.core.policy_changes import Changes
+from paramserve.core.policy_changes import PolicyAgreement
+from paramserve.core.policy_epochs import Changes
 from paramserve.core.read_copies import Reads
 from paramserve.core.session import ClientSession, Operation
 from paramserve.core.sessions import Answer, Request, Sessions, ShardSession, Verdict
@@ -496,14 +497,15 @@ def late_worker_not_told(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClust
 def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Shard 1 goes by a new policy one clock later than shard 0."""
 
-    class Later(GroupMachine):
-        def _on_switch(self, message: Any) -> None:
-            if self.shard == 1:
+    class Later(PolicyAgreement):
+        def on_switch(self, message: Any) -> bool:
+            if self._shard == 1:
                 change = structs.replace(message.change, clock=message.change.clock + 1)
                 message = structs.replace(message, change=change)
-            super()._on_switch(message)
+            return super().on_switch(message)
 
-    return with_group(monkeypatch, Later)
+    monkeypatch.setattr(group_module, "PolicyAgreement", Later)
+    return SimulatedCluster
 
 
 def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:

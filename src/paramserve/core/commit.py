@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from paramserve.core import policy_calls
-from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.sessions import ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.errors import PolicyFailed

@@ -1,11 +1,11 @@
-"""What can happen to a shard, and what its role must then do."""
+"""What can happen to a shard, what its groups ask of it, and what its role must then do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paramserve.core.sessions import Answer, Memory
+from paramserve.core.sessions import Answer, Memory, ShardSession
 from paramserve.errors import ParamServeError
 from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
 
@@ -80,6 +80,43 @@ Event = (
     | MembersChanged
     | DeadlineReached
 )
+
+
+class Reply(NamedTuple):
+    """Answer the request that a session holds, and go on with those behind it."""
+
+    session: ShardSession
+    answer: Answer
+
+
+class Resume(NamedTuple):
+    """Go on with the requests that a session has queued."""
+
+    session: ShardSession
+
+
+class Send(NamedTuple):
+    """Send a message to a shard, which may be this one."""
+
+    shard: int
+    message: PeerMessage
+
+
+class Enter(NamedTuple):
+    """Wait for a rank from now on in these groups as well."""
+
+    rank: int
+    groups: tuple[int, ...]
+
+
+class LookAgain(NamedTuple):
+    """Execute the waiting requests of a group again: something has changed that they wait for."""
+
+    group: int
+
+
+GroupEffect = Reply | Resume | Send | Enter | LookAgain
+"""What the machine of a group asks of its shard."""
 
 
 @dataclass(slots=True)

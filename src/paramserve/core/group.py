@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import structs
 
 from paramserve.consistency.base import ADMIT, Admit, Pull, Wait
-from paramserve.consistency.registry import build as build_policy
-from paramserve.consistency.registry import check_table_policy
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
+from paramserve.core.events import Enter, GroupEffect, LookAgain, Reply, Resume, Send
 from paramserve.core.group_state import GroupState, Proposed
-from paramserve.core.policy_changes import Changing, PolicyEpoch
+from paramserve.core.policy_changes import PolicyAgreement
+from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
 from paramserve.core.sessions import Answer, Request, ShardSession
-from paramserve.errors import ParamServeError, PolicyFailed, UnknownRule, rebuild
+from paramserve.errors import ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,
@@ -45,42 +45,6 @@ from paramserve.rules.base import PushInfo
 
 ASK_AGAIN_S = 1e-4
 """A policy that waits for a time is not asked again sooner than this."""
-
-
-class Reply(NamedTuple):
-    """Answer the request that a session holds, and go on with those behind it."""
-
-    session: ShardSession
-    answer: Answer
-
-
-class Resume(NamedTuple):
-    """Go on with the requests that a session has queued."""
-
-    session: ShardSession
-
-
-class Send(NamedTuple):
-    """Send a message to a shard, which may be this one."""
-
-    shard: int
-    message: PeerMessage
-
-
-class Enter(NamedTuple):
-    """Wait for a rank from now on in these groups as well."""
-
-    rank: int
-    groups: tuple[int, ...]
-
-
-class LookAgain(NamedTuple):
-    """Execute the waiting requests of a group again: something has changed that they wait for."""
-
-    group: GroupMachine
-
-
-GroupEffect = Reply | Resume | Send | Enter | LookAgain
 
 
 class GroupMachine:
@@ -110,14 +74,13 @@ class GroupMachine:
         self.shards = shards
         self.leader = lead_of(state.id, shards)
         self.lead = Lead(shards) if self.leader == shard else None
-        """Set on the group's lead shard only, as is `changing`."""
-        self.changing: Changing | None = None
+        """Set on the group's lead shard only."""
+        self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, outbox)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self._resend_s = resend_s
-        self._policies = policies
         self._replies = replies
         self._outbox = outbox
         self._looking = False
@@ -304,7 +267,7 @@ class GroupMachine:
         """Something has changed that waiting requests may wait for."""
         if self.waiting and not self._looking:
             self._looking = True
-            self._outbox.append(LookAgain(self))
+            self._outbox.append(LookAgain(self.state.id))
 
     def take_waiting(self) -> list[ShardSession]:
         """The sessions whose requests are to be executed again; they wait no more."""
@@ -622,90 +585,22 @@ class GroupMachine:
         done = Done(step.seq, state.version, state.slowest, 0, skipped)
         return self._replies.with_values(state.blocks, held, done)
 
-    # --- changes of the policy -------------------------------------------------------------------
+    # --- other shards, and time ------------------------------------------------------------------
 
     def set_policy(self, message: SetPolicy, now: float) -> Answer:
         """Begin to change the policy, on the lead shard; the others check that they could."""
         state = self.state
         state.now = now
-        try:
-            policy = build_policy(message.policy, self._policies)
-        except UnknownRule as error:
-            raise UnknownRule(
-                f"group {state.name!r} keeps its policy, since the server of shard {self.shard} "
-                f"cannot build the new one: {error.failed}",
-                fix=error.fix,
-            ) from None
-        policy_calls.check(policy, len(state.clocks))
-        check_table_policy(state.name, policy, state.table is not None)
-        if self.lead is not None:
-            changing = self.changing
-            if changing is not None and not self._is_over(changing):
-                raise ParamServeError(
-                    f"group {state.name!r} is about to change its policy to "
-                    f"{changing.policy.name}; its slowest worker is at clock {state.slowest}",
-                    fix="wait until the slowest worker is past the clock of that change",
-                )
-            if not message.check:
-                number = state.changes.number + 1
-                self.changing = Changing(number, message.policy, self.shards)
-                self._pause_all(self.changing)
-                self._plan()
+        self.policies.propose(message)
+        self._plan()
         return Answer(Done(message.seq, state.version, state.slowest))
 
-    def _is_over(self, changing: Changing) -> bool:
-        """Whether every worker steps by the new policy already, as far as this shard knows. Without
-        workers, none is left behind."""
-        decided, state = changing.decided, self.state
-        return decided is not None and (not state.clocks or state.slowest >= decided.clock)
-
-    def _pause_all(self, changing: Changing) -> None:
-        changing.repeat_at = self.state.now + self._resend_s
-        for shard, message in changing.pauses(self.state.id).items():
-            self._outbox.append(Send(shard, message))
-
-    def pause(self, message: Pause, window: int, now: float) -> None:
-        """The lead asks from which clock on this shard has executed nothing.
+    def on_message(self, message: PeerMessage, window: int, now: float) -> None:
+        """A shard, which may be this one, speaks about a clock or a change of the policy.
 
         Args:
             window: the most calls that one client of this shard may have unanswered.
         """
-        state, changes = self.state, self.state.changes
-        state.now = now
-        if message.number <= changes.number:
-            return  # It was decided before.
-        if changes.paused is None:
-            first = state.frontier()
-            changes.paused = Paused(state.id, message.number, self.shard, first, window)
-        self._tell_paused(changes.paused)
-        self._plan()
-
-    def _tell_paused(self, paused: Paused) -> None:
-        self.state.changes.repeat_at = self.state.now + self._resend_s
-        self._outbox.append(Send(self.leader, paused))
-
-    def _on_paused(self, message: Paused) -> None:
-        known = (each for each in self.state.changes.taken if each.number == message.number)
-        decided = next(known, None)
-        if decided is not None:  # also of a change before the newest, which that shard has missed
-            self._outbox.append(Send(message.shard, Switch(decided)))
-        elif self.changing is not None:
-            for shard, switch in self.changing.on_paused(message).items():
-                self._outbox.append(Send(shard, switch))
-
-    def _on_switch(self, message: Switch) -> None:
-        state, change = self.state, message.change
-        if change.number != state.changes.number + 1:
-            return  # Known before.
-        state.changes.take(change, build_policy(change.policy, self._policies))
-        state.settle()
-        self._maybe_vote()
-        self._look_again()
-
-    # --- other shards, and time ------------------------------------------------------------------
-
-    def on_message(self, message: Vote | Prepare | Commit | Paused | Switch, now: float) -> None:
-        """A shard, which may be this one, speaks about a clock or a change of the policy."""
         self.state.now = now
         match message:
             case Vote():
@@ -714,37 +609,34 @@ class GroupMachine:
                 self._on_prepare(message)
             case Commit():
                 self._on_commit(message)
+            case Pause():
+                self.policies.on_pause(message, window)
             case Paused():
-                self._on_paused(message)
+                self.policies.on_paused(message)
             case Switch():
-                self._on_switch(message)
+                if self.policies.on_switch(message):
+                    self._maybe_vote()
+                    self._look_again()
         self._plan()
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered, and ask policies that wait for a time."""
-        state, collect, changes = self.state, self.state.collect, self.state.changes
+        state, collect = self.state, self.state.collect
         state.now = now
         if collect.sent is not None and collect.repeat_at <= now:
             self._repeat_vote(collect.sent)
         if collect.due is not None and collect.due <= now:
             collect.due = None
             self._maybe_vote()
-        changing = self.changing
-        if changing is not None and changing.decided is None and changing.repeat_at <= now:
-            self._pause_all(changing)
-        if changes.paused is not None and changes.repeat_at <= now:
-            self._tell_paused(changes.paused)
+        self.policies.deadline_reached(now)
         self._plan()
 
     def _plan(self) -> None:
         """Set `deadline`; the only shard is its own lead, and repeats nothing."""
-        collect, changes, changing = self.state.collect, self.state.changes, self.changing
+        collect = self.state.collect
         times = [] if collect.due is None else [collect.due]
         if self.shards > 1:
             if collect.sent is not None:
                 times.append(collect.repeat_at)
-            if changing is not None and changing.decided is None:
-                times.append(changing.repeat_at)
-            if changes.paused is not None:
-                times.append(changes.repeat_at)
+            times += self.policies.deadlines()
         self.deadline = min(times, default=None)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Collect
-from paramserve.core.policy_changes import Changes, PolicyEpoch, since
+from paramserve.core.policy_epochs import Changes, PolicyEpoch, since
 from paramserve.core.read_copies import Reads
 from paramserve.core.sessions import ENDED
 from paramserve.core.sums import GradientBuffer

@@ -19,7 +19,7 @@ from paramserve.consistency.base import (
     Push,
     Wait,
 )
-from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.user_rules import where
 from paramserve.errors import PolicyFailed
 

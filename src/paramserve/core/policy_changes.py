@@ -1,6 +1,6 @@
-"""A group's policies over its clocks, and how all shards agree on the clock of a change.
+"""How all shards agree on the clock from which a group has another policy.
 
-The lead shard asks all to pause (`Pause`): each holds the steps that nobody has reached yet and
+The lead shard asks all to pause (`Pause`): each holds the steps that no worker has reached yet and
 says which is the first of them (`Paused`). The change takes effect behind all of these, and so far
 behind that every client hears of it in an answer before it can send a step of that clock: an answer
 to a held step carries the news, and no client has more than its window of requests on the way.
@@ -9,83 +9,20 @@ All messages may be lost or repeated: both sides repeat theirs until the other h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.base import Policy
-from paramserve.consistency.registry import is_built_in
-from paramserve.messages import GroupPolicy, Pause, Paused, Switch
-
-CHANGES_MAX = 16
-"""Changes of one group that are remembered: all workers are past the one before the last when
-another begins."""
-
-
-class PolicyEpoch(NamedTuple):
-    """A policy, and the first clock that it holds for."""
-
-    clock: int
-    policy: Policy
-    guarded: bool
-    """Whether it has code of a user's, which may raise or answer anything."""
-
-
-def since(clock: int, policy: Policy) -> PolicyEpoch:
-    """A policy from a clock on."""
-    return PolicyEpoch(clock, policy, not is_built_in(policy))
-
-
-@dataclass
-class Changes:
-    """The policies of one group on one shard, and what this shard knows of a change."""
-
-    first: PolicyEpoch
-    later: list[PolicyEpoch] = field(default_factory=list)
-    """Policies that came after, in order."""
-    taken: list[GroupPolicy] = field(default_factory=list)
-    """All changes, in order."""
-    paused: Paused | None = None
-    """What this shard has told the lead, until the lead decides."""
-    repeat_at: float = 0.0
-
-    def at(self, clock: int) -> PolicyEpoch:
-        """What holds for steps of a clock."""
-        for each in reversed(self.later):
-            if clock >= each.clock:
-                return each
-        return self.first
-
-    @property
-    def newest(self) -> PolicyEpoch:
-        """What holds in the end, when all clocks of before are over."""
-        return self.later[-1] if self.later else self.first
-
-    @property
-    def change(self) -> GroupPolicy | None:
-        """The newest."""
-        return self.taken[-1] if self.taken else None
-
-    @property
-    def number(self) -> int:
-        """Changes so far."""
-        return self.taken[-1].number if self.taken else 0
-
-    def take(self, change: GroupPolicy, policy: Policy) -> None:
-        """The lead has decided."""
-        self.taken = [*self.taken, change][-CHANGES_MAX:]
-        self.paused = None
-        self.later.append(since(change.clock, policy))
-        if len(self.later) > CHANGES_MAX:
-            self.first = self.later.pop(0)
-
-    def next_collecting(self, clock: int) -> int:
-        """The first clock from `clock` on that gradients are collected for; `clock` itself if there
-        is none."""
-        if self.at(clock).policy.collects:
-            return clock
-        return next((s.clock for s in self.later if s.clock > clock and s.policy.collects), clock)
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import check_table_policy
+from paramserve.core import policy_calls
+from paramserve.core.commit import lead_of
+from paramserve.core.events import GroupEffect, Send
+from paramserve.core.group_state import GroupState
+from paramserve.errors import ParamServeError, UnknownRule
+from paramserve.messages import GroupPolicy, Pause, Paused, SetPolicy, Switch
 
 
 @dataclass
@@ -122,3 +59,131 @@ class Changing:
         if self.decided is not None:
             return {}
         return dict.fromkeys(self.missing(), Pause(group, self.number))
+
+
+class PolicyAgreement:
+    """One shard's part in the changes of one group's policy.
+
+    Args:
+        state: the group.
+        shard: number of this shard, of `shards`.
+        resend_s: after which a message to another shard is sent again.
+        policies: classes by name that the owner registered, besides the built-in ones.
+        outbox: takes what the shard is to send.
+    """
+
+    def __init__(
+        self,
+        state: GroupState,
+        shard: int,
+        shards: int,
+        resend_s: float,
+        policies: Mapping[str, Any],
+        outbox: deque[GroupEffect],
+    ) -> None:
+        self.changing: Changing | None = None
+        """The lead's side."""
+        self._state = state
+        self._shard = shard
+        self._shards = shards
+        self._leader = lead_of(state.id, shards)
+        self._resend_s = resend_s
+        self._policies = policies
+        self._outbox = outbox
+
+    def propose(self, message: SetPolicy) -> None:
+        """Check that this shard could change the policy; on the lead shard, begin to.
+
+        Raises:
+            ParamServeError, ValueError: nothing was changed.
+        """
+        state = self._state
+        try:
+            policy = build_policy(message.policy, self._policies)
+        except UnknownRule as error:
+            raise UnknownRule(
+                f"group {state.name!r} keeps its policy, since the server of shard {self._shard} "
+                f"cannot build the new one: {error.failed}",
+                fix=error.fix,
+            ) from None
+        policy_calls.check(policy, len(state.clocks))
+        check_table_policy(state.name, policy, state.table is not None)
+        if self._leader != self._shard:
+            return
+        changing = self.changing
+        if changing is not None and not self._is_over(changing):
+            raise ParamServeError(
+                f"group {state.name!r} is about to change its policy to "
+                f"{changing.policy.name}; its slowest worker is at clock {state.slowest}",
+                fix="wait until the slowest worker is past the clock of that change",
+            )
+        if not message.check:
+            number = state.changes.number + 1
+            self.changing = Changing(number, message.policy, self._shards)
+            self._pause_all(self.changing)
+
+    def _is_over(self, changing: Changing) -> bool:
+        """Whether every worker steps by the new policy already, as far as this shard knows. Without
+        workers, none is left behind."""
+        decided, state = changing.decided, self._state
+        return decided is not None and (not state.clocks or state.slowest >= decided.clock)
+
+    def _pause_all(self, changing: Changing) -> None:
+        changing.repeat_at = self._state.now + self._resend_s
+        for shard, message in changing.pauses(self._state.id).items():
+            self._outbox.append(Send(shard, message))
+
+    def on_pause(self, message: Pause, window: int) -> None:
+        """Tell the lead from which clock on this shard has executed nothing, and hold those steps.
+
+        Args:
+            window: the most calls that one client of this shard may have unanswered.
+        """
+        state, changes = self._state, self._state.changes
+        if message.number <= changes.number:
+            return  # It was decided before.
+        if changes.paused is None:
+            first = state.frontier()
+            changes.paused = Paused(state.id, message.number, self._shard, first, window)
+        self._tell_paused(changes.paused)
+
+    def _tell_paused(self, paused: Paused) -> None:
+        self._state.changes.repeat_at = self._state.now + self._resend_s
+        self._outbox.append(Send(self._leader, paused))
+
+    def on_paused(self, message: Paused) -> None:
+        """On the lead shard: one shard has paused, or has not heard of the decision."""
+        known = (each for each in self._state.changes.taken if each.number == message.number)
+        decided = next(known, None)
+        if decided is not None:  # also of a change before the newest, which that shard has missed
+            self._outbox.append(Send(message.shard, Switch(decided)))
+        elif self.changing is not None:
+            for shard, switch in self.changing.on_paused(message).items():
+                self._outbox.append(Send(shard, switch))
+
+    def on_switch(self, message: Switch) -> bool:
+        """Take the lead's decision; False if it was known before."""
+        state, change = self._state, message.change
+        if change.number != state.changes.number + 1:
+            return False
+        state.changes.take(change, build_policy(change.policy, self._policies))
+        state.settle()
+        return True
+
+    def deadline_reached(self, now: float) -> None:
+        """Repeat what was not answered."""
+        changing, changes = self.changing, self._state.changes
+        if changing is not None and changing.decided is None and changing.repeat_at <= now:
+            self._pause_all(changing)
+        if changes.paused is not None and changes.repeat_at <= now:
+            self._tell_paused(changes.paused)
+
+    def deadlines(self) -> list[float]:
+        """When to repeat."""
+        changing, changes = self.changing, self._state.changes
+        times = []
+        if changing is not None and changing.decided is None:
+            times.append(changing.repeat_at)
+        if changes.paused is not None:
+            times.append(changes.repeat_at)
+        return times

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.registry import PolicyTraits, terms
-from paramserve.core.policy_changes import CHANGES_MAX
+from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.messages import GroupPolicy
 
 

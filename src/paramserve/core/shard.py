@@ -25,13 +25,19 @@ from paramserve.core.events import (
     ClientHere,
     DeadlineReached,
     Effects,
+    Enter,
     Event,
     FromShard,
+    GroupEffect,
     Inquired,
+    LookAgain,
     MembersChanged,
+    Reply,
     Requested,
+    Resume,
+    Send,
 )
-from paramserve.core.group import Enter, GroupEffect, GroupMachine, LookAgain, Reply, Resume, Send
+from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import GroupState, Watching
 from paramserve.core.replies import (
     Bytes,
@@ -191,8 +197,9 @@ class Shard:
                         machine = self.groups.get(number)
                         if machine is not None and rank not in machine.state.clocks:
                             machine.state.enter(rank)
-                case LookAgain(machine):
-                    for session in machine.take_waiting():
+                case LookAgain(number):
+                    waiting = self.groups.get(number)
+                    for session in waiting.take_waiting() if waiting is not None else ():
                         held, session.held = session.held, None
                         if held is not None:
                             self._execute(session, held)
@@ -208,10 +215,8 @@ class Shard:
         machine = self.groups.get(number)
         if machine is None:
             return  # Its define is still on the way; the sender repeats.
-        if isinstance(message, Pause):
-            machine.pause(message, self.sessions.window(), self._now)
-        else:
-            machine.on_message(message, self._now)
+        window = self.sessions.window() if isinstance(message, Pause) else 0
+        machine.on_message(message, window, self._now)
 
     # --- clients and members ---------------------------------------------------------------------
 

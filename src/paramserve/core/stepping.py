@@ -16,7 +16,7 @@ from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
-from paramserve.core.policy_changes import PolicyEpoch
+from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import check_payload, inline_keys
 from paramserve.core.sessions import Memory, ShardSession
 from paramserve.core.shard_storage import Keep

@@ -14,7 +14,7 @@ from paramserve.core.commit import (
     lead_of,
     refusal_of,
 )
-from paramserve.core.policy_changes import since
+from paramserve.core.policy_epochs import since
 from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
 
 SUM = Sync(reduce="sum")

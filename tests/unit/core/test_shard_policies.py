@@ -31,7 +31,7 @@ from paramserve.consistency.built_in import (
 from paramserve.consistency.damping import Inverse
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
-from paramserve.core.policy_changes import CHANGES_MAX
+from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.stepping import adapted
 from paramserve.messages import Done, Inquire, Refused, SetPolicy, SuspendMembership, Waiting
 from paramserve.rules import SGD

@@ -359,7 +359,7 @@ def test_policy_that_needs_copies_is_not_set() -> None:
     one = rig()
     error = refused(one.send(ME, SetPolicy(0, 0, policy_spec(LocalSteps()))))
     assert "LocalSteps" in error.failed
-    assert one.shards[0].groups[0].changing is None
+    assert one.shards[0].groups[0].policies.changing is None
 
 
 # --- sums ---------------------------------------------------------------------------------------
