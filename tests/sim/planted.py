@@ -41,7 +41,7 @@ from paramserve.core import shard as shard_module
 from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
 from paramserve.core.group import GroupMachine
-from paramserve.core.group_state import GroupState
+from paramserve.core.group_members import GroupMembers
 from paramserve.core.leases import Leases, Span
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
@@ -310,10 +310,10 @@ def ghost_of_a_restarting_worker_not_fenced(
 def clock_follows_a_repeated_step(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A step that is repeated sets its rank's clock back where it had been applied before."""
 
-    def ticked(self: GroupState, rank: int, clock: int) -> None:
+    def ticked(self: GroupMembers, rank: int, clock: int) -> None:
         self._set({**self.clocks, rank: clock + 1})
 
-    monkeypatch.setattr(GroupState, "ticked", ticked)
+    monkeypatch.setattr(GroupMembers, "ticked", ticked)
     return SimulatedCluster
 
 
@@ -521,22 +521,22 @@ def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later counts as if it had done nothing: all others wait for it."""
 
-    def enter(self: GroupState, rank: int) -> None:
-        self.resting.discard(rank)
+    def enter(self: GroupMembers, rank: int, start: int) -> None:
+        self.suspended.discard(rank)
         self._set({**self.clocks, rank: 0})
 
-    monkeypatch.setattr(GroupState, "enter", enter)
+    monkeypatch.setattr(GroupMembers, "enter", enter)
     return SimulatedCluster
 
 
 def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
 
-    def enter(self: GroupState, rank: int) -> None:
-        self.resting.discard(rank)
+    def enter(self: GroupMembers, rank: int, start: int) -> None:
+        self.suspended.discard(rank)
         self._set({**self.clocks, rank: max(self.clocks.values(), default=0) + 2})
 
-    monkeypatch.setattr(GroupState, "enter", enter)
+    monkeypatch.setattr(GroupMembers, "enter", enter)
     return SimulatedCluster
 
 

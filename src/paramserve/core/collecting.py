@@ -68,10 +68,10 @@ def collect(
     step = request.message
     assert isinstance(step, Step)
     rank = session.rank
-    if not pending and rank not in state.clocks:
+    if not pending and rank not in state.members.clocks:
         raise NotAMember(
             f"client {session.client} (rank {rank}) pushed to group {state.name!r}, "
-            f"which steps in Sync with the live workers {sorted(state.clocks)}",
+            f"which steps in Sync with the live workers {sorted(state.members.clocks)}",
             fix="push from a worker, or use consistency=ps.Async()",
         )
     if not step.tick or step.clock != state.committed or rank in state.collect.pending:

@@ -100,13 +100,13 @@ class GroupMachine:
         if session.done is not None:
             return self._read_at_last(session, request, session.done)
         if state.table is not None:
-            state.table.clock = state.slowest
+            state.table.clock = state.members.slowest
             state.table.collects = state.collects
         asked = request
         if step.clock == CURRENT_CLOCK:
             session.asks_clock.add(state.id)
             session.asked = request
-            step = structs.replace(step, clock=state.clocks.get(rank, state.start))
+            step = structs.replace(step, clock=state.members.clocks.get(rank, state.start))
             request = request._replace(message=step)
         parts: list[stepping.Part] = []
         wrong: Exception | None = None
@@ -124,24 +124,24 @@ class GroupMachine:
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
             self._hold(session, asked)
             return None
-        pending = session.live and rank not in state.clocks
+        pending = session.live and rank not in state.members.clocks
         steps = bool(step.push or step.tick or step.skip)
         if pending:
             collects = state.collects
-            rests = rank in state.resting and not (steps or state.id in step.enters)
-            if not (collects or rests):
+            suspended = rank in state.members.suspended and not (steps or state.id in step.enters)
+            if not (collects or suspended):
                 if wrong is not None:
                     raise wrong
-                state.enter(rank)
+                state.members.enter(rank, state.start)
             elif collects and step.clock > state.start and self.shards > 1:
                 self._hold(session, request)  # until the clocks before are decided here, too
                 return None
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
-        known = state.clocks.get(rank, step.clock)
+        known = state.members.clocks.get(rank, step.clock)
         if known < step.clock and not state.at(known).policy.collects:
             # It has entered on another shard at a later clock, and sends no step of those before.
-            state.ticked(rank, step.clock - 1)
+            state.members.ticked(rank, step.clock - 1)
             self._look_again()
         since = state.of(rank, max(step.clock, state.start) if pending else step.clock)
         if pending and steps and step.clock < since.clock:
@@ -175,10 +175,10 @@ class GroupMachine:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
         a policy that collects, the commit does that."""
         state = self.state
-        if step.tick and rank in state.clocks and not state.at(step.clock).policy.collects:
-            slowest = state.slowest
-            state.ticked(rank, step.clock)
-            if state.slowest != slowest:
+        if step.tick and rank in state.members.clocks and not state.at(step.clock).policy.collects:
+            slowest = state.members.slowest
+            state.members.ticked(rank, step.clock)
+            if state.members.slowest != slowest:
                 self._look_again()
 
     def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
@@ -189,7 +189,7 @@ class GroupMachine:
         if step.push:
             state.drop(session.rank)
         state.mark(session.client, step.mark)
-        done = Done(step.seq, state.version, state.slowest, skipped=True, at=at)
+        done = Done(step.seq, state.version, state.members.slowest, skipped=True, at=at)
         return self._replies.with_values(state.blocks, request, done)
 
     def _with_news(self, session: ShardSession, answer: Answer, pending: bool = False) -> Answer:
@@ -203,7 +203,7 @@ class GroupMachine:
         if asks:
             session.asks_clock.discard(state.id)
         if (pending or asks) and message.at < 0:
-            message = structs.replace(message, at=state.clock_of(session.rank))
+            message = structs.replace(message, at=state.members.clock_of(session.rank, state.start))
         if taken:
             told = session.told.get(state.id, 0)
             if told < taken[-1].number:
@@ -229,7 +229,7 @@ class GroupMachine:
         """
         step, state, rank = request.message, self.state, session.rank
         assert isinstance(step, Step)
-        if step.pull and rank in state.clocks:
+        if step.pull and rank in state.members.clocks:
             clock = step.clock + step.tick
             since = state.at(clock)
             try:
@@ -248,13 +248,13 @@ class GroupMachine:
             else:
                 state.reads.forget(rank)
         if done is None:
-            done = Done(step.seq, state.version, state.slowest)
+            done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written)
 
     def _read_at_last(self, session: ShardSession, request: Request, done: Done) -> Answer | None:
         """The read of a step whose push was done before, and which waited to read."""
         state = self.state
-        done = structs.replace(done, version=state.version, clock=state.slowest)
+        done = structs.replace(done, version=state.version, clock=state.members.slowest)
         answer = self._read(session, request, done)
         return None if answer is None else self._with_news(session, answer)
 
@@ -300,8 +300,8 @@ class GroupMachine:
         """
         state = self.state
         state.now = now
-        state.belong(members, live)
-        if state.buffered and policy_calls.on_membership(state.at(state.slowest), state):
+        state.members_changed(members, live)
+        if state.buffered and policy_calls.on_membership(state.at(state.members.slowest), state):
             stepping.flush(state)
         self._maybe_vote()
         self._look_again()
@@ -310,9 +310,9 @@ class GroupMachine:
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
         reason, ranks = self._why(client)
-        clocks = self.state.clocks
+        clocks = self.state.members.clocks
         missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
-        return Waiting(self.state.id, self.state.slowest, missing, reason)
+        return Waiting(self.state.id, self.state.members.slowest, missing, reason)
 
     def _why(self, client: int) -> tuple[str, tuple[int, ...]]:
         state, session = self.state, self.waiting.get(client)
@@ -338,9 +338,13 @@ class GroupMachine:
         if collect.sent is not None:
             return f"shard {self.shard} waits for the decision of shard {self.leader}", ()
         if collect.pending:
-            absent = tuple(rank for rank in sorted(state.clocks) if rank not in collect.pending)
+            absent = tuple(
+                rank for rank in sorted(state.members.clocks) if rank not in collect.pending
+            )
             return "the clock waits for its slowest workers", collect.missing or absent
-        slow = tuple(r for r, c in sorted(state.clocks.items()) if c == state.slowest)
+        slow = tuple(
+            r for r, c in sorted(state.members.clocks.items()) if c == state.members.slowest
+        )
         return "nothing is held here", slow
 
     # --- synchronous clocks ----------------------------------------------------------------------
@@ -366,7 +370,7 @@ class GroupMachine:
         """
         state, collect, rank, step = self.state, self.state.collect, session.rank, request.message
         assert isinstance(step, Step)
-        if step.tick and (pending or rank in state.clocks):
+        if step.tick and (pending or rank in state.members.clocks):
             if step.clock < state.committed:
                 state.brought_by[rank] = session.client
                 if wrong is not None:
@@ -394,7 +398,7 @@ class GroupMachine:
         state.came(rank)
         session.held = request
         partial = state.at(state.committed).policy.partial
-        if collect.sent is not None and (partial or collect.has(state.clocks)):
+        if collect.sent is not None and (partial or collect.has(state.members.clocks)):
             collect.sent = None  # The lead is told of what has come since.
         self._maybe_vote()
         self._plan()
@@ -408,7 +412,7 @@ class GroupMachine:
         state, step, rank = self.state, request.message, session.rank
         assert isinstance(step, Step)
         since = state.at(state.committed)
-        if since.guarded or len(state.clocks) != 1 or rank not in state.clocks:
+        if since.guarded or len(state.members.clocks) != 1 or rank not in state.members.clocks:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
         plain = plain and not step.enters
@@ -428,7 +432,7 @@ class GroupMachine:
         state.commit((rank,))
         state.brought_by[rank] = session.client
         self._look_again()
-        done = Done(step.seq, state.version, state.slowest)
+        done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written)
 
     def _maybe_vote(self) -> None:
@@ -441,7 +445,7 @@ class GroupMachine:
             return
         try:
             # Pending members alone are not waited for.
-            admission = policy_calls.on_clock(since, state) if state.clocks else ADMIT
+            admission = policy_calls.on_clock(since, state) if state.members.clocks else ADMIT
         except PolicyFailed as error:
             self._send_vote(collect.clients(), error)
             return
@@ -506,10 +510,10 @@ class GroupMachine:
     def _on_prepare(self, message: Prepare) -> None:
         state, collect = self.state, self.state.collect
         partial = state.at(state.committed).policy.partial
-        settled = collect.sent is not None or collect.has(state.clocks)
+        settled = collect.sent is not None or collect.has(state.members.clocks)
         # Of a rank that still counts, this shard and another have two incarnations'.
         differs = not partial and any(
-            rank in state.clocks and each.session.client not in message.contributors
+            rank in state.members.clocks and each.session.client not in message.contributors
             for rank, each in collect.pending.items()
         )
         if message.clock == state.committed and settled and not differs:
@@ -528,7 +532,7 @@ class GroupMachine:
             state.mark(each.session.client, each.step.mark)
         for each in collected:
             self._enter_others(each, commit)
-        state.commit(rank for rank in chosen if rank in state.live)
+        state.commit(rank for rank in chosen if rank in state.members.live)
         for each in collected:
             session = each.session
             if session.held is None:
@@ -554,7 +558,7 @@ class GroupMachine:
         session = each.session
         if not each.step.enters or not session.live:
             return
-        if session.rank in self.state.clocks or session.client in commit.contributors:
+        if session.rank in self.state.members.clocks or session.client in commit.contributors:
             self._outbox.append(Enter(session.rank, each.step.enters))
 
     def _after_commit(
@@ -582,7 +586,7 @@ class GroupMachine:
             state.drop(session.rank)  # decided without it, as its policy allows
         if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
-        done = Done(step.seq, state.version, state.slowest, 0, skipped)
+        done = Done(step.seq, state.version, state.members.slowest, 0, skipped)
         return self._replies.with_values(state.blocks, held, done)
 
     # --- other shards, and time ------------------------------------------------------------------
@@ -593,7 +597,7 @@ class GroupMachine:
         state.now = now
         self.policies.propose(message)
         self._plan()
-        return Answer(Done(message.seq, state.version, state.slowest))
+        return Answer(Done(message.seq, state.version, state.members.slowest))
 
     def on_message(self, message: PeerMessage, window: int, now: float) -> None:
         """A shard, which may be this one, speaks about a clock or a change of the policy.

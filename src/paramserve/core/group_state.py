@@ -14,9 +14,9 @@ import numpy.typing as npt
 from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Collect
+from paramserve.core.group_members import GroupMembers
 from paramserve.core.policy_epochs import Changes, PolicyEpoch, since
 from paramserve.core.read_copies import Reads
-from paramserve.core.sessions import ENDED
 from paramserve.core.sums import GradientBuffer
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import UnknownName
@@ -72,19 +72,7 @@ class GroupState:
         self.committed = 0
         self.now = 0.0
         """Seconds on the shard's clock, as of the present event."""
-        self.clocks: dict[int, int] = {}
-        """Steps that each rank has finished, of those that are live or waited for. Changed by the
-        methods of this class only."""
-        self.slowest = 0
-        """The smallest clock of the live workers; without any, what it was last."""
-        self._at_slowest = 0
-        """How many ranks are at the smallest clock."""
-        self.live: Sequence[int] = ()
-        """Ranks that synchronous clocks wait for, of those that count."""
-        self._first = frozenset(live)
-        self._ended: dict[int, int] = {}
-        """Clocks of ranks that have ended or rest, and may come back."""
-        self.resting: set[int] = set()
+        self.members = GroupMembers(live)
         self.brought_by: dict[int, int] = {}
         """Sync: the client that brought the last step of each rank."""
         self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
@@ -107,9 +95,18 @@ class GroupState:
         self._committed_at: float | None = None
         self._times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._median = 0.0
-        self.belong({}, live)
 
     # --- what a policy sees ----------------------------------------------------------------------
+
+    @property
+    def clocks(self) -> Mapping[int, int]:
+        """Steps that each rank has finished, of those that are live or waited for."""
+        return self.members.clocks
+
+    @property
+    def slowest(self) -> int:
+        """The smallest clock of the live workers; without any, what it was last."""
+        return self.members.slowest
 
     @property
     def buffered(self) -> int:
@@ -119,7 +116,7 @@ class GroupState:
     @property
     def brought(self) -> Collection[int]:
         """Ranks whose gradients of the present clock are here, of those that count already."""
-        return self.clocks.keys() & self.collect.pending.keys()
+        return self.members.clocks.keys() & self.collect.pending.keys()
 
     @property
     def waited_s(self) -> float:
@@ -157,7 +154,7 @@ class GroupState:
         worker, and where there is none, by the newest policy."""
         if rank >= 0:
             return self.at(clock)
-        return self.at(self.slowest) if self.clocks else self.changes.newest
+        return self.at(self.members.slowest) if self.members.clocks else self.changes.newest
 
     @property
     def collects(self) -> bool:
@@ -167,14 +164,14 @@ class GroupState:
     @property
     def start(self) -> int:
         """The clock at which a worker that comes now begins."""
-        present = self.at(self.slowest).policy
-        return max(self.slowest, self.committed) if present.collects else self.slowest
+        present = self.at(self.members.slowest).policy
+        return (
+            max(self.members.slowest, self.committed) if present.collects else self.members.slowest
+        )
 
     def frontier(self) -> int:
         """The first clock of which nobody's step has been executed here."""
-        # Also of those who have left or rest: their last steps were handled the old way.
-        clocks = (*self.clocks.values(), *self._ended.values())
-        fastest = max(clocks, default=self.slowest)
+        fastest = self.members.fastest()
         if self.at(self.committed).policy.collects:
             fastest = max(fastest, self.committed + bool(self.collect.pending))
         return fastest
@@ -183,83 +180,27 @@ class GroupState:
         """Let `committed` skip clocks whose policy does not collect."""
         self.committed = self.changes.next_collecting(self.committed)
 
-    # --- who counts ------------------------------------------------------------------------------
+    # --- what happens ----------------------------------------------------------------------------
 
-    def belong(self, members: Mapping[int, Member], live: Sequence[int]) -> None:
-        """These ranks are live or waited for. One that was here before, and comes back, goes on at
-        its own clock, but not behind the slowest of the others; a new one counts when it enters.
+    def members_changed(self, members: Mapping[int, Member], live: Sequence[int]) -> None:
+        """Workers have come, gone or suspended their membership.
 
         Args:
             members: of the cluster, by rank.
+            live: ranks that clocks wait for, in order.
         """
-        start = self.start
-        self.live = live
-        self._ended.update(self.clocks)
-        counted = (r for r in live if r in self._first or r in self.clocks or r in self._ended)
-        self._set(
-            {
-                rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
-                for rank in counted
-                if rank not in self.resting
-            }
-        )
-        self.resting.intersection_update(live)
+        self.members.update(members, live, self.start)
         self.reads.only(live)
-        for rank, member in members.items():
-            if member.incarnation == 0 and member.state in ENDED:
-                # It never came, and is a pending member if it comes later.
-                self._first -= {rank}
-                self._ended.pop(rank, None)
         if any(rank in self.notes for rank in live):
             # A worker that comes later goes by the notes of a live one.
             for rank, member in members.items():
                 if member.state == "left":
                     self.notes.pop(rank, None)
 
-    def enter(self, rank: int) -> None:
-        """A live worker takes its first step here, or its first one after a rest. Where gradients
-        are collected, `commit` takes it in."""
-        self.resting.discard(rank)
-        self._set({**self.clocks, rank: self.clock_of(rank)})
-
-    def clock_of(self, rank: int) -> int:
-        """The clock of a rank that counts, or the one at which it would begin to."""
-        return self.clocks.get(rank, max(self.start, self._ended.get(rank, 0)))
-
-    def rest(self, rank: int) -> None:
-        """Nobody waits for this worker until it enters again."""
-        self.resting.add(rank)
-        self._ended.update(self.clocks)
-        self._set({r: clock for r, clock in self.clocks.items() if r != rank})
-
-    def ticked(self, rank: int, clock: int) -> None:
-        """A rank has ended a step. Its clock stays where it is if the step repeats one that an
-        older incarnation has brought here before."""
-        before = self.clocks[rank]
-        if clock + 1 <= before:
-            return
-        self.clocks[rank] = clock + 1
-        if before == self.slowest:
-            self._at_slowest -= 1
-            if not self._at_slowest:
-                self._count()
-
-    def _set(self, clocks: dict[int, int]) -> None:
-        self.clocks = clocks
-        self._count()
-
-    def _count(self) -> None:
-        if self.clocks:
-            clocks = list(self.clocks.values())
-            self.slowest = min(clocks)
-            self._at_slowest = clocks.count(self.slowest)
-
-    # --- what happens ----------------------------------------------------------------------------
-
     def came(self, rank: int) -> None:
         """A worker has brought its gradients for the present clock. One that does not count yet
         tells nothing of how long a step takes."""
-        if rank not in self.clocks:
+        if rank not in self.members.clocks:
             return
         if self.collect.since is None:
             self.collect.since = self.now
@@ -269,15 +210,7 @@ class GroupState:
     def commit(self, ranks: Iterable[int]) -> None:
         """The present clock is decided; these are in it, and count from now on."""
         self.committed += 1
-        for rank in ranks:
-            if rank not in self.clocks:
-                self.resting.discard(rank)
-                self.clocks[rank] = self.committed
-        self._set(
-            {rank: max(clock, self.committed) for rank, clock in self.clocks.items()}
-            if self.changes.later
-            else dict.fromkeys(self.clocks, self.committed)
-        )
+        self.members.commit(ranks, self.committed, together=not self.changes.later)
         self.settle()
         self._committed_at = self.now
         if self._times:
@@ -335,7 +268,7 @@ class GroupState:
         return GroupReport(
             self.name,
             self.version,
-            tuple(sorted(self.clocks.items())),
+            tuple(sorted(self.members.clocks.items())),
             self.skipped,
             tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
             tuple((r, each.session.client) for r, each in sorted(self.collect.pending.items())),

@@ -106,7 +106,7 @@ class PolicyAgreement:
                 f"cannot build the new one: {error.failed}",
                 fix=error.fix,
             ) from None
-        policy_calls.check(policy, len(state.clocks))
+        policy_calls.check(policy, len(state.members.clocks))
         check_table_policy(state.name, policy, state.table is not None)
         if self._leader != self._shard:
             return
@@ -114,7 +114,7 @@ class PolicyAgreement:
         if changing is not None and not self._is_over(changing):
             raise ParamServeError(
                 f"group {state.name!r} is about to change its policy to "
-                f"{changing.policy.name}; its slowest worker is at clock {state.slowest}",
+                f"{changing.policy.name}; its slowest worker is at clock {state.members.slowest}",
                 fix="wait until the slowest worker is past the clock of that change",
             )
         if not message.check:
@@ -126,7 +126,9 @@ class PolicyAgreement:
         """Whether every worker steps by the new policy already, as far as this shard knows. Without
         workers, none is left behind."""
         decided, state = changing.decided, self._state
-        return decided is not None and (not state.clocks or state.slowest >= decided.clock)
+        return decided is not None and (
+            not state.members.clocks or state.members.slowest >= decided.clock
+        )
 
     def _pause_all(self, changing: Changing) -> None:
         changing.repeat_at = self._state.now + self._resend_s

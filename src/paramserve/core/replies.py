@@ -172,12 +172,16 @@ class Replies:
             )
         while watching.kept and watching.kept[0][0] <= message.after:
             watching.kept.popleft()
-        done = Done(message.seq, state.version, state.slowest, dropped=watching.dropped)
+        done = Done(message.seq, state.version, state.members.slowest, dropped=watching.dropped)
         if not watching.kept:
             return Answer(done)
         version, values = watching.kept[0]
         taken = Done(
-            message.seq, state.version, state.slowest, taken=version, dropped=watching.dropped
+            message.seq,
+            state.version,
+            state.members.slowest,
+            taken=version,
+            dropped=watching.dropped,
         )
         inline = []
         for place in message.pull:
@@ -228,7 +232,7 @@ def put(state: GroupState, message: Put, memory: Memory) -> Answer:
     if message.arena == 0:
         check_payload(memory, block.records_bytes(message))
     offset = message.offset if message.arena else 0
-    block.clock = state.slowest
+    block.clock = state.members.slowest
     block.put(block.records(memory.get(message.arena), message, offset))
     state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))

@@ -195,8 +195,8 @@ class Shard:
                 case Enter(rank, groups):
                     for number in groups:
                         machine = self.groups.get(number)
-                        if machine is not None and rank not in machine.state.clocks:
-                            machine.state.enter(rank)
+                        if machine is not None and rank not in machine.state.members.clocks:
+                            machine.state.members.enter(rank, machine.state.start)
                 case LookAgain(number):
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():
@@ -438,7 +438,7 @@ class Shard:
     def _suspend(self, session: ShardSession, message: SuspendMembership) -> Answer:
         machine = self._group(message.group)
         state = machine.state
-        if session.rank in state.clocks:
-            state.rest(session.rank)
+        if session.rank in state.members.clocks:
+            state.members.suspend(session.rank)
             machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
-        return Answer(Done(message.seq, state.version, state.slowest))
+        return Answer(Done(message.seq, state.version, state.members.slowest))

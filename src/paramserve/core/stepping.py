@@ -117,7 +117,7 @@ def apply_now(
         return _skip(state, session, step), ()
     if not parts:
         state.mark(session.client, step.mark)
-        return Done(step.seq, state.version, state.slowest), ()
+        return Done(step.seq, state.version, state.members.slowest), ()
     state.collect.prepared = None  # it was computed from what is changed now
     staleness = max(0, state.version - step.base)
     push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
@@ -144,7 +144,7 @@ def apply_now(
     dropped = isinstance(decision, Drop)
     if not dropped:
         state.count_staleness(session.rank, staleness)
-    return Done(step.seq, state.version, state.slowest, staleness, dropped), written
+    return Done(step.seq, state.version, state.members.slowest, staleness, dropped), written
 
 
 def _overflown(state: GroupState, session: ShardSession, step: Step, since: PolicyEpoch) -> Done:
@@ -163,7 +163,7 @@ def _skip(state: GroupState, session: ShardSession, step: Step) -> Done:
     """A step ends without its gradients, as its policy says of NaN and Inf."""
     state.skipped += 1
     state.mark(session.client, step.mark)
-    return Done(step.seq, state.version, state.slowest, skipped=True)
+    return Done(step.seq, state.version, state.members.slowest, skipped=True)
 
 
 def _corrected(
@@ -306,7 +306,7 @@ def flush(state: GroupState) -> None:
         return
     state.collect.prepared = None  # it was computed from what is changed now
     count = buffer.count
-    push = PushInfo(-1, state.slowest, state.version, 0, 1.0, 1.0 / count)
+    push = PushInfo(-1, state.members.slowest, state.version, 0, 1.0, 1.0 / count)
     try:
         buffer.apply(state.blocks, push)
     except (RuleFailed, TableFull, MemoryError):
