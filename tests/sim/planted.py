@@ -199,7 +199,7 @@ def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
         def _on_commit(self, commit: Commit) -> None:
             before: tuple[Commit, dict[int, Contribution]] | None = getattr(self, "before", None)
             if before is not None and before[0] == commit:
-                collecting.apply_commit(self.state, commit, before[1])
+                collecting.apply_commit(self.state, commit, before[1], None)
             elif commit.clock == self.state.committed:
                 self.before = (commit, dict(self.state.collect.pending))
             super()._on_commit(commit)
