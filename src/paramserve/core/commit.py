@@ -84,7 +84,7 @@ class Collect:
     since: float | None = None
     """When the first gradients came of those that the clock waits for; None: none has."""
     due: float | None = None
-    """When its policy wants to be asked again, whoever has come."""
+    """When its policy is to be asked again, whichever ranks have come."""
     missing: tuple[int, ...] = ()
     """Ranks that its policy waits for."""
     prepared: Prepared | None = None

@@ -30,7 +30,7 @@ class ClientGone(NamedTuple):
 
 
 class ClientBye(NamedTuple):
-    """A client ended by its own wish: its session is forgotten."""
+    """A client closed itself: its session is forgotten."""
 
     client: int
 

@@ -154,22 +154,34 @@ class GroupMachine:
         elif since.policy.collects:
             answer = self._collect(session, request, parts, pending, wrong)
         else:
-            try:
-                if wrong is not None:
-                    raise wrong
-                done, written = stepping.apply_now(
-                    state, session, step, parts, request.memory, since
-                )
-            finally:
-                self._tick(rank, step)
-            if self._looking:  # what the tick has released may push before this step reads
-                self._hold(session, request)
-                session.done, answer = done, None
-            else:
-                answer = self._read(session, request, done, written)
-            if since.guarded:  # a user's policy may look at anything
-                self._look_again()
+            answer = self._apply(session, request, parts, since, wrong)
         return None if answer is None else self._with_news(session, answer, pending)
+
+    def _apply(
+        self,
+        session: ShardSession,
+        request: Request,
+        parts: list[stepping.Part],
+        since: PolicyEpoch,
+        wrong: Exception | None,
+    ) -> Answer | None:
+        """Execute a step by itself, under a policy that does not collect."""
+        step, memory = request.message, request.memory
+        assert isinstance(step, Step)
+        try:
+            if wrong is not None:
+                raise wrong
+            done, written = stepping.apply_now(self.state, session, step, parts, memory, since)
+        finally:
+            self._tick(session.rank, step)
+        if self._looking:  # what the tick has released may push before this step reads
+            self._hold(session, request)
+            session.done = done
+            return None
+        answer = self._read(session, request, done, written)
+        if since.guarded:  # a user's policy may look at anything
+            self._look_again()
+        return answer
 
     def _tick(self, rank: int, step: Step) -> None:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
@@ -292,7 +304,7 @@ class GroupMachine:
         self.waiting.pop(client, None)
 
     def members_changed(self, members: Mapping[int, Member], live: list[int], now: float) -> None:
-        """Workers have come, gone or suspended: go on with those who count.
+        """Workers have come, gone or suspended: go on with the members that are left.
 
         Args:
             members: by rank.
@@ -492,7 +504,7 @@ class GroupMachine:
             self._outbox.append(Send(shard, answer))
 
     def _enough(self, since: PolicyEpoch, clients: frozenset[int]) -> bool:
-        """Whether a clock that does not wait for everybody may be decided with only these."""
+        """Whether a clock that need not wait for all members may be decided with only these."""
         if not since.policy.partial:
             return True
         state = self.state
@@ -528,7 +540,7 @@ class GroupMachine:
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
-        for each in chosen.values():  # also of those who have left since
+        for each in chosen.values():  # also of clients that have ended since
             state.mark(each.session.client, each.step.mark)
         for each in collected:
             self._enter_others(each, commit)

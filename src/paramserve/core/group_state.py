@@ -170,7 +170,7 @@ class GroupState:
         )
 
     def frontier(self) -> int:
-        """The first clock of which nobody's step has been executed here."""
+        """The first clock of which no worker's step has been executed here."""
         fastest = self.members.fastest()
         if self.at(self.committed).policy.collects:
             fastest = max(fastest, self.committed + bool(self.collect.pending))
@@ -245,7 +245,7 @@ class GroupState:
         self.notes[rank] = (*before[-1:], (clock, note))
 
     def advance(self) -> None:
-        """Count an update, and keep a snapshot for those who asked for one at this version."""
+        """Count an update, and keep a snapshot for readers that asked for one at this version."""
         self.version += 1
         for watching in self.watching.values():
             if self.version % watching.every == 0:

@@ -72,7 +72,7 @@ def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> B
         end = cursor + array.nbytes
         out[cursor:end] = array.view(np.uint8)
         cursor += padded(array.nbytes)
-        out[end:cursor] = 0  # what the memory held before is nobody's business
+        out[end:cursor] = 0  # what the memory held before goes to no client
     return out
 
 
@@ -146,7 +146,7 @@ class Replies:
                 fix="ask for fewer rows at once, or raise payload_bytes_max",
             )
         payload = self._allocate(nbytes)
-        payload.fill(0)  # what the memory held before is nobody's business
+        payload.fill(0)  # what the memory held before goes to no client
         return payload
 
     def scan(self, state: GroupState, message: Scan, memory: Memory) -> Answer:

@@ -177,7 +177,7 @@ class Shard:
         return tuple(each.state.report(notes=notes) for _, each in sorted(self.groups.items()))
 
     def _work_off(self) -> None:
-        """Do what the groups' machines want done, until nothing more comes of it."""
+        """Do what the groups' machines ask for, and what follows from it."""
         outbox = self._outbox
         while outbox:
             effect = outbox.popleft()
@@ -228,14 +228,14 @@ class Shard:
             self._members_changed()
 
     def _client_bye(self, client: int) -> None:
-        """A client has ended by its own wish, or is forgotten."""
+        """A client has closed itself, or is forgotten."""
         for machine in self.groups.values():
             machine.forget(client)
         if self.sessions.close(client):
             self._members_changed()
 
     def _members_changed(self) -> None:
-        """Fence the sessions of those who have ended, and go on with those who live."""
+        """Fence the sessions of ranks that have ended, and go on with the others."""
         for session in self.sessions.fence():
             if session.held is not None:
                 assert isinstance(session.held.message, Step), "nothing else is ever held"

@@ -125,9 +125,9 @@ class Sum:
     """One block's gradients so far."""
 
     array: Array
-    """[elements on this shard]; 0 in pieces that nobody pushed."""
+    """[elements on this shard]; 0 in pieces without a gradient."""
     active: set[int] | None = field(default_factory=set)
-    """Pieces that somebody pushed; None: all."""
+    """Pieces that have a gradient; None: all."""
     hyper: Hyper | None = None
     """Of the last gradient."""
     count: int = 0

@@ -118,7 +118,7 @@ class KeyedBlock(ShardStorage):
     def gradient(self, memory: Memory, header: Gradient, offset: int) -> RowGradient:
         """A gradient that lies in a request's memory.
 
-        Each key is to stand there once, as our clients send it. Nobody looks: for one that stands
+        Each key is to stand there once, as our clients send it. Unchecked: for one that stands
         there twice the rule runs twice, or of the two the later one holds. No other row is touched.
 
         Raises:
@@ -200,7 +200,7 @@ class KeyedBlock(ShardStorage):
         """What the rule makes of some rows; its failure keeps no view of them.
 
         Errors are kept until they are told, and with them all that the frames behind them know; and
-        memory that somebody has a view of cannot grow in place. So no view is a variable here.
+        memory that an array is a view of cannot grow in place. So no view is a variable here.
         """
         assert self.rule is not None, "a table has one"
         chosen = hyper if hyper is not None else self.hyper
