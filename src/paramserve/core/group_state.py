@@ -255,12 +255,16 @@ class GroupState:
         if len(watching.kept) >= watching.keep:
             watching.kept.popleft()
             watching.dropped += 1
-        values = {
-            number: np.copy(block.value)
-            for number, block in self.blocks.items()
-            if isinstance(block, ShardBlock)
-        }
-        watching.kept.append((self.version, values))
+        try:
+            values = {
+                number: np.copy(block.value)
+                for number, block in self.blocks.items()
+                if isinstance(block, ShardBlock)
+            }
+        except MemoryError:  # the reader lacks one; the update is applied all the same
+            watching.dropped += 1
+        else:
+            watching.kept.append((self.version, values))
 
     def report(self, *, notes: bool = False) -> GroupReport:
         """What this shard has done for the group; with `notes`, those of the ranks as well."""

@@ -11,6 +11,7 @@ from msgspec import structs
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.config import Limits, RuleSpec
+from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
@@ -276,6 +277,25 @@ def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() ->
     assert done(one.send(READER, second, memory={1: arena})).taken == 6
     assert arena.view(np.float64)[:4].tolist() == [6.0] * 4
     assert done(one.send(READER, structs.replace(take, after=6))).taken == -1
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")])
+def test_snapshot_that_finds_no_memory_is_dropped_and_the_update_stays(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    def no_memory(*args: object) -> None:
+        raise MemoryError
+
+    one = rig(policy=policy)
+    done(one.send(READER, Watch(0, 0, 1, 5)))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copy", no_memory)
+        for client in (WORKER, OTHER):
+            one.step(client, {0: [1] * 4})
+    assert all(isinstance(one.answers(client)[-1], Done) for client in (WORKER, OTHER))
+    assert one.value() == [2.0] * 4
+    taken = done(one.send(READER, TakeSnapshot(0, 0, 0, ())))
+    assert (taken.taken, taken.dropped) == (-1, one.shards[0].groups[0].state.version)
 
 
 def test_snapshot_keep_is_bounded_and_zero_ends_watching() -> None:
