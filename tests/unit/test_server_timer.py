@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from paramserve.loading import load_kernels
 
 from paramserve.config import Deadlines, ServerConfig
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
-from paramserve.loading import load_kernels
 from paramserve.messages import (
     BlockSpec,
     Commit,

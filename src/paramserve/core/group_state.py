@@ -268,11 +268,11 @@ class GroupState:
 
     def report(self, *, notes: bool = False) -> GroupReport:
         """What this shard has done for the group; with `notes`, those of the ranks as well."""
-        present = self.at(self.start).policy
+        present, members = self.at(self.start).policy, self.members
         return GroupReport(
             self.name,
             self.version,
-            tuple(sorted(self.members.clocks.items())),
+            tuple(sorted(members.clocks.items())),
             self.skipped,
             tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
             tuple((r, each.session.client) for r, each in sorted(self.collect.pending.items())),
@@ -288,7 +288,7 @@ class GroupState:
             tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
             if notes
             else (),
-            tuple((rank, self.clock_of(rank)) for rank in sorted(self.resting)),
+            tuple((r, members.clock_of(r, self.start)) for r in sorted(members.suspended)),
         )
 
 
