@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from paramserve.loading import load_kernels
 
+from paramserve.compiling import load_kernels
 from paramserve.config import Deadlines, ServerConfig
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
