@@ -13,7 +13,7 @@ Callback = Callable[[], object]
 
 TURN_S = 100e-6
 """One turn of the loop takes this long: time goes on also where a process polls."""
-LOOK_S = 1e-3
+LOOK_S = 1e-2
 """A descriptor with a writer is writable after this."""
 
 

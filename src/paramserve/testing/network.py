@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -147,9 +148,8 @@ Rates = Callable[[Faults], tuple[float, float, float]]
 """Of a stream's frames: how many break it, are lost or arrive twice."""
 
 
-def client_rates(faults: Faults) -> tuple[float, float, float]:
-    """Of a stream between a client and a shard."""
-    return faults.cut, faults.lose, faults.duplicate
+client_rates: Rates = attrgetter("cut", "lose", "duplicate")
+"""Of a stream between a client and a shard."""
 
 
 def peer_rates(faults: Faults) -> tuple[float, float, float]:
@@ -299,15 +299,12 @@ class Stream:
                 payload = None if frame.payload is None else frame.payload.copy()
                 self.put(side, Frame(frame.header, payload))
 
-    def put(self, side: int, frame: Frame) -> None:
-        """As `send`, but no fault hits this frame."""
-        self.unread += side == NEAR
-        self._carry(side, frame)
-
-    def _carry(self, side: int, frame: Frame) -> None:
+    def put(self, side: int, frame: Frame, *, held: bool = False) -> None:
+        """As `send`, but no fault hits this frame. `held`: it waited at a cut."""
+        self.unread += side == NEAR and not held
         network, way = self._network, self._ways[side]
         if network.is_cut(way):
-            network.hold(way, partial(self._carry, side, frame))
+            network.hold(way, partial(self.put, side, frame, held=True))
             return
         at = max(self._free_at[side], network.clock.now + network.delay_s(way))
         self._free_at[side] = at

@@ -85,7 +85,7 @@ def test_reader_is_called_once_for_what_comes_together(loop: VirtualLoop, notes:
 
 def test_writer_is_called_until_it_is_removed(loop: VirtualLoop, notes: Notes) -> None:
     loop.add_writer(3, notes("write"))
-    loop.clock.run(0.0055)
+    loop.clock.run(0.055)
     assert len(notes.calls) == 5
     loop.remove_writer(3)
     loop.clock.run(1.0)
