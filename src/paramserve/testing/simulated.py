@@ -6,7 +6,9 @@ can be run again, event by event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -159,7 +161,11 @@ class SimulatedCluster:
     # --- a run --------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Run to the end and record what happened."""
+        """Run to the end and record what happened. What the drivers log of faults is not shown."""
+        with _quiet():
+            return self._run()
+
+    def _run(self) -> History:
         self.clock.run(SAFETY_S + self.nemesis.lasts_s)
         self.heal()
         if not self.done:
@@ -348,6 +354,16 @@ class SimulatedCluster:
             deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S),
         )
         return self.coordination_type(config)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("paramserve")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
