@@ -11,6 +11,7 @@ from tests.contract.role_cluster import RoleCluster
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.core.shard import Shard
 from paramserve.errors import UnknownRule
 from paramserve.rules import Add
 
@@ -24,6 +25,12 @@ class Patient(BoundedStaleness):
     """A policy of the owner's."""
 
 
+def forget_policies(shard: Shard) -> None:
+    """As a server that was started without them."""
+    for machine in shard.groups.values():
+        machine.policies._policies = {}
+
+
 @pytest.mark.parametrize("lacking", range(2))
 @pytest.mark.parametrize("before", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
@@ -32,7 +39,7 @@ def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
     cluster = make_cluster(servers=2, workers=1, policy=before, registers=[Patient])
     client = cluster.client(0)
     client.define("w", np.zeros(SIZE), rule=Add())
-    cluster.on_server(lambda: setattr(cluster.servers[lacking].role.shard, "policies", {}))
+    cluster.on_server(lambda: forget_policies(cluster.servers[lacking].role.shard))
 
     def steps(count: int) -> None:
         for _ in range(count):

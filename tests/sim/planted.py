@@ -522,7 +522,7 @@ def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
     """Whoever comes later counts as if it had done nothing: all others wait for it."""
 
     def enter(self: GroupMembers, rank: int, start: int) -> None:
-        self.suspended.discard(rank)
+        self.suspended.pop(rank, None)
         self._set({**self.clocks, rank: 0})
 
     monkeypatch.setattr(GroupMembers, "enter", enter)
@@ -533,7 +533,7 @@ def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
     """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
 
     def enter(self: GroupMembers, rank: int, start: int) -> None:
-        self.suspended.discard(rank)
+        self.suspended.pop(rank, None)
         self._set({**self.clocks, rank: max(self.clocks.values(), default=0) + 2})
 
     monkeypatch.setattr(GroupMembers, "enter", enter)

@@ -15,7 +15,7 @@ from paramserve.consistency.built_in import Async, Sync
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.coordination import Called, CoordinatorEvent
 from paramserve.core.events import ClientGone
-from paramserve.core.shard import Shard
+from paramserve.core.group import GroupMachine
 from paramserve.messages import Hello, Leave, Members, Ok, encode
 from paramserve.server import ServerRole
 from paramserve.testing import Faults, SimulatedCluster, simulated
@@ -49,7 +49,7 @@ def message_dropped_while_connecting(monkeypatch: pytest.MonkeyPatch) -> type[Si
             peer.queue.clear()
 
     monkeypatch.setattr(PeerLinks, "send", drop)
-    monkeypatch.setattr(Shard, "_repeat_vote", lambda self, group, vote: None)
+    monkeypatch.setattr(GroupMachine, "_repeat_vote", lambda self, vote: None)
     return SimulatedCluster
 
 

@@ -15,6 +15,8 @@ from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 SEEDS = 60
 """The rarest of them showed first at seed 51."""
 SEEDS_WITH_RESTARTS = 120
+SEEDS_OF_DRIVERS = 120
+"""The rarest of them shows first at seed 71."""
 CASES = [
     *(
         pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
@@ -49,10 +51,10 @@ def first_violation(
 ) -> int | None:
     for seed in range(seeds):
         cluster = kind(seed, Scenario(consistency=policy, **options))
-        cluster.run()
         try:
+            cluster.run()
             cluster.check()
-        except Violation:
+        except AssertionError:  # a violation, or one of a shard that finds itself in no good state
             return seed
     return None
 
@@ -70,7 +72,7 @@ def test_planted_bug_of_the_client_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    faults = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.03, partition=0.02)
+    faults = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.03, partition=0.05)
     found = first_violation(SimulatedCluster, Async(), faults=faults)
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
 
@@ -109,8 +111,8 @@ def test_planted_bug_of_a_driver_is_found(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = first_violation(plant(monkeypatch), policy, **options)
-    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+    found = first_violation(plant(monkeypatch), policy, SEEDS_OF_DRIVERS, **options)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS_OF_DRIVERS} seeds"
 
 
 @pytest.mark.parametrize(("plant", "policy", "options"), DRIVERS)

@@ -441,7 +441,7 @@ class GroupMachine:
         state.mark(session.client, step.mark)
         assert self.lead is not None, "the only shard leads all groups"
         self.lead.last = commit
-        state.commit((rank,))
+        state.commit(((rank, session.client),))
         state.brought_by[rank] = session.client
         self._look_again()
         done = Done(step.seq, state.version, state.members.slowest)
@@ -544,7 +544,11 @@ class GroupMachine:
             state.mark(each.session.client, each.step.mark)
         for each in collected:
             self._enter_others(each, commit)
-        state.commit(rank for rank in chosen if rank in state.members.live)
+        state.commit(
+            (rank, each.session.client)
+            for rank, each in chosen.items()
+            if rank in state.members.live
+        )
         for each in collected:
             session = each.session
             if session.held is None:

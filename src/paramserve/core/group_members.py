@@ -25,8 +25,9 @@ class GroupMembers:
         """The smallest clock; without members, what it was last."""
         self.live: Sequence[int] = ()
         """Ranks of the cluster that synchronous clocks wait for."""
-        self.suspended: set[int] = set()
-        """Live ranks that are not waited for until they enter again."""
+        self.suspended: dict[int, int] = {}
+        """Live ranks that are not waited for until they enter again, with the client that has
+        suspended each."""
         self._at_slowest = 0
         """How many members are at the smallest clock."""
         self._first = frozenset(live)
@@ -52,7 +53,7 @@ class GroupMembers:
                 if rank not in self.suspended
             }
         )
-        self.suspended.intersection_update(live)
+        self.suspended = {rank: by for rank, by in self.suspended.items() if rank in live}
         for rank, member in members.items():
             if member.incarnation == 0 and member.state in ENDED:
                 # It never came, and is a pending member if it comes later.
@@ -61,16 +62,16 @@ class GroupMembers:
 
     def enter(self, rank: int, start: int) -> None:
         """A live rank becomes a member, with its first step here or after it was suspended."""
-        self.suspended.discard(rank)
+        self.suspended.pop(rank, None)
         self._set({**self.clocks, rank: self.clock_of(rank, start)})
 
     def clock_of(self, rank: int, start: int) -> int:
         """The clock of a member, or the one at which the rank would begin."""
         return self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
 
-    def suspend(self, rank: int) -> None:
+    def suspend(self, rank: int, client: int) -> None:
         """This worker is not waited for until it enters again."""
-        self.suspended.add(rank)
+        self.suspended[rank] = client
         self._ended.update(self.clocks)
         self._set({r: clock for r, clock in self.clocks.items() if r != rank})
 
@@ -86,15 +87,21 @@ class GroupMembers:
             if not self._at_slowest:
                 self._count()
 
-    def commit(self, ranks: Iterable[int], clock: int, *, together: bool) -> None:
-        """All before `clock` is committed, with these ranks, which are members from now on.
+    def commit(
+        self, contributors: Iterable[tuple[int, int]], clock: int, *, together: bool
+    ) -> None:
+        """All before `clock` is committed, with these workers, which are members from now on.
+
+        Gradients of an older incarnation are no reason to wait for a rank whose newer one has
+        suspended its membership meanwhile: another shard may have had them in the other order.
 
         Args:
+            contributors: rank and client.
             together: whether all members are at that clock; else one may be at a later one.
         """
-        for rank in ranks:
-            if rank not in self.clocks:
-                self.suspended.discard(rank)
+        for rank, client in contributors:
+            if rank not in self.clocks and client >= self.suspended.get(rank, 0):
+                self.suspended.pop(rank, None)
                 self.clocks[rank] = clock
         if together:
             self._set(dict.fromkeys(self.clocks, clock))

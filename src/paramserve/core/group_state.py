@@ -207,10 +207,10 @@ class GroupState:
         if self._committed_at is not None:
             self._times.append(self.now - self._committed_at)
 
-    def commit(self, ranks: Iterable[int]) -> None:
-        """The present clock is decided; these are in it, and count from now on."""
+    def commit(self, contributors: Iterable[tuple[int, int]]) -> None:
+        """The present clock is decided; these (rank, client) are in it, and count from now on."""
         self.committed += 1
-        self.members.commit(ranks, self.committed, together=not self.changes.later)
+        self.members.commit(contributors, self.committed, together=not self.changes.later)
         self.settle()
         self._committed_at = self.now
         if self._times:

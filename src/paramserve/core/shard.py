@@ -438,7 +438,9 @@ class Shard:
     def _suspend(self, session: ShardSession, message: SuspendMembership) -> Answer:
         machine = self._group(message.group)
         state = machine.state
-        if session.rank in state.members.clocks:
-            state.members.suspend(session.rank)
+        member = session.rank in state.members.clocks
+        if session.rank in state.members.live:
+            state.members.suspend(session.rank, session.client)
+        if member:
             machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
         return Answer(Done(message.seq, state.version, state.members.slowest))

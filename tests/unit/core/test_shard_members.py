@@ -10,6 +10,7 @@ from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
+from paramserve.core.group_members import GroupMembers
 from paramserve.core.resumption import resume
 from paramserve.core.sessions import SESSION_KEEP_S
 from paramserve.messages import Commit, Define, Done, GroupReport, Refused, SuspendMembership
@@ -491,3 +492,12 @@ def test_forgotten_client_that_comes_back_is_refused() -> None:
     refused = one.happen(ClientHere(9, 0, -1, 4, again=True)).refused
     assert refused is not None, "its unanswered request would be applied a second time"
     assert refused.applied == "unknown"
+
+
+def test_gradients_of_an_older_incarnation_do_not_end_a_suspension() -> None:
+    members = GroupMembers([0, 1])
+    members.suspend(0, client=7)
+    members.commit([(0, 6), (1, 2)], 1, together=True)
+    assert members.clocks == {1: 1}
+    members.commit([(0, 7), (1, 2)], 2, together=True)
+    assert members.clocks == {0: 2, 1: 2}
