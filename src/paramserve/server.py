@@ -265,7 +265,7 @@ class ServerRole:
     # --- what the shard wants ------------------------------------------------------------------
 
     def _happen(self, event: Event) -> None:
-        # Connections that end with the listeners are told of later: then nobody is left to answer.
+        # Connections that end with the listeners are told of later, when no client can be answered.
         if not self._closed:
             self._act(self.shard.step(event, self._loop.time()))
 

@@ -375,7 +375,7 @@ class Client:
         """Give a group another policy while it is trained.
 
         Returns when all shards have agreed from which clock on it holds. Steps of earlier clocks
-        go by the old policy on all shards, later ones by the new one. Nobody has to stop for it.
+        go by the old policy on all shards, later ones by the new one. No worker has to stop for it.
 
         Args:
             name: of the group.

@@ -77,7 +77,7 @@ class GroupMembers:
 
     def ticked(self, rank: int, clock: int) -> None:
         """A member has ended a step. Its clock stays where it is if the step repeats one that an
-        older incarnation has brought here before."""
+        older incarnation has sent here before."""
         before = self.clocks[rank]
         if clock + 1 <= before:
             return

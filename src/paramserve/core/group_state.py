@@ -74,7 +74,7 @@ class GroupState:
         """Seconds on the shard's clock, as of the present event."""
         self.members = GroupMembers(live)
         self.brought_by: dict[int, int] = {}
-        """Sync: the client that brought the last step of each rank."""
+        """Sync: the client that sent the last step of each rank."""
         self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
         self.table: KeyedBlock | None = None
         """The only block, if this is the group of a table."""
@@ -126,7 +126,7 @@ class GroupState:
 
     @property
     def step_s(self) -> float:
-        """Median time of late from a commit until a worker brought its next gradients."""
+        """Median time of late from a commit until a worker sent its next gradients."""
         return self._median
 
     def block(self, number: int) -> ShardBlock | KeyedBlock:
@@ -198,7 +198,7 @@ class GroupState:
                     self.notes.pop(rank, None)
 
     def came(self, rank: int) -> None:
-        """A worker has brought its gradients for the present clock. One that does not count yet
+        """A worker has sent its gradients for the present clock. One that is no member yet
         tells nothing of how long a step takes."""
         if rank not in self.members.clocks:
             return
@@ -293,7 +293,7 @@ class GroupState:
 
 
 class Proposed:
-    """A group as it would stand if only some had brought their gradients."""
+    """A group as it would stand if only some had sent their gradients."""
 
     def __init__(self, group: GroupState, brought: Collection[int]) -> None:
         self._group = group

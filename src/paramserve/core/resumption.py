@@ -21,7 +21,7 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
 
     In Sync the last step of an older one is in its clock if every shard has it, decided or not:
     nothing more of an older incarnation is taken once a newer one has connected. Else it is in no
-    clock yet, and is brought again to all. In Async a step that only some shards had is repeated.
+    clock yet, and is sent again to all. In Async a step that only some shards had is repeated.
 
     Args:
         reports: of every shard, after the worker has connected to all of them.

@@ -134,7 +134,7 @@ class Overview:
         of them within `RECORDS_S`. What is missing then counts as dropped."""
         until = time.monotonic() + RECORDS_S
         try:
-            if self._asked_at is not None:  # the answer may be older than what is asked for now
+            if self._asked_at is not None:  # that answer may be older than this question
                 self._take(timeout_s)
             fresh = False
             while self._asked_at is None and not (fresh and self._next_record >= self._end_record):

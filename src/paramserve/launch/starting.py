@@ -177,7 +177,7 @@ def run(
     except KeyboardInterrupt as interrupt:
         job.stop()  # it may have come before the block was entered
         with contextlib.suppress(ParamServeError):  # nothing could be kept
-            interrupt.result = job.wait()  # type: ignore[attr-defined]
+            interrupt.result = job.wait()  # type: ignore[attr-defined]  # ours
         raise
     finally:
         job.stop()
