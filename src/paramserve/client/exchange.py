@@ -22,6 +22,7 @@ from paramserve.client.links import (
     QUICK_TCP_S,
     SPIN_TCP_S,
     WINDOW,
+    Allocate,
     Connect,
     Links,
     ReachedShard,
@@ -51,6 +52,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport import forks
+from paramserve.transport.arena import Arena
 from paramserve.transport.dial import listens
 from paramserve.transport.link import Link
 from paramserve.transport.timing import SYSTEM, Timing
@@ -96,6 +98,7 @@ class Exchange(Links):
         timing: gives the time, and lets it wait.
         window: calls that one shard may have unanswered.
         session: keeps the numbers of requests to one shard.
+        allocate: makes an arena of a size, with a number.
     """
 
     def __init__(
@@ -109,9 +112,10 @@ class Exchange(Links):
         timing: Timing = SYSTEM,
         window: int = WINDOW,
         session: type[ClientSession] = ClientSession,
+        allocate: Allocate = Arena.create,
     ) -> None:
         super().__init__(
-            joined, rank, credentials, limits, deadlines, connect, timing, window, session
+            joined, rank, credentials, limits, deadlines, connect, timing, window, session, allocate
         )
         self._condition = threading.Condition(self._lock)
         """Of the lock; notified when a thread has read something."""

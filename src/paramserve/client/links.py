@@ -12,7 +12,7 @@ import logging
 import select
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,6 +71,10 @@ virtual machine; a worker that computes in between never has quick answers twice
 QUICK_TCP_S = 300e-6
 SPIN_TCP_S = 200e-6
 """The same where a server is reached over TCP: there a small step takes longer."""
+
+
+Allocate = Callable[[int, int], Arena]
+"""Makes an arena of a size, with a number."""
 
 
 class Connect(Protocol):
@@ -136,6 +140,7 @@ class Links:
         timing: Timing,
         window: int,
         session: type[ClientSession],
+        allocate: Allocate,
     ) -> None:
         self.blocks: dict[int, Block] = {}
         """By id: what the parts of a request are measured by."""
@@ -161,6 +166,7 @@ class Links:
         self._limits = limits
         self._deadlines = deadlines
         self._dial = connect
+        self._allocate = allocate
         self._pool = SlotPool(self._slot)
         self._returned: deque[Slot] = deque()
         """Slots to be given back with the next `take`."""
@@ -276,7 +282,7 @@ class Links:
 
     def _add_arena(self, nbytes: int) -> None:
         number = next(n for n in itertools.count(1) if n not in self._arenas)
-        arena = Arena.create(nbytes, number)
+        arena = self._allocate(nbytes, number)
         try:
             for shard in self.shards:
                 if shard.link is not None and shard.link.shared:

@@ -159,6 +159,7 @@ class ClientProcess(ABC):
                 VirtualTiming(self.cluster.clock, self._fiber, self._readable),
                 self.window,
                 self.cluster.session_type,
+                Arena.private,
             )
             if self.late:
                 self._resume()

@@ -63,7 +63,7 @@ class Arena:
                 f"got {nbytes} bytes and number {number}"
             )
         if not hasattr(os, "memfd_create"):
-            return cls(number, None, mmap.mmap(-1, nbytes))
+            return cls.private(nbytes, number)
         fd = os.memfd_create("paramserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Allocated now: a full machine is an error here, and not SIGBUS at a later write.
@@ -79,6 +79,11 @@ class Arena:
                 fix="free memory, use fewer workers on this machine, or a smaller model",
             ) from error
         return cls(number, fd, mapping)
+
+    @classmethod
+    def private(cls, nbytes: int, number: int) -> Arena:
+        """Allocate `nbytes` of this process's own memory, which no server can map."""
+        return cls(number, None, mmap.mmap(-1, nbytes))
 
     def close(self) -> None:
         """Give up the descriptor and this object's hold on the memory; repeating is safe.
@@ -96,6 +101,8 @@ class Arena:
         Nothing of it may be in use."""
         if self._mapping is not None and self.fd is not None:
             self._mapping.madvise(mmap.MADV_REMOVE)
+        else:
+            self.memory.fill(0)
         self.close()
 
 
