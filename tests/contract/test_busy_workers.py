@@ -175,10 +175,7 @@ def test_step_for_which_a_busy_worker_has_left_no_room_waits_as_long(
 
 
 @pytest.mark.filterwarnings("ignore:rank 1 has waited")
-@pytest.mark.parametrize("ahead", [False, True], ids=["step", "enter"])
-def test_worker_that_enters_waits_as_long_for_a_busy_worker(
-    make_cluster: MakeCluster, ahead: bool
-) -> None:
+def test_worker_that_joins_waits_as_long_for_a_busy_worker(make_cluster: MakeCluster) -> None:
     cluster = cluster_of_two(make_cluster, 10.0)
     evaluates, enters = (cluster.client(rank) for rank in range(2))
     for client in (evaluates, enters):
@@ -188,17 +185,16 @@ def test_worker_that_enters_waits_as_long_for_a_busy_worker(
 
     def step_late() -> None:
         assert asked.wait(10.0)
-        for _ in range(2):  # the one that it enters with, and its first one
-            evaluates.push({"w": np.ones(3)})
-            evaluates.tick().result(10.0)
+        evaluates.push({"w": np.ones(3)})
+        evaluates.tick().result(10.0)
 
     def enter() -> None:
-        assert not ahead or enters.enter()
+        assert enters.enter(), "which waits for no other worker"
         enters.push({"w": np.ones(3)})
         enters.tick().result()
 
     in_threads(step_late, enter)
-    assert evaluates.pull("w").tolist() == [2.0] * 3
+    assert evaluates.pull("w").tolist() == [1.0] * 3
 
 
 def asked_of(client: Client) -> threading.Event:

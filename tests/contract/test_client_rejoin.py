@@ -236,6 +236,7 @@ def test_sync_goes_on_without_a_worker_that_does_not_come_in_time(make_pair: Mak
     step(pair.first).result()
     new = pair.comes_again()
     assert (new.connection.incarnation, new.clock()) == (2, 2)
+    assert new.enter()
     for each in [step(pair.first), step(new)]:
         each.result()
     assert (pair.values() == sum(gradient(0, c) for c in range(3)) + gradient(1, 2)).all()

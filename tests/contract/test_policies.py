@@ -110,27 +110,6 @@ def ended(client: Client, gradient: float = 1.0, **options: Any) -> Any:
     return client.tick(**options)
 
 
-def come_in(guest: Client, others: list[Client]) -> int:
-    """A guest enters a synchronous group while the others step; how many gradients were pushed
-    until all are at one clock."""
-    thread = threading.Thread(target=guest.enter)
-    thread.start()
-    pushes = 0
-    while thread.is_alive():
-        tickets = [ended(client) for client in others]
-        pushes += len(tickets)
-        while thread.is_alive() and not all(ticket.done() for ticket in tickets):
-            time.sleep(0.001)
-    thread.join()
-    everybody = [guest, *others]
-    last = max(client.clock() for client in everybody)
-    for client in everybody:
-        while client.clock() < last:
-            ended(client)
-            pushes += 1
-    return pushes
-
-
 def value(cluster: RoleCluster) -> float:
     with cluster.client() as reader:
         found = reader.pull("w")
@@ -319,12 +298,12 @@ def test_worker_that_rests_holds_up_nobody_and_comes_back(make: MakeCluster) -> 
     assert [ticket.done() for ticket in tickets] == [True, True], "it was drained first"
     for _ in range(3):
         ended(first).result()
-    pushes = come_in(second, [first])
+    assert second.enter()
     both = [ended(first), ended(second, 100.0)]
     for ticket in both:
         assert not ticket.result().skipped
     assert first.clock() == second.clock()
-    assert (second.steps.missed, value(cluster)) == (0, 2.0 + 3.0 + pushes + 101.0)
+    assert (second.steps.missed, value(cluster)) == (0, 2.0 + 3.0 + 101.0)
     with pytest.raises(UnknownName, match="group 'x'"):
         second.rest("x")
 
@@ -351,12 +330,12 @@ def test_worker_that_joins_later_begins_where_the_others_are(make: MakeCluster) 
     late = cluster.client(1)
     assert late.clock() == 5
     late.define("w", np.zeros(SIZE), rule=Add())
-    pushes = come_in(late, [first])
+    assert late.enter()
     tickets = ended(late), ended(first)
     for ticket in tickets:
         assert not ticket.result().skipped
     assert late.clock() == first.clock()
-    assert (late.steps.missed, value(cluster)) == (0, 5.0 + pushes + 2.0)
+    assert (late.steps.missed, value(cluster)) == (0, 5.0 + 2.0)
 
 
 def test_worker_that_joins_later_enters_with_its_first_step(make: MakeCluster) -> None:
@@ -552,9 +531,7 @@ def test_worker_that_comes_between_two_changes_steps_by_the_policy_in_between(
     other.define("w", np.zeros(SIZE), rule=Add())
     assert other.clock() == between
     expected = 2 * between
-    if joins == "late" and collects:
-        expected += come_in(other, workers[:2])
-    other.pull("w")  # from now on it counts, where nothing is collected
+    assert other.enter() is (joins == "late")
     while other.clock() < until + 2:
         assert other.steps.terms().collects == (collects == (other.clock() < until))
         assert other.steps.terms().refuses

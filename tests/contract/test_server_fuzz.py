@@ -249,8 +249,8 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
 @pytest.mark.parametrize(
     "message",
     [
-        Commit(0, 0, (), 0.0, ("NonFinite",), (1, 2)),
-        Vote(0, 0, 0, (1, 2), True, False, 2.0, refusal=("NonFinite", "why")),
+        Commit(0, 0, (), 0.0, ("NonFinite",)),
+        Vote(0, 0, 0, (1, 2), True, False, 2.0, 0, refusal=("NonFinite", "why")),
     ],
     ids=["commit", "ready"],
 )

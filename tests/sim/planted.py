@@ -42,6 +42,7 @@ from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers
+from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.leases import Leases, Span
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
@@ -50,7 +51,16 @@ from paramserve.core.session import ClientSession, Operation
 from paramserve.core.sessions import Answer, Request, Sessions, ShardSession, Verdict
 from paramserve.core.shard import Shard
 from paramserve.errors import ParamServeError
-from paramserve.messages import Commit, Done, PeerMessage, Prepare, ShardRequest, Step, Vote
+from paramserve.messages import (
+    Commit,
+    Done,
+    GroupMembership,
+    PeerMessage,
+    Prepare,
+    ShardRequest,
+    Step,
+    Vote,
+)
 from paramserve.rules import PushInfo
 from paramserve.testing import Faults, SimulatedCluster, slow
 from paramserve.testing import process as process_module
@@ -521,22 +531,48 @@ def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later counts as if it had done nothing: all others wait for it."""
 
-    def enter(self: GroupMembers, rank: int, start: int) -> None:
-        self.suspended.pop(rank, None)
-        self._set({**self.clocks, rank: 0})
+    def clock_of(self: GroupMembers, rank: int, start: int) -> int:
+        return self.clocks.get(rank, 0)
 
-    monkeypatch.setattr(GroupMembers, "enter", enter)
+    monkeypatch.setattr(GroupMembers, "clock_of", clock_of)
     return SimulatedCluster
 
 
 def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
 
-    def enter(self: GroupMembers, rank: int, start: int) -> None:
-        self.suspended.pop(rank, None)
-        self._set({**self.clocks, rank: max(self.clocks.values(), default=0) + 2})
+    def clock_of(self: GroupMembers, rank: int, start: int) -> int:
+        return self.clocks.get(rank, max(self.clocks.values(), default=0) + 2)
 
-    monkeypatch.setattr(GroupMembers, "enter", enter)
+    monkeypatch.setattr(GroupMembers, "clock_of", clock_of)
+    return SimulatedCluster
+
+
+def votes_outlive_a_decision_about_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A clock is decided with the votes of before a rank became a member of it."""
+    monkeypatch.setattr(GroupMachine, "_forget_votes", lambda self: None)
+    return SimulatedCluster
+
+
+def decision_about_members_is_sent_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """Where it is lost, a shard does not hear who has joined."""
+    monkeypatch.setattr(MembershipAgreement, "deadlines", lambda self: [])
+    monkeypatch.setattr(MembershipAgreement, "deadline_reached", lambda self, now: None)
+    return SimulatedCluster
+
+
+def decision_holds_before_its_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A shard waits for a rank in a clock that was decided without it: its commit is on the way."""
+    take = MembershipAgreement.on_decision
+
+    def on_decision(self: MembershipAgreement, message: GroupMembership) -> bool:
+        return take(self, structs.replace(message, clock=0))
+
+    monkeypatch.setattr(MembershipAgreement, "on_decision", on_decision)
     return SimulatedCluster
 
 
@@ -740,6 +776,9 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (change_at_the_clock_under_way, Async(), {"faults": CHANGES}),
     (joiner_begins_at_clock_0, BoundedStaleness(1), {"faults": JOINS}),
     (joiner_begins_ahead, Async(), {"faults": JOINS}),
+    (votes_outlive_a_decision_about_members, Sync(reduce="sum"), {"faults": JOINS}),
+    (decision_about_members_is_sent_once, Async(), {}),
+    (decision_holds_before_its_clock, Sync(reduce="sum"), {}),
     (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),
     (retiring_worker_not_waited_for, Sync(reduce="sum"), {"faults": JOINS}),
     (nan_not_seen, Sync(reduce="sum"), {}),

@@ -92,19 +92,6 @@ def only_the_first_of_several_notices(monkeypatch: pytest.MonkeyPatch) -> type[S
     return SimulatedCluster
 
 
-def notices_in_reverse(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Memberships that were read together are applied newest first, whatever their numbers."""
-    take = ServerRole.take_notices
-
-    def reverse(self: ServerRole, notices: list[Members]) -> None:
-        for each in reversed(notices):
-            self.shard.members_number = 0
-            take(self, [each])
-
-    monkeypatch.setattr(ServerRole, "take_notices", reverse)
-    return SimulatedCluster
-
-
 def control_not_read_after_it_was_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
@@ -187,7 +174,6 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
         Sync(reduce="sum", timeout_s=0.02),
         {"faults": Faults(), "script": STRAGGLER},
     ),
-    (notices_in_reverse, Sync(reduce="sum"), {"faults": STALLS}),
     (only_the_first_of_several_notices, Sync(reduce="sum"), {"faults": STALLS}),
     (message_dropped_while_connecting, Sync(reduce="sum"), {}),
     (answered_on_the_older_connection, Async(), {}),

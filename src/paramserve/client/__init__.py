@@ -1,7 +1,7 @@
 """The client: routes pushes and pulls to the shards, by name, by block or by key.
 
 `client` is what users hold. It owns the parts that make its calls: `connection` (joins, leaves),
-`steps` (one message to every shard; `clocks` and `entering`: how far the client is), `directory`
+`steps` (one message to every shard; `clocks`: how far the client is), `directory`
 (what is defined), `dense` (parameters by name and by block; `gradients`: their way into shared
 memory), `keyed` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
 `leases` and `snapshots` work through a client. `table` and `ticket` are what its calls give back;

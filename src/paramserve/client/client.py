@@ -55,6 +55,7 @@ class Client:
             stall_s=deadlines.stall_s,
             all_live=connection.all_live,
         )
+        self.steps.first = connection.rank < connection.first
         self.steps.resume(connection.found, returned=connection.returned)
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)

@@ -1,4 +1,4 @@
-"""A client's clocks: how far it is in each group, by whose terms it steps there, who waits for it.
+"""A client's clocks: how far it is in each group, and by which policy it steps there.
 
 Its own steps say so, and what the shards' answers say besides. Nothing is sent from here.
 """
@@ -6,9 +6,10 @@ Its own steps say so, and what the shards' answers say besides. Nothing is sent 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
 
 from paramserve.consistency.registry import PolicyTraits
+from paramserve.core.client_membership import ClientMembership
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.session import Operation
@@ -18,7 +19,7 @@ from paramserve.messages import CURRENT_CLOCK, GroupPolicy
 class ClientClocks:
     """The part of `steps.Steps` that knows how far this client is.
 
-    `clocks` counts the ended steps by group name.
+    `clocks` counts the ended steps by group name; `membership` says where its rank is a member.
 
     What answers say besides counts as soon as they are read, by whichever thread: a clock with
     which the worker goes on, another policy, that it is to end.
@@ -26,68 +27,20 @@ class ClientClocks:
 
     def __init__(self, terms: GroupTraits) -> None:
         self.clocks: dict[str, int] = {}
+        self.membership = ClientMembership(self.collects_now)
         self.missed = 0
         """Clocks that this client had no part in, because the others went on without it."""
         self.retiring = False
         """Whether the run wants this worker to end."""
-        self._came_late: set[str] = set()
-        """Groups that were there before this worker, which has not entered them yet."""
-        self._came_back: set[str] = set()
-        """Groups that went on without this worker's rank, which counts there again, before its
-        first step."""
-        self._resting: dict[str, int] = {}
-        """The groups where it rests, and since which of its rests: those that follow each other
-        without a step in between are one."""
-        self._rests = 0
-        self._rested = False
-        """Whether nothing was stepped since the last rest."""
+        self._told_pending = deque[str]()
+        """Groups where a shard has said that this rank is no member; taken before the next step, by
+        the thread that holds the client's lock."""
         self._asking: dict[str, int] = {}
         """By group where this client does not know its clock: its steps that are on their way, and
         whose answers say it."""
-        self._stepped: dict[str, int] = {}
-        """Groups that collect and that this client has ended a step of, numbered in the order in
-        which they first came."""
         self._terms = terms
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
-
-    def is_pending(self, group: str) -> bool:
-        """Whether nobody waits for this worker in a group: it came late there, or rests."""
-        return group in self._resting or group in self._came_late
-
-    @property
-    def _may_be_pending(self) -> bool:
-        return bool(self._came_late or self._resting)
-
-    def came_late(self, group: str) -> None:
-        """The others were in a group first: nobody waits for this worker until it enters."""
-        self._came_late.add(group)
-
-    def came_back(self, group: str) -> None:
-        """The rank counts again where the others went on without it: a clock may be under way that
-        is decided without it."""
-        self._came_back.add(group)
-
-    def _ask_first_clocks(self, blocks: Sequence[Block]) -> None:
-        """Before the first steps of a rank that has come back: where a policy waits for all, their
-        clock is what the shards say, and none of them is too late."""
-        for each in blocks:
-            if each.group_name in self._came_back:
-                self._came_back.discard(each.group_name)
-                policy = self.traits_of(each).policy
-                if policy is not None and policy.collects and not policy.partial:
-                    self._ask_clock(each.group_name)
-
-    def rests(self, group: str) -> None:
-        """The shards have been told that this worker rests in a group, until it enters again."""
-        self._rests += not self._rested
-        self._rested = True
-        self._resting[group] = self._rests
-
-    def _entered(self, group: str) -> None:
-        """This worker is waited for in a group from now on."""
-        self._came_late.discard(group)
-        self._resting.pop(group, None)
 
     def _ask_clock(self, group: str) -> None:
         """This worker's clock of a group is what the shards say: it does not know."""
@@ -118,15 +71,27 @@ class ClientClocks:
                 return
             own = max(self.clocks.get(group, 0), after)
             at = max((reply.at for reply in replies), default=-1)
+            if any(reply.pending for reply in replies):
+                self._told_pending.append(group)
             if at > own:
                 self.clocks[group] = at
-                known = group not in self._asking and not self.is_pending(group)
-                if any(reply.skipped for reply in replies) and known:
+                if any(reply.skipped for reply in replies) and group not in self._asking:
                     self.missed += at - own
             if after == CURRENT_CLOCK and group in self._asking:
                 self._asking[group] -= 1
                 if not self._asking[group] and at >= 0:
                     del self._asking[group]
+
+    def _take_told_pending(self) -> None:
+        while self._told_pending:
+            self.membership.came_late(self._told_pending.popleft())
+
+    def _join_at(self, block: Block, clock: int) -> None:
+        """The shards have said at which clock this rank joins. Where gradients are collected it may
+        be an earlier one than this client has counted: a step of it was in none."""
+        with self._heard_lock:
+            own = self.clocks.get(block.group_name, 0)
+            self.clocks[block.group_name] = clock if self.collects_now(block) else max(own, clock)
 
     def go_on(self, group: str, clock: int) -> None:
         """This client's clock of a group is at least this from now on."""
@@ -142,3 +107,7 @@ class ClientClocks:
     def traits_of(self, block: Block) -> PolicyTraits:
         """What holds for this client's next step of a block's group."""
         return self._terms.at(block.group, self.clocks.get(block.group_name, 0))
+
+    def collects_now(self, block: Block) -> bool:
+        """Whether the gradients of this client's next step of a block's group are collected."""
+        return self.traits_of(block).collects

@@ -52,6 +52,7 @@ class Connection:
         consistency: the cluster's policy.
         deadlines: how long each wait may take.
         returned: whether the others have gone on without this rank.
+        first: how many workers the cluster was started for.
         found: what the shards had done when it joined, in shard order, if it has to go on from
             there; else nothing.
         control: to the coordinator.
@@ -82,6 +83,7 @@ class Connection:
         self.consistency = joined.consistency
         self.deadlines = deadlines
         self.returned = joined.returned
+        self.first = joined.first
         self.found: list[ServerBeat] = []
         self.control = control
         self.lock = threading.RLock()

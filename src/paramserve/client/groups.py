@@ -12,7 +12,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.errors import ParamServeError, Timeout
-from paramserve.messages import GroupPolicy, SetPolicy, Step, SuspendMembership
+from paramserve.messages import GroupPolicy, SetPolicy, SuspendMembership
 
 CHANGE_POLL_S = 0.01
 """How often is asked whether the shards have decided a change of policy."""
@@ -73,20 +73,15 @@ class Groups:
         with self._lock:
             block = self._directory.defined_in(group)
             self._steps.drain(timeout_s)
+            # First: if this is interrupted, the next step joins, whatever the shards have heard.
+            self._steps.membership.suspended(group)
             self._steps.ask_all("rest", SuspendMembership(0, block.group), timeout_s)
-            self._steps.rests(group)
 
     def enter(self, group: str, timeout_s: float | None) -> bool:
         """See `Client.enter`."""
         self._connection.check()
         with self._lock:
-            block = self._directory.defined_in(group)
-            if self._steps.is_pending(group) and not self._steps.traits_of(block).collects:
-                clock, number = self._steps.clocks.get(group, 0), block.group
-                enters = Step(0, number, clock, False, (), (), enters=(number,))
-                replies = self._steps.ask_all("enter", enters, timeout_s)
-                self._steps.go_on(group, max(reply.at for reply in replies))
-            return self._steps.enter_ahead(block, timeout_s)
+            return self._steps.enter_ahead(self._directory.defined_in(group), timeout_s)
 
 
 def _undecided(

@@ -15,23 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy.typing as npt
 
 from paramserve.client import timeouts
-from paramserve.client.entering import Entering, left_until
+from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
 from paramserve.config import RuleSpec
 from paramserve.consistency.base import number
 from paramserve.consistency.registry import PolicyTraits
+from paramserve.core.client_membership import Joining
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.core.resumption import outside, resume, undecided
+from paramserve.core.resumption import not_joined, resume
 from paramserve.core.session import Operation
-from paramserve.errors import ParamServeError, Timeout
+from paramserve.errors import ParamServeError, PushTimeout, Timeout
+from paramserve.ids import NO_RANK
 from paramserve.messages import (
     CURRENT_CLOCK,
     Done,
     Gradient,
     GroupReport,
+    JoinGroup,
     ReadTarget,
     ServerBeat,
     ShardRequest,
@@ -47,8 +50,6 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-ENTERING_WEIGHT = 1e-30
-"""Of an empty step: it counts for nothing in a mean, and must be above 0."""
 PARTS_KEPT_MAX = 4096
 """Parts of messages kept for the next step, which mostly has the same."""
 
@@ -199,14 +200,15 @@ class Prepared(NamedTuple):
     ticket: Ticket
     requests: list[Step]
     operation: Operation
-    group: str
+    block: Block
+    """Any of the group."""
     clock: int
     """Of this client in that group before it."""
     tick: bool
     staged: Sequence[Ticket]
 
 
-class Steps(Entering):
+class Steps(ClientClocks):
     """Sends steps of this client. The caller holds the client's lock.
 
     Attributes:
@@ -215,6 +217,8 @@ class Steps(Entering):
         stall_s: how long a shard that lives may take to say whom a wait is for.
         all_live: whether the coordinator counts all of these ranks as live.
         versions: read last, by group number and shard.
+        first: whether the cluster was started with this rank: it is a member of groups that are
+            defined after it has come.
         resumed: the clock of each group where this client began, if not at 0.
         staged: by group, what waits for its tick.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
@@ -240,11 +244,14 @@ class Steps(Entering):
         self.stall_s = stall_s
         self.all_live = all_live
         self.versions: dict[int, list[int]] = {}
+        self.first = True
         self.resumed: dict[str, int] = {}
         self.repeated = 0
         self.staged: dict[str, Staged] = {}
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         self._factor = 1.0
+        self._found: frozenset[str] = frozenset()
+        """Groups that were there when this client came."""
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -274,10 +281,9 @@ class Steps(Entering):
             self.go_on(name, found.clock)
             self.resumed[name] = found.clock
             self.repeated = max(self.repeated, found.repeated)
-        for name in outside(reports, self._rank):
-            self.came_late(name)
-        for name in undecided(reports, self._rank) if returned else ():
-            self.came_back(name)
+        self._found = frozenset(by_name)
+        for name in by_name if returned else not_joined(reports, self._rank):
+            self.membership.came_late(name)
 
     @property
     def factor(self) -> float:
@@ -299,6 +305,9 @@ class Steps(Entering):
     def defined(self, block: Block) -> None:
         """This client knows of a block from now on; repeating changes nothing."""
         self._terms.defined(block.group, block.spec.consistency)
+        late = not (self.first or block.group in self.versions or block.group_name in self._found)
+        if late and self._rank != NO_RANK:
+            self.membership.came_late(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
 
     def undefined(self, block: Block) -> None:
@@ -384,11 +393,11 @@ class Steps(Entering):
                 error.failed, error.applied = f"{full}: {error.failed}", "no"
                 raise
 
-    def _numbered(self, sent: Sequence[Prepared], enters: Sequence[Block]) -> None:
+    def _numbered(self, sent: Sequence[Prepared]) -> None:
         """A call is certain to be sent."""
         for each in sent:
             if each.tick:
-                self._ended(each, enters)
+                self._ended(each)
         self._exchange.unfinished = ""
 
     def _broken_off(
@@ -417,23 +426,24 @@ class Steps(Entering):
         ordered = parts if len(parts) == 1 else sorted(parts, key=StepParts.order)
         prepared: list[Prepared] = []
         values: list[Slot] = []
-        enters: Sequence[Block] = ()
-        ticked: list[Block] = []
+        ticked = False
         exchange = self._exchange
         try:
-            for each in ordered:
-                if each.options.tick:
-                    ticked.append(each.block)
             exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
+            if self._told_pending:
+                self._take_told_pending()
+            if self.membership.any_pending:
+                self._join_before(ordered)
+            for each in ordered:
+                ticked = ticked or each.options.tick
             if ticked:
-                enters = self.enter(ticked, None)
                 exchange.unfinished = "a step"
             calls = []
             for each in ordered:
-                sent = self._prepare(each, values, enters, each.block.table is None or each.leased)
+                sent = self._prepare(each, values, each.block.table is None or each.leased)
                 prepared.append(sent)
                 calls.append((sent.requests, sent.operation))
-            numbered = partial(self._numbered, prepared, enters) if ticked else None
+            numbered = partial(self._numbered, prepared) if ticked else None
             exchange.submit_together(calls, numbered)
         except BaseException as error:
             taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
@@ -446,14 +456,11 @@ class Steps(Entering):
         at = {id(each): number for number, each in enumerate(ordered)}
         return [prepared[at[id(each)]].ticket for each in parts]
 
-    def _prepare(
-        self, parts: StepParts, values: list[Slot], enters: Sequence[Block], marked: bool
-    ) -> Prepared:
+    def _prepare(self, parts: StepParts, values: list[Slot], marked: bool) -> Prepared:
         """One group's part of a call as it is about to be sent; its ticket is bound to the answers.
 
         Args:
             values: gets the slots that are taken for what is pulled.
-            enters: groups that it names if it ends a clock that collects.
             marked: whether it may have leased samples in it.
         """
         # Loops, not comprehensions: each of those is a call, and a small step has few.
@@ -484,11 +491,9 @@ class Steps(Entering):
         marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
         clock = self._clock_of_step(name, tick)
-        if tick:
-            self._steps_in(block)
-        names: tuple[int, ...] = ()
-        if enters and tick and self.traits_of(block).collects:
-            names = tuple([each.group for each in enters])
+        if tick and self.membership.any_pending:
+            for following in self.membership.following(block):
+                self._ask_clock(following)
         # By shard, what was made by part.
         pushes = list(zip(*push_parts, strict=True)) if push_parts else repeat((), self._shards)
         pulls = list(zip(*pull_parts, strict=True)) if pull_parts else repeat((), self._shards)
@@ -508,7 +513,6 @@ class Steps(Entering):
                     clip_norm,
                     self._factor,
                     mark,
-                    enters=names,
                     note=note,
                 )
             )
@@ -517,28 +521,52 @@ class Steps(Entering):
         ticket.operation = operation
         after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
         self._bind(ticket, operation, captured, name, after)
-        return Prepared(ticket, requests, operation, name, clock, tick, parts.staged)
+        return Prepared(ticket, requests, operation, block, clock, tick, parts.staged)
 
-    def _ended(self, sent: Prepared, enters: Sequence[Block]) -> None:
-        """A step with a tick was sent, which names groups."""
-        self.named(enters)
-        self.go_on(sent.group, sent.clock + 1)
+    def _ended(self, sent: Prepared) -> None:
+        """A step with a tick was sent."""
+        self.go_on(sent.block.group_name, sent.clock + 1)
+        self.membership.stepped(sent.block)
         for staged in sent.staged:
             staged.operation = sent.operation
 
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
 
-    def _send_join(self, block: Block, until: float | None, enters: Sequence[Block]) -> Ticket:
-        """As `Entering` says; the step takes no leased samples either."""
-        options = StepOptions(tick=True, weight=ENTERING_WEIGHT)
-        self._make_room(left_until(until), "step", 1)
-        unfinished, self._exchange.unfinished = self._exchange.unfinished, "entering a group"
-        sent = self._prepare(StepParts("step", block, options=options), [], enters, False)
-        self._exchange.submit(sent.requests, sent.operation)
-        self.go_on(sent.group, sent.clock + 1)
-        self._exchange.unfinished = unfinished
-        return sent.ticket
+    # --- joining -----------------------------------------------------------------------------
+
+    def _join_before(self, ordered: Sequence[StepParts]) -> None:
+        """Join groups in which this rank is pending, before a call that steps them."""
+        stepped = [
+            each.block
+            for each in ordered
+            if each.options.tick or each.options.skip or each.pushes or each.row_pushes
+        ]
+        try:
+            for joining in self.membership.before(stepped, self._defined()):
+                self._join(joining, None)
+        except PushTimeout as error:
+            error.applied = "no"  # of the call
+            raise
+
+    def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
+        """Join a group before the first step there; whether this rank was pending.
+
+        Raises:
+            PushTimeout: not all shards know that it is a member, after `limit_s`.
+        """
+        self._take_told_pending()
+        pending = self.membership.pending(block.group_name)
+        for joining in self.membership.ahead(block, self._defined()) if pending else ():
+            self._join(joining, limit_s)
+        return pending
+
+    def _join(self, joining: Joining, limit_s: float | None) -> None:
+        block = joining.block
+        message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
+        replies = self.ask_all("join", message, limit_s)
+        self._join_at(block, max(reply.at for reply in replies))
+        self.membership.joined(joining)
 
     def _bind(
         self, ticket: Ticket, operation: Operation, slots: list[Slot], group: str, after: int

@@ -53,13 +53,11 @@ def collect(
     session: ShardSession,
     request: Request,
     parts: list[Part],
-    pending: bool,
     refusal: Refusal | None = None,
 ) -> None:
     """Keep a worker's gradients of the present clock, unapplied (Sync).
 
     Args:
-        pending: whether the worker is not waited for yet.
         refusal: why this shard refuses the step, which then has no parts.
 
     Raises:
@@ -68,7 +66,7 @@ def collect(
     step = request.message
     assert isinstance(step, Step)
     rank = session.rank
-    if not pending and rank not in state.members.clocks:
+    if rank not in state.members.clocks:
         raise NotAMember(
             f"client {session.client} (rank {rank}) pushed to group {state.name!r}, "
             f"which steps in Sync with the live workers {sorted(state.members.clocks)}",
@@ -145,6 +143,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
         finite,
         skip,
         sum(each.weight for each in held),
+        state.members.number,
         clip,
         squared,
         refusal,

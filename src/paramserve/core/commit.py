@@ -172,6 +172,10 @@ class Lead:
             del self._votes[shard]
         return [(shard, proposal) for shard in sorted(differing)]
 
+    def forget_votes(self) -> None:
+        """The group has other members: all shards vote again."""
+        self._votes = {}
+
     def _commit(self, since: PolicyEpoch) -> list[tuple[int, Commit | Prepare]]:
         parts = [self._votes[shard] for shard in sorted(self._votes)]
         self._votes = {}
@@ -182,7 +186,7 @@ class Lead:
 def decide(parts: Sequence[Vote], since: PolicyEpoch) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
-    nothing = Commit(first.group, first.clock, (), 0.0, decided=first.contributors)
+    nothing = Commit(first.group, first.clock, (), 0.0)
     refusal = next((part.refusal for part in parts if part.refusal), None)
     if refusal:
         return structs.replace(nothing, refusal=refusal)

@@ -289,6 +289,7 @@ class Coordination:
             self.config.restarts,
             self.config.deadlines.heartbeat_s,
             before is not None and before.state in (LEFT, DEAD),
+            self.membership.workers_at_first,
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:

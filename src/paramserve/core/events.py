@@ -89,12 +89,6 @@ class Reply(NamedTuple):
     answer: Answer
 
 
-class Resume(NamedTuple):
-    """Go on with the requests that a session has queued."""
-
-    session: ShardSession
-
-
 class Send(NamedTuple):
     """Send a message to a shard, which may be this one."""
 
@@ -102,10 +96,11 @@ class Send(NamedTuple):
     message: PeerMessage
 
 
-class Enter(NamedTuple):
-    """Wait for a rank from now on in these groups as well."""
+class EnterGroups(NamedTuple):
+    """A client's rank is to be a member of these groups as well, from now on."""
 
     rank: int
+    client: int
     groups: tuple[int, ...]
 
 
@@ -115,7 +110,7 @@ class LookAgain(NamedTuple):
     group: int
 
 
-GroupEffect = Reply | Resume | Send | Enter | LookAgain
+GroupEffect = Reply | Send | EnterGroups | LookAgain
 """What the machine of a group asks of its shard."""
 
 

@@ -18,18 +18,23 @@ from paramserve.consistency.base import ADMIT, Admit, Pull, Wait
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
-from paramserve.core.events import Enter, GroupEffect, LookAgain, Reply, Resume, Send
+from paramserve.core.events import GroupEffect, LookAgain, Reply, Send
+from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
 from paramserve.core.sessions import Answer, Request, ShardSession
-from paramserve.errors import ParamServeError, PolicyFailed, rebuild
+from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
+from paramserve.ids import NO_RANK
 from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,
     Done,
+    GroupMembership,
+    JoinGroup,
     Member,
+    MembershipKnown,
     Pause,
     Paused,
     PeerMessage,
@@ -76,6 +81,7 @@ class GroupMachine:
         self.lead = Lead(shards) if self.leader == shard else None
         """Set on the group's lead shard only."""
         self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, outbox)
+        self.membership = MembershipAgreement(state, shard, shards, resend_s, outbox)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.deadline: float | None = None
@@ -102,10 +108,13 @@ class GroupMachine:
         if state.table is not None:
             state.table.clock = state.members.slowest
             state.table.collects = state.collects
-        asked = request
+        steps = bool(step.push or step.tick or step.skip)
+        asked, member = request, rank in state.members.clocks
         if step.clock == CURRENT_CLOCK:
             session.asks_clock.add(state.id)
-            session.asked = request
+            if session.live and not member:
+                self._hold(session, request)  # until this shard knows that it is a member
+                return None
             step = structs.replace(step, clock=state.members.clocks.get(rank, state.start))
             request = request._replace(message=step)
         parts: list[stepping.Part] = []
@@ -124,38 +133,26 @@ class GroupMachine:
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
             self._hold(session, asked)
             return None
-        pending = session.live and rank not in state.members.clocks
-        steps = bool(step.push or step.tick or step.skip)
-        if pending:
-            collects = state.collects
-            suspended = rank in state.members.suspended and not (steps or state.id in step.enters)
-            if not (collects or suspended):
-                if wrong is not None:
-                    raise wrong
-                state.members.enter(rank, state.start)
-            elif collects and step.clock > state.start and self.shards > 1:
-                self._hold(session, request)  # until the clocks before are decided here, too
-                return None
+        if steps and session.live and not member:
+            if wrong is not None:
+                raise wrong
+            return self._with_news(session, self._not_a_member(session, request))
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
         known = state.members.clocks.get(rank, step.clock)
         if known < step.clock and not state.at(known).policy.collects:
-            # It has entered on another shard at a later clock, and sends no step of those before.
+            # It has joined on another shard at a later clock, and sends no step of those before.
             state.members.ticked(rank, step.clock - 1)
             self._look_again()
-        since = state.of(rank, max(step.clock, state.start) if pending else step.clock)
-        if pending and steps and step.clock < since.clock:
-            # Of before a change of policy, which other shards may have handled the old way.
-            if wrong is not None:
-                raise wrong
-            answer: Answer | None = self._late(session, request, state.start)
-        elif not steps:
+        since = state.of(rank, step.clock)
+        answer: Answer | None
+        if not steps:
             answer = self._read(session, request)
         elif since.policy.collects:
-            answer = self._collect(session, request, parts, pending, wrong)
+            answer = self._collect(session, request, parts, wrong)
         else:
             answer = self._apply(session, request, parts, since, wrong)
-        return None if answer is None else self._with_news(session, answer, pending)
+        return None if answer is None else self._with_news(session, answer)
 
     def _apply(
         self,
@@ -190,6 +187,7 @@ class GroupMachine:
         if step.tick and rank in state.members.clocks and not state.at(step.clock).policy.collects:
             slowest = state.members.slowest
             state.members.ticked(rank, step.clock)
+            self.membership.enter_others(rank)
             if state.members.slowest != slowest:
                 self._look_again()
 
@@ -204,9 +202,18 @@ class GroupMachine:
         done = Done(step.seq, state.version, state.members.slowest, skipped=True, at=at)
         return self._replies.with_values(state.blocks, request, done)
 
-    def _with_news(self, session: ShardSession, answer: Answer, pending: bool = False) -> Answer:
-        """Tell a client that did not count yet, or asks, where it goes on, and each one that its
-        group has another policy."""
+    def _not_a_member(self, session: ShardSession, request: Request) -> Answer:
+        """The answer to a step of a rank that is no member, and did not know it."""
+        state = self.state
+        at = state.members.clock_of(session.rank, state.start)
+        answer = self._late(session, request, at)
+        message = answer.message
+        assert isinstance(message, Done)
+        return Answer(structs.replace(message, pending=True), answer.payload)
+
+    def _with_news(self, session: ShardSession, answer: Answer) -> Answer:
+        """Tell a client that asks where it goes on, and each one that its group has another
+        policy."""
         message = answer.message
         if not isinstance(message, Done):
             return answer
@@ -214,7 +221,7 @@ class GroupMachine:
         asks = state.id in session.asks_clock
         if asks:
             session.asks_clock.discard(state.id)
-        if (pending or asks) and message.at < 0:
+        if asks and message.at < 0:
             message = structs.replace(message, at=state.members.clock_of(session.rank, state.start))
         if taken:
             told = session.told.get(state.id, 0)
@@ -304,7 +311,7 @@ class GroupMachine:
         self.waiting.pop(client, None)
 
     def members_changed(self, members: Mapping[int, Member], live: list[int], now: float) -> None:
-        """Workers have come, gone or suspended: go on with the members that are left.
+        """Workers have come or gone: go on with the members that are left.
 
         Args:
             members: by rank.
@@ -313,11 +320,76 @@ class GroupMachine:
         state = self.state
         state.now = now
         state.members_changed(members, live)
+        if self.membership.members_changed():
+            self._forget_votes()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what other members allow."""
+        state = self.state
         if state.buffered and policy_calls.on_membership(state.at(state.members.slowest), state):
             stepping.flush(state)
         self._maybe_vote()
         self._look_again()
         self._plan()
+
+    # --- joining and suspending ------------------------------------------------------------------
+
+    def join(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+        """A rank is to be a member from the clock under way on; None: it waits for the lead.
+
+        Raises:
+            NotAMember: it is not a worker's client. Nothing was changed.
+        """
+        state, message, rank = self.state, request.message, session.rank
+        assert isinstance(message, JoinGroup)
+        if rank == NO_RANK:
+            raise NotAMember(
+                f"client {session.client} is no worker: it cannot join group {state.name!r}",
+                fix="step from a worker",
+            )
+        if session.done is None:
+            self.membership.enter_later(rank, session.client, message.others)
+            self.join_rank(rank, session.client, now)
+        joined = state.members.joined.get(rank)
+        done = Done(message.seq, state.version, state.members.slowest)
+        if joined is None or joined.client != session.client:
+            self._hold(session, request)
+            session.done = done
+            return None
+        if not state.collects:
+            self.membership.enter_others(rank)
+        at = state.members.clock_of(rank, state.start)
+        return self._with_news(session, Answer(structs.replace(done, at=at)))
+
+    def suspend(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+        """A rank is to be no member any more; None: it waits for the lead."""
+        state, rank = self.state, session.rank
+        self.suspend_rank(rank, now)
+        if rank in state.members.joined:
+            self._hold(session, request)
+            return None
+        return Answer(Done(request.message.seq, state.version, state.members.slowest))
+
+    def join_rank(self, rank: int, client: int, now: float) -> None:
+        """On the lead shard, make a rank a member from the clock under way on."""
+        self.state.now = now
+        if self.membership.join(rank, client):
+            self._forget_votes()
+            self._go_on()
+
+    def suspend_rank(self, rank: int, now: float) -> None:
+        """On the lead shard, end a rank's membership."""
+        self.state.now = now
+        if self.membership.suspend(rank):
+            self._forget_votes()
+            self._go_on()
+
+    def _forget_votes(self) -> None:
+        """Other members decide the present clock: all shards vote again."""
+        self.state.collect.sent = None
+        if self.lead is not None:
+            self.lead.forget_votes()
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
@@ -330,7 +402,14 @@ class GroupMachine:
         state, session = self.state, self.waiting.get(client)
         if session is not None and session.held is not None:
             step = session.held.message
-            assert isinstance(step, Step), "nothing else is ever held"
+            if not isinstance(step, Step) or (
+                step.clock == CURRENT_CLOCK and session.rank not in state.members.clocks
+            ):
+                return (
+                    f"shard {self.shard} waits for the decision of shard {self.leader} whether "
+                    f"rank {session.rank} is a member",
+                    (),
+                )
             if state.changes.paused is not None:
                 return (
                     f"shard {self.shard} waits for the change of policy on shard {self.leader}",
@@ -366,7 +445,6 @@ class GroupMachine:
         session: ShardSession,
         request: Request,
         parts: list[stepping.Part],
-        pending: bool,
         wrong: Exception | None,
     ) -> Answer | None:
         """Collect a step for the present clock; answered when the clock is decided.
@@ -374,15 +452,14 @@ class GroupMachine:
         A step that this shard refuses (`wrong`) is collected as well, with its refusal: then the
         clock is refused to all its workers, and none of them waits for this one.
 
-        A pending member is not waited for, and counts from the clock on that it is in. A step of
-        the next clock waits: the present one was decided without this worker, and the news is on
-        its way. One of an older clock came too late. The first step of a newer incarnation may find
-        the clock with its predecessor's gradients, or just closed with them, or without any while
-        the rank had ended.
+        A step of the next clock waits: the present one was decided without this worker, and the
+        news is on its way. One of an older clock came too late. The first step of a newer
+        incarnation may find the clock with its predecessor's gradients, or just closed with them,
+        or without any while the rank had ended.
         """
         state, collect, rank, step = self.state, self.state.collect, session.rank, request.message
         assert isinstance(step, Step)
-        if step.tick and (pending or rank in state.members.clocks):
+        if step.tick and rank in state.members.clocks:
             if step.clock < state.committed:
                 state.brought_by[rank] = session.client
                 if wrong is not None:
@@ -405,7 +482,7 @@ class GroupMachine:
         refused = None
         if wrong is not None:
             refused = collecting.refusal_with(state, self.shard, rank, wrong)
-        collecting.collect(state, session, request, parts, pending, refused)
+        collecting.collect(state, session, request, parts, refused)
         state.brought_by[rank] = session.client
         state.came(rank)
         session.held = request
@@ -427,7 +504,7 @@ class GroupMachine:
         if since.guarded or len(state.members.clocks) != 1 or rank not in state.members.clocks:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
-        plain = plain and not step.enters
+        plain = plain and not self.membership.entering
         if not plain or state.collect.pending or state.buffer.count:
             return None
         if step.clock != state.committed or not collecting.cannot_fail(parts):
@@ -441,7 +518,7 @@ class GroupMachine:
         state.mark(session.client, step.mark)
         assert self.lead is not None, "the only shard leads all groups"
         self.lead.last = commit
-        state.commit(((rank, session.client),))
+        state.commit()
         state.brought_by[rank] = session.client
         self._look_again()
         done = Done(step.seq, state.version, state.members.slowest)
@@ -456,7 +533,7 @@ class GroupMachine:
         if not since.policy.collects:
             return
         try:
-            # Pending members alone are not waited for.
+            # What ranks have left that are not waited for is decided at once.
             admission = policy_calls.on_clock(since, state) if state.members.clocks else ADMIT
         except PolicyFailed as error:
             self._send_vote(collect.clients(), error)
@@ -496,6 +573,9 @@ class GroupMachine:
         if self.lead is None:
             return
         since = self.state.at(self.state.committed)
+        if message.clock == self.state.committed and message.members < self.state.members.number:
+            self.membership.tell(message.shard)
+            return
 
         def enough(clients: frozenset[int]) -> bool:
             return self._enough(since, clients)
@@ -538,44 +618,30 @@ class GroupMachine:
             return  # Answered before.
         collected = collect.everything()
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
+        entering = self.membership.entering
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
         for each in chosen.values():  # also of clients that have ended since
             state.mark(each.session.client, each.step.mark)
-        for each in collected:
-            self._enter_others(each, commit)
-        state.commit(
-            (rank, each.session.client)
-            for rank, each in chosen.items()
-            if rank in state.members.live
-        )
+        state.commit()
+        for rank in entering:
+            # Before any worker that steps both groups can go on in the others.
+            self.membership.enter_others(rank)
         for each in collected:
             session = each.session
             if session.held is None:
                 continue  # Its client has ended.
-            if session.asked is not None and session.client not in commit.decided:
-                session.held = None
-                session.queue.appendleft(session.asked)
-                self._outbox.append(Resume(session))
-                continue
             answer = self._after_commit(commit, each, session.held, failure)
             answer = self._with_news(session, answer)
             self._outbox.append(Reply(session, answer))
+        self._settle()
         self._look_again()
 
-    def _enter_others(self, each: Contribution, commit: Commit) -> None:
-        """Wait for a worker from now on in the groups that its step names, if this clock had to
-        wait for it, or took it in.
-
-        All shards do so before another worker of this clock that steps in both groups can go on in
-        the others: they agree on the clock there. Where there is no other worker, one shard may be
-        a clock behind; its step for that clock is made again when that is decided (`_on_commit`).
-        """
-        session = each.session
-        if not each.step.enters or not session.live:
-            return
-        if session.rank in self.state.members.clocks or session.client in commit.contributors:
-            self._outbox.append(Enter(session.rank, each.step.enters))
+    def _settle(self) -> None:
+        """Take a decision about the members that waited for this clock."""
+        if self.membership.settle():
+            self._forget_votes()
+            self._go_on()
 
     def _after_commit(
         self, commit: Commit, each: Contribution, held: Request, failure: ParamServeError | None
@@ -629,12 +695,19 @@ class GroupMachine:
                 self._on_prepare(message)
             case Commit():
                 self._on_commit(message)
+            case GroupMembership():
+                if self.membership.on_decision(message):
+                    self._forget_votes()
+                    self._go_on()
+            case MembershipKnown():
+                self.membership.on_known(message)
             case Pause():
                 self.policies.on_pause(message, window)
             case Paused():
                 self.policies.on_paused(message)
             case Switch():
                 if self.policies.on_switch(message):
+                    self._settle()
                     self._maybe_vote()
                     self._look_again()
         self._plan()
@@ -649,6 +722,7 @@ class GroupMachine:
             collect.due = None
             self._maybe_vote()
         self.policies.deadline_reached(now)
+        self.membership.deadline_reached(now)
         self._plan()
 
     def _plan(self) -> None:
@@ -658,5 +732,5 @@ class GroupMachine:
         if self.shards > 1:
             if collect.sent is not None:
                 times.append(collect.repeat_at)
-            times += self.policies.deadlines()
+            times += self.policies.deadlines() + self.membership.deadlines()
         self.deadline = min(times, default=None)

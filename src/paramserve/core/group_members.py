@@ -3,77 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from paramserve.core.sessions import ENDED
-from paramserve.messages import Member
+
+class Joined(NamedTuple):
+    """How a rank became a member."""
+
+    client: int
+    """That has joined; 0: the rank is a member from the beginning."""
+    clock: int
+    """Where it began."""
 
 
 class GroupMembers:
     """The members of one group, with their clocks.
 
-    A live rank that is no member yet is a pending member: it becomes one where it enters, or where
-    gradients are collected with the first clock that it is in.
+    The group's lead shard decides who is a member (`core.group_membership`); a live one is waited
+    for, and has a clock here.
 
     Args:
-        live: ranks that are members from the beginning.
+        ranks: members from the beginning: those that the cluster was started with.
+        live: of the cluster, those that clocks wait for.
     """
 
-    def __init__(self, live: Sequence[int]) -> None:
+    def __init__(self, ranks: Iterable[int], live: Sequence[int]) -> None:
+        self.number = 0
+        """Decisions of the lead so far."""
+        self.joined: Mapping[int, Joined] = dict.fromkeys(ranks, Joined(0, 0))
+        """The members by rank, live or not."""
         self.clocks: dict[int, int] = {}
-        """Steps that each member has finished. Changed by the methods of this class only."""
+        """Steps that each live member has finished. Changed by the methods of this class only."""
         self.slowest = 0
-        """The smallest clock; without members, what it was last."""
-        self.live: Sequence[int] = ()
-        """Ranks of the cluster that synchronous clocks wait for."""
-        self.suspended: dict[int, int] = {}
-        """Live ranks that are not waited for until they enter again, with the client that has
-        suspended each."""
+        """The smallest clock; without live members, what it was last."""
+        self.live = live
+        """Ranks of the cluster that clocks wait for where they are members."""
         self._at_slowest = 0
-        """How many members are at the smallest clock."""
-        self._first = frozenset(live)
-        self._ended: dict[int, int] = {}
-        """Clocks of ranks that have ended or are suspended, and may come back."""
-        self.update({}, live, 0)
+        """How many are at the smallest clock."""
+        self._left: dict[int, int] = {}
+        """Clocks of ranks that were waited for, and may come back."""
+        self._recount(0, {})
 
-    def update(self, members: Mapping[int, Member], live: Sequence[int], start: int) -> None:
-        """These ranks are live or waited for. One that was here before, and comes back, goes on at
-        its own clock, but not behind the slowest of the others.
+    def update(self, live: Sequence[int], start: int) -> None:
+        """These ranks are live. One that comes back goes on at its own clock, but not behind the
+        slowest of the others.
 
         Args:
-            members: of the cluster, by rank.
-            start: the clock at which a worker that comes now begins.
+            start: the clock at which a rank that comes now begins.
         """
         self.live = live
-        self._ended.update(self.clocks)
-        counted = (r for r in live if r in self._first or r in self.clocks or r in self._ended)
-        self._set(
-            {
-                rank: self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
-                for rank in counted
-                if rank not in self.suspended
-            }
-        )
-        self.suspended = {rank: by for rank, by in self.suspended.items() if rank in live}
-        for rank, member in members.items():
-            if member.incarnation == 0 and member.state in ENDED:
-                # It never came, and is a pending member if it comes later.
-                self._first -= {rank}
-                self._ended.pop(rank, None)
+        self._recount(start, {})
 
-    def enter(self, rank: int, start: int) -> None:
-        """A live rank becomes a member, with its first step here or after it was suspended."""
-        self.suspended.pop(rank, None)
-        self._set({**self.clocks, rank: self.clock_of(rank, start)})
+    def decided(self, number: int, joined: Mapping[int, Joined], start: int) -> None:
+        """The lead has decided who is a member, by rank. The others' clocks stay."""
+        new = {rank: by.clock for rank, by in joined.items() if by != self.joined.get(rank)}
+        self.number = number
+        self.joined = joined
+        self._recount(start, new)
 
     def clock_of(self, rank: int, start: int) -> int:
-        """The clock of a member, or the one at which the rank would begin."""
-        return self.clocks.get(rank, max(start, self._ended.get(rank, 0)))
-
-    def suspend(self, rank: int, client: int) -> None:
-        """This worker is not waited for until it enters again."""
-        self.suspended[rank] = client
-        self._ended.update(self.clocks)
-        self._set({r: clock for r, clock in self.clocks.items() if r != rank})
+        """The clock of a live member, or the one at which the rank would begin."""
+        return self.clocks.get(rank, max(start, self._left.get(rank, 0)))
 
     def ticked(self, rank: int, clock: int) -> None:
         """A member has ended a step. Its clock stays where it is if the step repeats one that an
@@ -87,30 +76,30 @@ class GroupMembers:
             if not self._at_slowest:
                 self._count()
 
-    def commit(
-        self, contributors: Iterable[tuple[int, int]], clock: int, *, together: bool
-    ) -> None:
-        """All before `clock` is committed, with these workers, which are members from now on.
-
-        Gradients of an older incarnation are no reason to wait for a rank whose newer one has
-        suspended its membership meanwhile: another shard may have had them in the other order.
+    def commit(self, clock: int, *, together: bool) -> None:
+        """All before `clock` is committed.
 
         Args:
-            contributors: rank and client.
             together: whether all members are at that clock; else one may be at a later one.
         """
-        for rank, client in contributors:
-            if rank not in self.clocks and client >= self.suspended.get(rank, 0):
-                self.suspended.pop(rank, None)
-                self.clocks[rank] = clock
         if together:
             self._set(dict.fromkeys(self.clocks, clock))
         else:
             self._set({rank: max(own, clock) for rank, own in self.clocks.items()})
 
     def fastest(self) -> int:
-        """The largest clock, also of ranks that have ended or are suspended."""
-        return max((*self.clocks.values(), *self._ended.values()), default=self.slowest)
+        """The largest clock, also of ranks that are not waited for any more."""
+        return max((*self.clocks.values(), *self._left.values()), default=self.slowest)
+
+    def _recount(self, start: int, least: Mapping[int, int]) -> None:
+        self._left.update(self.clocks)
+        self._set(
+            {
+                rank: max(self.clock_of(rank, start), least.get(rank, 0))
+                for rank in self.live
+                if rank in self.joined
+            }
+        )
 
     def _set(self, clocks: dict[int, int]) -> None:
         self.clocks = clocks

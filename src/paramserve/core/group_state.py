@@ -61,10 +61,18 @@ class GroupState:
     not committed yet, of those whose policy collects.
 
     Args:
-        live: ranks that count from the beginning; others count from their first step on (`enter`).
+        ranks: members from the beginning; others join.
+        live: of the cluster, those that clocks wait for.
     """
 
-    def __init__(self, number: int, name: str, policy: Policy, live: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        policy: Policy,
+        ranks: Iterable[int] = (),
+        live: Sequence[int] = (),
+    ) -> None:
         self.id = number
         self.name = name
         self.changes = Changes(since(0, policy))
@@ -72,7 +80,7 @@ class GroupState:
         self.committed = 0
         self.now = 0.0
         """Seconds on the shard's clock, as of the present event."""
-        self.members = GroupMembers(live)
+        self.members = GroupMembers(ranks, live)
         self.brought_by: dict[int, int] = {}
         """Sync: the client that sent the last step of each rank."""
         self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
@@ -183,13 +191,13 @@ class GroupState:
     # --- what happens ----------------------------------------------------------------------------
 
     def members_changed(self, members: Mapping[int, Member], live: Sequence[int]) -> None:
-        """Workers have come, gone or suspended their membership.
+        """Workers have come or gone.
 
         Args:
             members: of the cluster, by rank.
             live: ranks that clocks wait for, in order.
         """
-        self.members.update(members, live, self.start)
+        self.members.update(live, self.start)
         self.reads.only(live)
         if any(rank in self.notes for rank in live):
             # A worker that comes later goes by the notes of a live one.
@@ -207,10 +215,10 @@ class GroupState:
         if self._committed_at is not None:
             self._times.append(self.now - self._committed_at)
 
-    def commit(self, contributors: Iterable[tuple[int, int]]) -> None:
-        """The present clock is decided; these (rank, client) are in it, and count from now on."""
+    def commit(self) -> None:
+        """The present clock is decided."""
         self.committed += 1
-        self.members.commit(contributors, self.committed, together=not self.changes.later)
+        self.members.commit(self.committed, together=not self.changes.later)
         self.settle()
         self._committed_at = self.now
         if self._times:
@@ -288,7 +296,7 @@ class GroupState:
             tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
             if notes
             else (),
-            tuple((r, members.clock_of(r, self.start)) for r in sorted(members.suspended)),
+            members.number,
         )
 
 

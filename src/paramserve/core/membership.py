@@ -40,7 +40,8 @@ class Membership:
         self.expected_servers = servers
         self.workers = workers
         """How many there are to be at present."""
-        self._workers_at_first = workers
+        self.workers_at_first = workers
+        """How many the cluster was started for."""
         self._awaited_from_first = set(range(workers))
         """Ranks for which the others wait, or have waited, from the beginning."""
         self.number = 1
@@ -137,7 +138,7 @@ class Membership:
         if call.rank == NO_RANK:
             self._next_client += 1
             return client, 0
-        if call.workers not in (0, self.workers, self._workers_at_first):
+        if call.workers not in (0, self.workers, self.workers_at_first):
             raise ParamServeError(
                 f"the cluster was started for {self._for_workers}, but rank {call.rank} was "
                 f"started as one of {call.workers}",
@@ -166,7 +167,7 @@ class Membership:
 
     @property
     def _for_workers(self) -> str:
-        first, now = self._workers_at_first, self.workers
+        first, now = self.workers_at_first, self.workers
         return f"{first} workers" + (f" and has {now} now" if now != first else "")
 
     def late(self, rank: int, incarnation: int) -> bool:

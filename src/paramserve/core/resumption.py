@@ -33,11 +33,10 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
             by_name.setdefault(report.name, []).append(report)
     found = {}
     for name, parts in by_name.items():
-        # One that has suspended its membership may be a member again on some shards.
-        clocks = [dict(part.suspended + part.clocks).get(rank, part.clock) for part in parts]
+        clocks = [dict(part.clocks).get(rank, part.clock) for part in parts]
         clocks += [0] * (len(reports) - len(parts))  # its define is on the way to these
         if not any(part.collects for part in parts):
-            known = all(rank in dict(part.suspended + part.clocks) for part in parts)
+            known = all(rank in dict(part.clocks) for part in parts)
             found[name] = Resumption(min(clocks), max(clocks) - min(clocks) if known else 0)
             continue
         held = {dict(part.held).get(rank) for part in parts}
@@ -46,35 +45,17 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
     return found
 
 
-def outside(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
-    """Groups that a worker has yet to enter: no shard waits for its rank there.
-
-    The rank joined while the others were under way, or rested when its last incarnation died. One
-    shard that waits for it suffices: no synchronous clock is decided without that shard.
+def not_joined(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
+    """Groups that a rank is no member of, by the newest decision that a shard knows.
 
     Args:
         reports: as for `resume`.
         rank: of the worker.
     """
-    every = [report for shard in reports for report in shard]
-    waited_for = {report.name for report in every if rank in dict(report.clocks)}
-    return frozenset(report.name for report in every) - waited_for
-
-
-def undecided(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
-    """Groups in which a rank that had ended for good does not know the clock of its first step: the
-    one under way may be decided without it, or wait for it. Not where a policy is about to change.
-
-    Args:
-        reports: as for `resume`.
-        rank: of the worker.
-    """
-    every = [report for shard in reports for report in shard]
-    known = {
-        report.name
-        for report in every
-        if rank in dict(report.held)
-        or not report.collects
-        or (report.change is not None and report.change.clock > report.clock)
-    }
-    return frozenset(report.name for report in every) - known - outside(reports, rank)
+    newest: dict[str, GroupReport] = {}
+    for shard in reports:
+        for report in shard:
+            known = newest.get(report.name)
+            if known is None or known.members < report.members:
+                newest[report.name] = report
+    return frozenset(n for n, report in newest.items() if rank not in dict(report.clocks))

@@ -89,8 +89,6 @@ class ShardSession:
         """The member whose state or newer incarnation refuses all requests of this one."""
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
-        self.asked: Request | None = None
-        """What is held, as it came, if it did not say its clock."""
         self.asks_clock: set[int] = set()
         """Groups where the client does not know its clock: the next answer says it."""
         self.gone_at: float | None = None
@@ -159,6 +157,8 @@ class Sessions:
         self.workers: dict[int, ShardSession] = {}
         """Sessions of the newest incarnation of each rank."""
         self.members = {rank: Member(rank, 0, 0, "expected") for rank in range(workers)}
+        self.first = range(workers)
+        """Ranks that the cluster was started with."""
         self.members_number = 0
         """Of the membership that the coordinator told last."""
         self.retiring: frozenset[int] = frozenset()

@@ -25,7 +25,7 @@ from paramserve.core.events import (
     ClientHere,
     DeadlineReached,
     Effects,
-    Enter,
+    EnterGroups,
     Event,
     FromShard,
     GroupEffect,
@@ -34,7 +34,6 @@ from paramserve.core.events import (
     MembersChanged,
     Reply,
     Requested,
-    Resume,
     Send,
 )
 from paramserve.core.group import GroupMachine
@@ -66,6 +65,7 @@ from paramserve.messages import (
     Fetch,
     Forgetting,
     GroupReport,
+    JoinGroup,
     Pause,
     PeerMessage,
     Put,
@@ -185,18 +185,17 @@ class Shard:
                 case Reply(session, answer):
                     self._answer(session, answer)
                     self._resume(session)
-                case Resume(session):
-                    self._resume(session)
                 case Send(shard, message):
                     if shard == self.number:
                         self._from_shard(message)
                     else:
                         self._effects.peers.append((shard, message))
-                case Enter(rank, groups):
-                    for number in groups:
-                        machine = self.groups.get(number)
-                        if machine is not None and rank not in machine.state.members.clocks:
-                            machine.state.members.enter(rank, machine.state.start)
+                case EnterGroups(rank, client, groups):
+                    newest = self.sessions.workers.get(rank)
+                    own = newest is not None and newest.client == client and newest.live
+                    for number in groups if own else ():
+                        if number in self.groups:
+                            self.groups[number].join_rank(rank, client, self._now)
                 case LookAgain(number):
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():
@@ -238,7 +237,7 @@ class Shard:
         """Fence the sessions of ranks that have ended, and go on with the others."""
         for session in self.sessions.fence():
             if session.held is not None:
-                assert isinstance(session.held.message, Step), "nothing else is ever held"
+                assert isinstance(session.held.message, Step | JoinGroup | SuspendMembership)
                 self.groups[session.held.message.group].let_go(session)
         live = self.sessions.live()
         for machine in self.groups.values():
@@ -304,7 +303,7 @@ class Shard:
         if session.rank in self.sessions.retiring and isinstance(answer.message, Done):
             answer = Answer(structs.replace(answer.message, retire=True), answer.payload)
         session.record(answer)
-        session.held = session.done = session.asked = None
+        session.held = session.done = None
         self._effects.replies.append((session.client, answer))
 
     def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
@@ -329,8 +328,10 @@ class Shard:
             case TakeSnapshot() as message:
                 state = self._group(message.group).state
                 return self._replies.take_snapshot(state, session.client, message, memory)
+            case JoinGroup() as message:
+                return self._join(session, request, message)
             case SuspendMembership() as message:
-                return self._suspend(session, message)
+                return self._suspend(session, request, message)
             case SetPolicy() as message:
                 return self._group(message.group).set_policy(message, self._now)
 
@@ -373,6 +374,7 @@ class Shard:
             machine = self.groups.get(spec.group)
             if machine is None:
                 machine = self.groups[spec.group] = self._new_group(message)
+                machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
         return Answer(Done(message.seq, self.groups[spec.group].state.version))
@@ -412,7 +414,9 @@ class Shard:
         policy = self.policy if own is None else build_policy(own, self._policies)
         check_table_policy(spec.group_name, policy, spec.table is not None)
         return GroupMachine(
-            GroupState(spec.group, spec.group_name, policy, self.sessions.live()),
+            GroupState(
+                spec.group, spec.group_name, policy, self.sessions.first, self.sessions.live()
+            ),
             shard=self.number,
             shards=self.shards,
             resend_s=self._resend_s,
@@ -435,12 +439,18 @@ class Shard:
             state.watching[session.client] = Watching(message.every, keep)
         return Answer(Done(message.seq, state.version))
 
-    def _suspend(self, session: ShardSession, message: SuspendMembership) -> Answer:
+    def _join(self, session: ShardSession, request: Request, message: JoinGroup) -> Answer | None:
         machine = self._group(message.group)
-        state = machine.state
-        member = session.rank in state.members.clocks
-        if session.rank in state.members.live:
-            state.members.suspend(session.rank, session.client)
-        if member:
-            machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
-        return Answer(Done(message.seq, state.version, state.members.slowest))
+        if session.done is None:  # else it was held
+            for number in message.others:
+                if number in self.groups and number != message.group:
+                    self.groups[number].suspend_rank(session.rank, self._now)
+        return machine.join(session, request, self._now)
+
+    def _suspend(
+        self, session: ShardSession, request: Request, message: SuspendMembership
+    ) -> Answer | None:
+        machine = self._group(message.group)
+        for each in self.groups.values():
+            each.membership.stay_out(session.rank, message.group)
+        return machine.suspend(session, request, self._now)

@@ -50,7 +50,17 @@ from paramserve.messages.coordinator import (
 )
 from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, LeaseReport
 from paramserve.messages.opening import Hello, Welcome
-from paramserve.messages.peers import Commit, Pause, Paused, PeerMessage, Prepare, Switch, Vote
+from paramserve.messages.peers import (
+    Commit,
+    GroupMembership,
+    MembershipKnown,
+    Pause,
+    Paused,
+    PeerMessage,
+    Prepare,
+    Switch,
+    Vote,
+)
 from paramserve.messages.requests import (
     CURRENT_CLOCK,
     NOTE_BYTES_MAX,
@@ -64,6 +74,7 @@ from paramserve.messages.requests import (
     Gradient,
     HaveRead,
     Inquire,
+    JoinGroup,
     Keys,
     Put,
     ReadTarget,
@@ -119,6 +130,7 @@ __all__ = [
     "Undefine",
     "Step",
     "NOTE_BYTES_MAX",
+    "JoinGroup",
     "SuspendMembership",
     "SetPolicy",
     "Assign",
@@ -147,6 +159,8 @@ __all__ = [
     "Vote",
     "Prepare",
     "Commit",
+    "GroupMembership",
+    "MembershipKnown",
     "Pause",
     "Paused",
     "Switch",

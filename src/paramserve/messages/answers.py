@@ -24,8 +24,9 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     policy says. `counts`: update counts of the pieces (`Fetch`), or
     as `Scan` says. `taken`: the version of the
     snapshot in the payload, or -1 (`TakeSnapshot`). `dropped`: snapshots that no one took in time.
-    `at`: the clock with which the worker goes on, or -1: with its own next one. `retire`: the run
-    will do without this worker. `news`: changes of the group's
+    `at`: the clock with which the worker goes on, or -1: with its own next one. `pending`: the rank
+    is no member of the group, and this step changed nothing: it has to join first. `retire`: the
+    run will do without this worker. `news`: changes of the group's
     policy that this client has not been told of.
     """
 
@@ -40,6 +41,7 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     at: int = -1
     retire: bool = False
     news: tuple[GroupPolicy, ...] = ()
+    pending: bool = False
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -105,8 +107,8 @@ class GroupReport(Struct, frozen=True, array_like=True):
     notes: tuple[tuple[int, int, bytes], ...] = ()
     """(rank, clock, note) of each rank's last two steps that had one; only in answers to an
     `AskReport` that asks for them."""
-    suspended: tuple[tuple[int, int], ...] = ()
-    """(rank, clock) of each worker that has suspended its membership: where it goes on."""
+    members: int = 0
+    """Decisions of the group's lead about its members that this shard goes by."""
 
     @property
     def change(self) -> GroupPolicy | None:

@@ -69,6 +69,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """As `Enlisted.heartbeat_s`."""
     returned: bool = False
     """Whether the rank had ended for good, so that the others went on without it."""
+    first: int = 0
+    """Workers that the cluster was started for."""
 
 
 class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):

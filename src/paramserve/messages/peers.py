@@ -15,7 +15,8 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
     `refusal` (kind, failed, fix) is None or says why the clock cannot be applied; `skip`: a
     contributor asked to skip; `finite`: whether the gradients are, and their reduced sum; `weight`:
-    the sum of theirs. With clipping, `squared_norm` is that of this shard's part of the sum of
+    the sum of theirs; `members`: number of the `GroupMembership` that it goes by, without which the
+    lead does not count it. With clipping, `squared_norm` is that of this shard's part of the sum of
     gradients, before `scale`; both are 0 without.
     """
 
@@ -26,6 +27,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     finite: bool
     skip: bool
     weight: float
+    members: int
     clip_norm: float = 0.0
     squared_norm: float = 0.0
     refusal: tuple[str, str, str] | None = None
@@ -46,7 +48,6 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     """The lead's one decision about a clock: apply these contributors' gradients times `scale`.
 
     No contributors: apply nothing; `refusal` says why, or the clock is skipped and counted.
-    `decided`: the clients whose steps it is about, also where nothing is applied.
     """
 
     group: int
@@ -54,7 +55,28 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     contributors: tuple[int, ...]
     scale: float
     refusal: tuple[str, str, str] | None = None
-    decided: tuple[int, ...] = ()
+
+
+class GroupMembership(Struct, frozen=True, array_like=True, tag="membership"):
+    """The lead's decision about who is a member of the group, from `clock` on.
+
+    `number` counts its decisions; the newest one holds, whole. `members`: (rank, client that has
+    joined or 0, the clock that the rank has begun with). Those that are not live are not waited
+    for.
+    """
+
+    group: int
+    number: int
+    clock: int
+    members: tuple[tuple[int, int, int], ...]
+
+
+class MembershipKnown(Struct, frozen=True, array_like=True, tag="membership-known"):
+    """This shard goes by the lead's decision of this number."""
+
+    group: int
+    number: int
+    shard: int
 
 
 class Pause(Struct, frozen=True, array_like=True, tag="pause"):
@@ -82,4 +104,4 @@ class Switch(Struct, frozen=True, array_like=True, tag="switch"):
     change: GroupPolicy
 
 
-PeerMessage = Vote | Prepare | Commit | Pause | Paused | Switch
+PeerMessage = Vote | Prepare | Commit | GroupMembership | MembershipKnown | Pause | Paused | Switch

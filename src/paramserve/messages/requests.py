@@ -68,7 +68,8 @@ class Undefine(Struct, frozen=True, array_like=True, tag="undefine"):
 
 
 CURRENT_CLOCK = -1
-"""As the clock of a step: the one at which this worker is waited for. The answer says `at`."""
+"""As the clock of a step: the rank's own on the shard, which its client does not know: it is a
+member since a clock of another group was decided (`JoinGroup.others`). The answer says `at`."""
 
 
 class Step(Struct, frozen=True, array_like=True, tag="step"):
@@ -79,9 +80,7 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
     leased to it, with this step. `oldest`: every request with a lower number has been answered,
-    and will not be asked for again. `enters`: groups where this worker is waited for as well, from
-    the clock on that is under way there when this step's clock, which collects, is decided. The
-    step's own group, named where it does not collect: this worker is waited for from now on.
+    and will not be asked for again.
     `note`: what the shard is to keep for the next incarnation of this rank and for added workers;
     it does not look into it, and keeps each rank's last two. Empty: the one before still holds.
     """
@@ -99,7 +98,6 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     factor: float = 1.0
     mark: tuple[int, int] | None = None
     oldest: int = 0
-    enters: tuple[int, ...] = ()
     note: bytes = b""
 
 
@@ -107,8 +105,27 @@ NOTE_BYTES_MAX = 64 * 1024
 """Of a step's note: a message to a reader has those of all ranks."""
 
 
+class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
+    """This rank is to be a member of a group, from the clock under way there on.
+
+    The group's lead shard decides; each shard answers when it knows the decision. `Done.at` is the
+    rank's clock: where gradients are collected the same on all shards, else the largest counts.
+    A repeated request of a member changes nothing but `others`.
+
+    `others`: groups whose gradients are collected, which the rank steps after this one. It is a
+    member of those when this group's first clock that has it is decided, from the clocks on that
+    are under way there then; until then it is suspended in them. So it begins where the others are
+    in their round of groups, and no group's members wait for it while it waits in another one.
+    """
+
+    seq: int
+    group: int
+    others: tuple[int, ...] = ()
+
+
 class SuspendMembership(Struct, frozen=True, array_like=True, tag="suspend"):
-    """This worker takes no further steps of a group until its next one: nobody waits for it."""
+    """This rank is no member of a group until it joins again. The group's lead shard decides; each
+    shard answers when it knows the decision."""
 
     seq: int
     group: int
@@ -204,6 +221,7 @@ ShardRequest = (
     Define
     | Undefine
     | Step
+    | JoinGroup
     | SuspendMembership
     | SetPolicy
     | Assign

@@ -16,11 +16,12 @@ from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.session import Operation
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Define,
     Gradient,
+    JoinGroup,
     ReadTarget,
     SetPolicy,
+    ShardRequest,
     Step,
     SuspendMembership,
 )
@@ -45,7 +46,7 @@ class SimulatedClient(ClientProcess):
         self.in_flight = 0
         """Steps that are not answered yet."""
         self.enters = False
-        """Whether it counts only from its next step on."""
+        """Whether it has to join before its next step."""
         self._slots: dict[Operation, list[Slot]] = {}
         self._calls = 0
         self._pushes = 0
@@ -111,8 +112,7 @@ class SimulatedClient(ClientProcess):
         call.samples = samples
         sources = self._gradients(push, number, spoiled)
         targets = self._targets(pull)
-        clock = CURRENT_CLOCK if call.asks else self.clock
-        plain = Step(0, self.group, clock, tick, (), (), skip=skip, mark=mark)
+        plain = Step(0, self.group, self.clock, tick, (), (), skip=skip, mark=mark)
         requests = self._for_each_shard(plain, call.bases, sources, targets)
         if wrong:
             shards = [call.number % len(requests)]
@@ -126,7 +126,7 @@ class SimulatedClient(ClientProcess):
         for each in self.exchange.shards:
             self.cluster.call_of[self.writer, each.number, each.session.last + 1] = call
         self.stepping = self.clock
-        if tick and not call.asks:
+        if tick:
             self.clock += 1
         self.in_flight += 1
         self.submit(requests, operation)
@@ -148,8 +148,7 @@ class SimulatedClient(ClientProcess):
             tick=tick,
             spoiled=spoiled,
             bases=tuple(self.versions),
-            enters=self.enters,
-            asks=self.asks and tick,
+            pending=self.enters,
         )
 
     def _targets(self, pull: Sequence[Any]) -> Sequence[Any]:
@@ -180,16 +179,32 @@ class SimulatedClient(ClientProcess):
         requests = [SetPolicy(0, self.group, policies.spec(policy)) for _ in self.exchange.shards]
         self._ask_all(requests)
 
-    def rest(self) -> None:
-        """Nobody is to wait for this worker until its next step."""
+    def suspend(self) -> None:
+        """No clock is to wait for this worker until it joins again."""
         self._ask_all([SuspendMembership(0, self.group) for _ in self.exchange.shards])
 
-    def _ask_all(self, requests: Sequence[SuspendMembership] | Sequence[SetPolicy]) -> None:
+    def join(self) -> None:
+        """Clocks are to wait for this worker from now on."""
+
+        def joined(operation: Operation) -> None:
+            self.clock = max(self.clock, *(reply.at for reply in operation.replies.values()))
+            self.enters = False
+            self.cluster.history.rests(self.rank, False)
+
+        self._ask_all([JoinGroup(0, self.group) for _ in self.exchange.shards], joined)
+
+    def _ask_all(
+        self,
+        requests: Sequence[ShardRequest],
+        then: Callable[[Operation], None] = lambda operation: None,
+    ) -> None:
         operation = Operation(len(requests))
 
         def complete() -> None:
             self.in_flight -= 1
             self._hear(operation, None)
+            if operation.error is None:
+                then(operation)
             self.script()
 
         self._then_soon(operation, complete)
@@ -245,8 +260,8 @@ class SimulatedClient(ClientProcess):
             call.dropped = frozenset() if call.skipped else dropped
             if any(reply.at >= 0 for reply in replies.values()):
                 call.state = None  # It may have read a later one.
-                if call.asks:
-                    call.clock, self.asks = max(each.at for each in replies.values()) - 1, False
+            if any(reply.pending for reply in replies.values()):
+                self.enters = True
             for target in targets:
                 self._read(call, target)
         self._hear(operation, call)

@@ -47,8 +47,7 @@ class Call:
         state: if its reads show a synchronous clock as a whole, how many clocks they contain.
         spoiled: whether its gradients hold NaN, or a shard refuses it for another reason.
         samples: [start, stop) of the shared samples that its gradients come from.
-        enters: whether its worker counts from this step on, at a clock that the shards say.
-        asks: whether the shards say of which clock it is; `clock` is that, when it is answered.
+        pending: whether its worker has to join before its next step: it is waited for nowhere.
         bases: by shard, the version that they were computed from, if it was told.
         error: kind of the refusal; `applied` is what the error said.
         skipped: it was told that its push is applied nowhere.
@@ -67,8 +66,7 @@ class Call:
     tick: bool = False
     spoiled: bool = False
     bases: tuple[int, ...] = ()
-    enters: bool = False
-    asks: bool = False
+    pending: bool = False
     samples: tuple[int, int] | None = None
     answered: int | None = None
     error: str = ""
@@ -257,8 +255,7 @@ class History:
         tick: bool = False,
         spoiled: bool = False,
         bases: tuple[int, ...] = (),
-        enters: bool = False,
-        asks: bool = False,
+        pending: bool = False,
     ) -> Call:
         """A client asks for something."""
         call = Call(
@@ -273,8 +270,7 @@ class History:
             tick,
             spoiled,
             bases,
-            enters,
-            asks,
+            pending,
         )
         self.calls.append(call)
         return call
@@ -318,7 +314,7 @@ class History:
 
     def has_clock(self, call: Call) -> bool:
         """Whether a call's clock says which policy holds for it."""
-        unknown = call.enters or call.asks or call.rank < 0
+        unknown = call.pending or call.rank < 0
         return len(self.policies) < 2 or not unknown
 
     def knew_policy(self, call: Call) -> bool:
@@ -353,6 +349,10 @@ class History:
     def was_away(self, rank: int, after: int, before: int) -> bool:
         """Whether a rank counted as ended, or rested, at any time between two orders."""
         return _ever(self.away, rank, after, before) or _ever(self.resting, rank, after, before)
+
+    def is_away(self, rank: int) -> bool:
+        """Whether a rank has ended for good, by now."""
+        return next((state for _, r, state in reversed(self.away) if r == rank), False)
 
     def rested(self, rank: int, order: int) -> bool:
         """Whether a rank rested at a time."""

@@ -59,7 +59,7 @@ def bounded_staleness(history: History) -> list[str]:
             if answered is None or history.rested(call.rank, answered.order):
                 continue
             for other in pushes:
-                if other.clock > newest or other.enters or other.rank == call.rank:
+                if other.clock > newest or other.rank == call.rank:
                     continue
                 if isinstance(history.policy_of(other), Buffered):
                     continue
@@ -206,12 +206,8 @@ def _handled_wrongly(history: History) -> list[str]:
     wrong = []
     for call in _by_rank(history):
         assert call.push is not None
-        if (
-            call.enters
-            or not call.tick
-            or not any(
-                history.final[part].pushes[call.writer] >> call.push & 1 for part in history.final
-            )
+        if not call.tick or not any(
+            history.final[part].pushes[call.writer] >> call.push & 1 for part in history.final
         ):
             continue
         together = (call.clock, call.writer) in decided

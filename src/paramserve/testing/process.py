@@ -17,7 +17,7 @@ from paramserve.client.exchange import Exchange
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.core.resumption import outside, resume, undecided
+from paramserve.core.resumption import not_joined, resume
 from paramserve.core.session import Operation
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.messages import (
@@ -95,8 +95,6 @@ class ClientProcess(ABC):
         """Whether it may find the others under way."""
         self._returned = False
         """Whether its rank had ended for good."""
-        self.asks = False
-        """Whether the shards say at which clock its next step is."""
         self._fiber = Fiber(cluster.clock, self._run)
         self._due: deque[Callable[[], None]] = deque()
         """What it does next."""
@@ -195,7 +193,7 @@ class ClientProcess(ABC):
         """The shards have told where it goes on.
 
         Args:
-            outside: whether it has to enter first: no shard waits for its rank.
+            outside: whether it has to join first: no shard waits for its rank.
         """
 
     def kill(self) -> None:
@@ -301,10 +299,7 @@ class ClientProcess(ABC):
                 self.learn(change)
         found = resume(reports, self.rank)
         self.clock = max((each.clock for each in found.values()), default=0)
-        policy = self.traits_at(self.clock).policy
-        waits_for_all = policy is not None and policy.collects and not policy.partial
-        self.asks = self._returned and waits_for_all and bool(undecided(reports, self.rank))
-        self.going_on(bool(outside(reports, self.rank)))
+        self.going_on(self._returned or bool(not_joined(reports, self.rank)))
 
     def learn(self, news: GroupPolicy | None) -> None:
         """A shard has told of a change of policy."""

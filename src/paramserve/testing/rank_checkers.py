@@ -86,11 +86,9 @@ def _resumed_wrongly(history: History) -> list[str]:
         rank, steps = calls[0].rank, [call for call in calls if call.tick]
         if rank < 0 or not steps:
             continue
-        # Whose rank rested hears its clock in the answer to the step that ends the rest.
-        told = [each for each in steps if not (each.enters and history.rested(rank, each.issued))]
-        if told and told[0].clock < reached.get(rank, 0):
+        if steps[0].clock < reached.get(rank, 0):
             wrong.append(
-                f"{call_name(told[0])} rank {rank} began at clock {told[0].clock}, "
+                f"{call_name(steps[0])} rank {rank} began at clock {steps[0].clock}, "
                 f"it had ended {reached[rank]} steps"
             )
         done = [call.clock + 1 for call in steps if call.answered is not None and not call.error]
@@ -106,7 +104,7 @@ def _left_out(history: History) -> list[str]:
     for call in history.calls:
         policy, clock = history.policy_of(call), decided.get(call.clock)
         rejected = call.push is not None and (call.skipped or call.dropped)
-        if call.enters or not rejected or not isinstance(policy, Sync) or policy.partial:
+        if not rejected or not isinstance(policy, Sync) or policy.partial:
             continue
         if clock is not None and not clock.empty:
             wrong.append(
@@ -124,8 +122,7 @@ def _brought_twice(history: History) -> list[str]:
         for call in history.calls:
             if call.push is None or part.block not in call.blocks or call.rank < 0:
                 continue
-            unknown = call.asks and call.answered is None
-            if unknown or not history.collects_at(call.clock):
+            if not history.collects_at(call.clock):
                 continue
             if row.pushes[call.writer] >> call.push & 1:
                 other = found.setdefault((call.rank, call.clock), call.writer)
@@ -142,7 +139,7 @@ def who_counts(history: History) -> list[str]:
 
     A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
     rank that comes to count is not behind the slowest; one that joins a running cluster begins
-    there exactly, or where another shard has told it to begin before a change of policy.
+    there exactly, or where the shard that decided has let it begin.
     """
     wrong = []
     for (shard, rank), changes in history.counted.items():
@@ -153,19 +150,11 @@ def who_counts(history: History) -> list[str]:
         if each.slowest is None:
             continue
         latest = max(each.slowest, each.then if each.then is not None else 0) + 1
-        latest = max(latest, _told_to_begin(history, each.rank))
+        others = (e for e in history.entered if e.rank == each.rank and e.order < each.order)
+        latest = max([latest, *(other.clock for other in others)])
         if each.clock < each.slowest or (each.joins and each.clock > latest):
             wrong.append(
                 f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
                 f"slowest worker was at {each.slowest}"
             )
     return wrong
-
-
-def _told_to_begin(history: History, rank: int) -> int:
-    """Where the shards have told a joiner to begin while the policy changes: one of them may still
-    collect for a clock that is long over on the others."""
-    if len(history.policies) < 2:
-        return 0
-    first = (call.clock + call.tick for call in history.calls if call.rank == rank and call.enters)
-    return max(first, default=0)

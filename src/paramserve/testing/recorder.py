@@ -197,8 +197,12 @@ class Recorder:
 
     def belonging(self, message: Members) -> None:
         """The coordinator has changed the membership."""
+        history = self._cluster.history
         for member in message.members:
-            self._cluster.history.belongs(member.rank, member.state in ("left", "dead"))
+            ended = member.state in ("left", "dead")
+            if history.is_away(member.rank) and not ended:
+                history.rests(member.rank, True)  # until it joins
+            history.belongs(member.rank, ended)
 
     def finish(self) -> None:
         """The run has come to rest: what is left, and who has not ended."""

@@ -156,7 +156,7 @@ class SimulatedWorker(ScriptedClient):
 
     def _shown(self, clock: int, *, step: bool = False) -> int | None:
         """How many clocks a read shows that is answered with, or (`step`) ends with, a clock."""
-        if self.enters or self.asks:
+        if self.enters:
             return None
         policies = (self.traits_at(clock - step).policy, self.traits_at(max(0, clock - 1)).policy)
         if not all(isinstance(policy, Sync) for policy in policies):
@@ -168,24 +168,23 @@ class SimulatedWorker(ScriptedClient):
         return None if alone else clock
 
     def next(self) -> bool:
-        if self.left <= 0 or ((self.enters or self.asks) and self.in_flight):
-            return False  # The answer to a first step says with which clock it goes on.
+        if self.left <= 0 or self.joins():
+            return False
         self.left -= 1
         kind = self.cluster.random.random()
-        if kind >= 0.985 and not (self.in_flight or self.enters or self.asks):
+        if kind >= 0.985 and not self.in_flight:
             self.enters = True
             self.cluster.history.rests(self.rank, True)
-            self.rest()
+            self.suspend()
             return False
         self._step_of(kind)
         return True
 
-    def answered(self, call: Call, operation: Operation) -> None:
-        late = call.skipped or call.dropped  # It counts from a clock on that it is in.
-        if operation.error is None and call.enters and call.tick and not late:
-            self.enters = False
-            self.cluster.history.rests(self.rank, False)
-        super().answered(call, operation)
+    def joins(self) -> bool:
+        """Whether it has to join before its next step; if so, it asks to."""
+        if self.enters and not self.in_flight:
+            self.join()
+        return self.enters
 
     def _step_of(self, kind: float) -> None:
         every, collects = self.every, self.traits_at(self.clock).collects
@@ -226,14 +225,12 @@ class LeasingWorker(SimulatedWorker):
         self._rests = False
 
     def next(self) -> bool:
-        waits = (self.enters or self.asks) and self.in_flight
-        if self.left <= 0 or self._asking or waits:
+        if self.left <= 0 or self._asking:
             return False
         leased = self._leased
         if leased is not None and self._used < leased.stop - leased.start:
-            if self.enters and self.traits_at(self.clock).collects:
-                self._rests = False
-                self.step(tick=True, then=self.answered)  # No samples are risked until it counts.
+            self._rests = False
+            if self.joins():
                 return False
             self.left -= 1
             self._use(leased)
@@ -268,7 +265,7 @@ class LeasingWorker(SimulatedWorker):
             return
         self.enters = self._rests = True
         self.cluster.history.rests(self.rank, True)
-        self.rest()  # and again, when it is answered
+        self.suspend()  # and again, when it is answered
 
     def _draw(self, wait_s: float, idle: bool) -> None:
         self._asking = True

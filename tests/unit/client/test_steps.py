@@ -22,7 +22,18 @@ from paramserve.errors import (
     PushTimeout,
     ServerGone,
 )
-from paramserve.messages import Done, Fetch, GroupPolicy, Step, SuspendMembership, Waiting
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Done,
+    Fetch,
+    GroupPolicy,
+    GroupReport,
+    JoinGroup,
+    ServerBeat,
+    Step,
+    SuspendMembership,
+    Waiting,
+)
 from paramserve.rules import SGD, Adam
 
 BLOCK = block_of({"a": (30_000,)}, shards=2)
@@ -32,19 +43,21 @@ HYPER = (0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
 class Bench:
     """Steps over memory, with two shards."""
 
-    def __init__(self) -> None:
-        self.memory = Memory(shards=2)
+    def __init__(self, memory: Memory | None = None) -> None:
+        self.memory = memory if memory is not None else Memory(shards=2)
         self.terms = GroupTraits(ConsistencySpec("Async"))
         self.steps = Steps(self.memory, 7, 5.0, self.terms)  # a fake
         self.steps.versions[BLOCK.group] = [0, 0]
 
-    def send(self, what: str = "push", pull: bool = False, **options: object) -> object:
-        slot = self.memory.take(BLOCK.nbytes)
-        push = BlockPush(BLOCK, slot.array(BLOCK), None, HYPER)
-        pulled = [BLOCK] if pull else []
-        waited = self.steps.staged.pop("default", Staged()).tickets
+    def send(
+        self, what: str = "push", pull: bool = False, block: Block = BLOCK, **options: object
+    ) -> object:
+        slot = self.memory.take(block.nbytes)
+        push = BlockPush(block, slot.array(block), None, HYPER)
+        pulled = [block] if pull else []
+        waited = self.steps.staged.pop(block.group_name, Staged()).tickets
         step = StepOptions(**options)
-        parts = StepParts(what, BLOCK, [(push, slot)], pulled, step, staged=waited)
+        parts = StepParts(what, block, [(push, slot)], pulled, step, staged=waited)
         return self.steps.send([parts])[0]
 
     def sent(self, which: int) -> list[Step]:
@@ -277,7 +290,7 @@ def test_clock_never_goes_back(bench: Bench) -> None:
     assert clock(bench) == 3
 
 
-def test_worker_that_enters_has_missed_nothing(bench: Bench) -> None:
+def test_step_that_was_not_skipped_has_missed_nothing(bench: Bench) -> None:
     bench.send(tick=True)
     bench.memory.answer(at=9)
     assert (clock(bench), bench.steps.missed) == (9, 0)
@@ -311,7 +324,7 @@ def test_retired_worker_is_told_by_any_answer(bench: Bench) -> None:
     assert bench.steps.retiring
 
 
-@pytest.mark.parametrize("kind", ["step", "rest"])
+@pytest.mark.parametrize("kind", ["step", "suspend"])
 def test_news_hold_from_their_clock_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -323,7 +336,7 @@ def test_news_hold_from_their_clock_on(
         monkeypatch.setattr(
             bench.memory, "wait", lambda *_: bench.memory.answer(news=(news,)) or True
         )
-        bench.steps.finish("rest", [SuspendMembership(0, BLOCK.group)] * 2, 1.0, ())
+        bench.steps.finish("suspend", [SuspendMembership(0, BLOCK.group)] * 2, 1.0, ())
         bench.send(tick=True)
     assert not bench.steps.traits_of(BLOCK).collects
     bench.send(tick=True)
@@ -341,20 +354,256 @@ def test_mark_is_asked_for_once_a_tick_and_factor_is_in_every_step(bench: Bench)
     assert next(marks, "no more") == "no more"
 
 
-def test_empty_step_with_which_a_guest_enters_takes_no_mark(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# --- joining --------------------------------------------------------------------------------------
+
+FREE, A, BB, CCC = (
+    block_of({f"of {group}": (30_000,)}, number=number, group=group, shards=2)
+    for number, group in enumerate(("asynchronous", "a", "bb", "ccc"))
+)
+"""The group's number is the length of its name; all but the first collect."""
+JOIN, STEP = "join", "step"
+
+
+class Joined(Memory):
+    """Both shards answer a request to join at once, with these clocks; None: they do not."""
+
+    clocks: tuple[int, int] | None = (0, 0)
+
+    def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
+        super().submit(requests, operation, numbered)
+        if self.clocks is not None and isinstance(requests[0], JoinGroup):
+            for shard, clock in enumerate(self.clocks):
+                operation.answered(shard, Done(0, at=clock))
+
+
+class Joiner(Bench):
+    """A client of four groups; its rank is pending in some."""
+
+    def __init__(self, *late: Block) -> None:
+        super().__init__(Joined(shards=2))
+        for number, block in enumerate((FREE, A, BB, CCC)):
+            self.memory.blocks[number] = block
+            self.steps.defined(block)
+            if block is not FREE:
+                self.terms.changed(GroupPolicy(block.group, 1, 0, spec(Sync())))
+        for block in late:
+            self.steps.membership.came_late(block.group_name)
+
+    def step(self, *blocks: Block) -> None:
+        """A call that ends a clock of each."""
+        parts = []
+        for block in blocks:
+            slot = self.memory.take(block.nbytes)
+            push = BlockPush(block, slot.array(block), None, HYPER)
+            parts.append(StepParts("step", block, [(push, slot)], options=StepOptions(tick=True)))
+        self.steps.send(parts)
+
+    def pending(self) -> list[Block]:
+        return [
+            each for each in (FREE, A, BB, CCC) if self.steps.membership.pending(each.group_name)
+        ]
+
+    def said(self) -> list[tuple[Any, ...]]:
+        """What both shards were sent since the last time: (JOIN, group, others) and (STEP, group,
+        clock)."""
+        found = []
+        for (first, second), _ in self.memory.sent[self._read :]:
+            if isinstance(first, JoinGroup):
+                assert first == second
+                found.append((JOIN, first.group, first.others))
+            else:
+                assert (first.group, first.clock) == (second.group, second.clock)
+                found.append((STEP, first.group, first.clock))
+        self._read = len(self.memory.sent)
+        return found
+
+    _read = 0
+
+
+def test_late_rank_joins_and_steps_at_the_latest_clock_that_a_shard_names() -> None:
+    one = Joiner(A)
+    one.memory.clocks = (4, 6)
+    one.step(A)
+    one.step(A)
+    assert one.said() == [(JOIN, 1, ()), (STEP, 1, 6), (STEP, 1, 7)]
+    assert (one.pending(), one.steps.missed) == ([], 0)
+
+
+def test_request_to_join_takes_no_mark() -> None:
+    one = Joiner(A)
     marks = iter([(3, 8)])
-    bench.steps.next_mark = lambda: next(marks)
-    bench.steps.came_late("default")
-    bench.terms.changed(GroupPolicy(BLOCK.group, 1, 0, spec(Sync())))
-    submit = bench.memory.submit
+    one.steps.next_mark = lambda: next(marks)
+    one.step(A)
+    assert [each.mark for each in one.sent(1)] == [(3, 8)] * 2
 
-    def answered_at_once(requests: Any, operation: Any, numbered: Any = None) -> None:
+
+def test_groups_that_do_not_collect_are_joined_before_the_one_whose_clock_the_others_follow() -> (
+    None
+):
+    one = Joiner(FREE, A, BB, CCC)
+    one.step(FREE, A, BB)
+    joins = [(JOIN, FREE.group, ()), (JOIN, 1, (2, 3))]
+    steps = [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK), (STEP, FREE.group, 0)]
+    assert one.said() == joins + steps
+    assert one.pending() == []
+
+
+def test_steps_of_a_group_that_follows_ask_for_their_clock_until_the_last_answer() -> None:
+    one = Joiner(A, BB)
+    one.step(A)
+    one.step(BB)
+    one.steps.send([StepParts("pull", BB, pull=[BB])])
+    one.step(BB)
+    assert one.said() == [
+        (JOIN, 1, (2,)),
+        (STEP, 1, 0),
+        (STEP, 2, CURRENT_CLOCK),
+        (STEP, 2, 0),
+        (STEP, 2, CURRENT_CLOCK),
+    ]
+    one.memory.answer(2, at=8)
+    assert one.steps.clocks["bb"] == 8
+    one.step(BB)
+    one.memory.answer(4, at=9)
+    one.memory.answer(5, at=10)
+    one.step(BB)
+    assert one.said() == [(STEP, 2, CURRENT_CLOCK), (STEP, 2, 10)]
+
+
+def test_clock_that_was_asked_for_is_not_missed() -> None:
+    one = Joiner(A, BB)
+    one.step(A, BB)
+    one.memory.answer(2, at=8, skipped=True)
+    assert (one.steps.missed, one.steps.clocks["bb"]) == (0, 8)
+
+
+def test_pull_does_not_join() -> None:
+    one = Joiner(A)
+    one.steps.send([StepParts("pull", A, pull=[A])])
+    assert (one.said(), one.pending()) == ([(STEP, 1, 0)], [A])
+
+
+@pytest.mark.parametrize("clock", [0, 5], ids=["where it was", "where the others are"])
+def test_rank_that_is_told_that_it_is_pending_joins_before_its_next_step(clock: int) -> None:
+    one = Joiner()
+    one.step(A)
+    one.memory.answer(0, skipped=True, pending=True, at=0)
+    one.memory.clocks = (clock, clock)
+    one.step(A)
+    assert one.said() == [(STEP, 1, 0), (JOIN, 1, ()), (STEP, 1, clock)]
+
+
+def test_join_that_takes_too_long_sends_nothing_of_the_call_and_is_repeated() -> None:
+    one = Joiner(A, BB)
+    staged = one.steps.stage(A, Staged(), None)
+    one.memory.clocks = None
+    with pytest.raises(PushTimeout, match="join timed out: rank 7") as found:
+        one.send("tick", tick=True, block=A)
+    assert found.value.applied == "no"
+    with pytest.raises(PushTimeout, match="join timed out"):
+        staged.result()
+    assert (one.said(), one.memory.taken, one.steps.clocks) == ([(JOIN, 1, (2,))], [], {})
+    assert one.pending() == [A, BB]
+    one.memory.clocks = (3, 3)
+    one.step(A)
+    assert one.said() == [(JOIN, 1, (2,)), (STEP, 1, 3)]
+
+
+def test_join_that_is_interrupted_sends_nothing_of_the_call_and_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Joiner(A)
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.memory, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.step(A)
+    assert (one.memory.taken, one.steps.clocks, one.pending()) == ([], {}, [A])
+    one.step(A)
+    assert one.said() == [(JOIN, 1, ()), (JOIN, 1, ()), (STEP, 1, 0)]
+
+
+def test_join_that_is_refused_is_made_again() -> None:
+    one = Joiner(A)
+    submit, one.memory.clocks = one.memory.submit, None
+
+    def refused(requests: Any, operation: Any, numbered: Any = None) -> None:
         submit(requests, operation, numbered)
-        bench.memory.answer(len(bench.memory.sent) - 1)
+        one.memory.refuse(len(one.memory.sent) - 1)
 
-    monkeypatch.setattr(bench.memory, "submit", answered_at_once)
-    bench.send(tick=True)
-    told = [[(each.clock, len(each.push), each.mark) for each in bench.sent(n)] for n in range(2)]
-    assert told == [[(0, 0, None)] * 2, [(1, 1, (3, 8))] * 2]
+    one.memory.submit = refused
+    with pytest.raises(ParamServeError, match="no 0"):
+        one.step(A)
+    one.memory.submit, one.memory.clocks = submit, (0, 0)
+    one.step(A)
+    assert one.said() == [(JOIN, 1, ()), (JOIN, 1, ()), (STEP, 1, 0)]
+    assert one.memory.taken != [], "the refused call gave its slot back, this one is on its way"
+    one.memory.answer(2)
+    assert one.memory.taken == []
+
+
+def test_enter_ahead_joins_once_and_says_whether_the_rank_was_pending() -> None:
+    one = Joiner(FREE, A)
+    one.memory.clocks = (2, 2)
+    assert [one.steps.enter_ahead(each, 1.0) for each in (A, A, FREE, BB)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert one.said() == [(JOIN, 1, ()), (JOIN, FREE.group, ())]
+    assert one.pending() == []
+    one.step(A)
+    assert one.said() == [(STEP, 1, 2)]
+
+
+def test_enter_ahead_of_a_group_that_follows_one_waits_for_its_step() -> None:
+    one = Joiner(A, BB)
+    assert [one.steps.enter_ahead(each, 1.0) for each in (A, BB)] == [True, True]
+    assert (one.said(), one.pending()) == ([(JOIN, 1, (2,))], [BB])
+    one.step(A, BB)
+    assert one.said() == [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK)]
+
+
+def test_enter_ahead_that_takes_too_long_is_repeated() -> None:
+    one = Joiner(A)
+    one.memory.clocks = None
+    with pytest.raises(PushTimeout, match="join timed out") as found:
+        one.steps.enter_ahead(A, 0.0)
+    assert (found.value.applied, one.pending()) == ("unknown", [A])
+    one.memory.clocks = (0, 0)
+    assert one.steps.enter_ahead(A, 0.0)
+    assert (one.said(), one.pending()) == ([(JOIN, 1, ()), (JOIN, 1, ())], [])
+
+
+def test_rank_that_the_cluster_did_not_begin_with_is_pending_in_a_group_that_is_new() -> None:
+    one = Joiner()
+    later = block_of({"later": (2,)}, number=5, group="later", shards=2)
+    one.steps.first = False
+    one.steps.defined(A)
+    one.steps.defined(later)
+    one.steps.defined(later)
+    pending = one.steps.membership.pending
+    assert (pending("a"), pending("later")) == (False, True)
+
+
+def found(shard: int, *reports: GroupReport) -> ServerBeat:
+    return ServerBeat(shard, reports)
+
+
+@pytest.mark.parametrize(("returned", "pending"), [(False, [A]), (True, [A, BB])])
+def test_rank_is_pending_in_groups_that_it_is_no_member_of_by_the_newest_decision(
+    returned: bool, pending: list[Block]
+) -> None:
+    one = Joiner()
+    without, has = ((0, 5),), ((0, 5), (7, 4))
+    older = GroupReport("a", 0, has, 0, (), clock=5), GroupReport("bb", 0, without, 0, (), clock=5)
+    newer = [
+        GroupReport(name, 0, clocks, 0, (), clock=5, members=2)
+        for name, clocks in (("a", without), ("bb", has))
+    ]
+    one.steps.resume([found(0, *newer), found(1, *older)], returned=returned)
+    assert one.pending() == pending

@@ -21,14 +21,12 @@ SUM = Sync(reduce="sum")
 
 
 def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Vote:
-    plain = Vote(0, clock, shard, contributors, True, False, float(len(contributors)))
+    plain = Vote(0, clock, shard, contributors, True, False, float(len(contributors)), 0)
     return structs.replace(plain, **changes)
 
 
-def commit(
-    *contributors: int, clock: int = 0, scale: float = 1.0, decided: tuple[int, ...] = ()
-) -> Commit:
-    return Commit(0, clock, contributors, scale, decided=decided or contributors)
+def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
+    return Commit(0, clock, contributors, scale)
 
 
 def told(lead: Lead, message: Vote, clock: int) -> list[tuple[int, Commit | Prepare]]:
@@ -95,6 +93,14 @@ def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
     assert told(lead, ready(1), 0)[0] == (0, commit(scale=0.0))
 
 
+def test_lead_that_forgets_the_votes_decides_when_all_shards_vote_again() -> None:
+    lead = Lead(2)
+    told(lead, ready(1, 5), 0)
+    lead.forget_votes()
+    assert told(lead, ready(0, 5), 0) == []
+    assert told(lead, ready(1, 5, 6), 0) == [(1, Prepare(0, 0, (5,)))]
+
+
 # --- what is decided
 
 
@@ -111,9 +117,7 @@ def test_decide_refusal_of_one_shard_is_everyones() -> None:
 
 
 def test_decide_skip_of_one_worker_skips_the_clock() -> None:
-    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(
-        scale=0.0, decided=(5,)
-    )
+    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(scale=0.0)
 
 
 def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
@@ -122,7 +126,7 @@ def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
     assert refused.contributors == ()
     assert refused.refusal == why
     parts = [ready(0, 5), ready(1, 5, finite=False)]
-    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0, decided=(5,))
+    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])

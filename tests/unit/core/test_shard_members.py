@@ -9,11 +9,27 @@ from msgspec import structs
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached, FromShard
-from paramserve.core.group_members import GroupMembers
+from paramserve.core.events import (
+    ClientBye,
+    ClientGone,
+    ClientHere,
+    DeadlineReached,
+    FromShard,
+    Inquired,
+)
 from paramserve.core.resumption import resume
 from paramserve.core.sessions import SESSION_KEEP_S
-from paramserve.messages import Commit, Define, Done, GroupReport, Refused, SuspendMembership
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Commit,
+    Define,
+    Done,
+    GroupReport,
+    Inquire,
+    JoinGroup,
+    Refused,
+    SuspendMembership,
+)
 
 FIRST, OTHER, SECOND = 1, 2, 3
 """Clients: rank 0, rank 1, and rank 0 again."""
@@ -67,78 +83,152 @@ def test_news_from_before_a_newer_incarnation_do_not_end_it() -> None:
     done(one.step(SECOND, {0: [1.0]}, clock=1))
 
 
-def test_newer_incarnation_in_sync_belongs_to_the_clock_before_the_news_of_it() -> None:
+def test_rank_that_had_ended_joins_the_clock_under_way() -> None:
     one = rig(Sync(reduce="sum"))
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
     one.join(SECOND, 0, incarnation=2)
+    assert done(one.send(SECOND, JoinGroup(0, 0))).at == 0
     assert one.step(SECOND, {0: [1.0]}).replies == []
     assert len(one.step(OTHER, {0: [1.0]}).replies) == 2
     assert one.value() == [2.0]
 
 
-def test_joiner_in_sync_counts_from_the_first_clock_on_that_it_is_in() -> None:
+def test_joiner_in_sync_is_waited_for_from_the_clock_under_way() -> None:
     one = rig(Sync(reduce="sum"))
     one.join(8, 7)
     one.step(FIRST, {0: [1.0]})
     one.step(OTHER, {0: [1.0]})
-    assert one.value() == [2.0], "nobody waits for a worker that has done nothing yet"
-    assert done(one.step(8, pull=[0], tick=False)).at == 1, "the clock with which it goes on"
-    assert one.step(8, {0: [1.0]}, clock=1).replies == []
+    assert one.value() == [2.0], "no clock waits for a rank that has not joined"
+    assert done(one.send(8, JoinGroup(0, 0))).at == 1, "the clock with which it goes on"
     one.step(FIRST, {0: [1.0]}, clock=1)
-    assert len(one.step(OTHER, {0: [1.0]}, clock=1).replies) == 3
+    assert one.step(OTHER, {0: [1.0]}, clock=1).replies == [], "it is waited for"
+    assert len(one.step(8, {0: [1.0]}, clock=1).replies) == 3
     assert one.value() == [5.0]
-    one.step(FIRST, {0: [1.0]}, clock=2)
-    assert one.step(OTHER, {0: [1.0]}, clock=2).replies == [], "now it is waited for"
-    one.step(8, {0: [1.0]}, clock=2)
-    assert one.value() == [8.0]
 
 
-def test_joiner_that_reached_one_shard_only_is_in_no_clock_and_tries_again() -> None:
+def test_join_that_reached_the_lead_holds_for_all_shards() -> None:
     one = Rig(Sync(reduce="sum"), shards=2, workers=1)
     one.join(FIRST, 0)
     one.define(FIRST, block_spec((1,), (1,), cuts=(0, 1, 2)))
     one.join(8, 7)
-    one.step(8, {0: [1.0]}, shard=0)
-    for shard in (0, 1):
-        one.step(FIRST, {0: [1.0]}, shard=shard)
-    one.deliver()
-    assert [one.value(shard=shard) for shard in (0, 1)] == [[1.0], [1.0]]
-    one.step(8, {0: [1.0]}, shard=1)
-    assert [one.answers(8, shard)[-1].skipped for shard in (0, 1)] == [True, True]
-    for client in (8, FIRST):
-        for shard in (0, 1):
-            one.step(client, {0: [1.0]}, shard=shard, clock=1)
-    one.deliver()
-    assert [one.value(shard=shard) for shard in (0, 1)] == [[3.0], [3.0]]
+    both(one, FIRST, 1.0)
+    assert done(one.send(8, JoinGroup(0, 0))).at == 0, "shard 0 leads"
+    assert values(one) == [0.0, 0.0], "the vote of shard 1 was without rank 7"
+    assert done(one.send(8, JoinGroup(0, 0), 1)).at == 0
+    both(one, 8, 10.0)
+    assert values(one) == [11.0, 11.0]
     assert [set(shard.groups[0].state.clocks) for shard in one.shards] == [{0, 7}, {0, 7}]
 
 
-def test_joiner_in_async_enters_at_the_slowest_clock() -> None:
+def test_join_waits_on_other_shards_for_the_decision_of_the_lead() -> None:
+    one = pair()
+    one.join(8, 7)
+    assert one.send(8, JoinGroup(0, 0), 1).replies == []
+    asked = one.happen(Inquired(8, Inquire(0)), 1).replies[0][1].message
+    assert "shard 0" in asked.reason
+    one.send(8, JoinGroup(0, 0), 0)
+    one.deliver()
+    assert one.answers(8, 1)[-1].at == 0
+
+
+def test_decision_that_was_lost_is_repeated() -> None:
+    one = pair()
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0), 0)
+    one.wire = []
+    one.send(8, JoinGroup(0, 0), 1)
+    one.now += RESEND_S
+    one.happen(DeadlineReached(), 0)
+    one.deliver()
+    assert one.answers(8, 1)[-1].at == 0
+    one.now += RESEND_S
+    one.happen(DeadlineReached(), 0)
+    assert one.wire == [], "shard 1 has said that it knows"
+
+
+def test_decision_holds_on_no_shard_before_its_clock() -> None:
+    """The commit of the clock before is on its way to shard 1 when it is made."""
+    one = pair()
+    both(one, FIRST, 1.0)
+    both(one, OTHER, 10.0)
+    while [shard.groups[0].state.committed for shard in one.shards] == [0, 0]:
+        shard, message = one.wire.pop(0)
+        one.happen(FromShard(message), shard)
+    commits, one.wire = one.wire, []
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0), 0)
+    one.send(8, JoinGroup(0, 0), 1)
+    one.deliver()
+    assert one.answers(8, 1) == [], "it is at the clock before"
+    one.wire = commits
+    one.deliver()
+    assert one.answers(8, 1)[-1].at == 1
+    assert values(one) == [11.0, 11.0]
+
+
+def test_member_of_a_first_group_is_one_of_the_others_when_its_clock_is_decided() -> None:
+    one = Rig(Sync(reduce="sum"), workers=1)
+    one.join(FIRST, 0)
+    for group in (0, 1):
+        one.define(FIRST, block_spec((1,), number=group, group=group))
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0, others=(1,)))
+    one.step(FIRST, {0: [1.0]})
+    one.step(8, {0: [1.0]})
+    one.step(FIRST, {1: [1.0]}, group=1)
+    assert one.value(1) == [0.0], "it is waited for in the second group, too"
+    one.step(8, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
+    assert one.answers(8)[-1].at == 1
+    assert one.value(1) == [2.0]
+
+
+def test_rank_that_joins_is_waited_for_in_no_other_group_meanwhile() -> None:
+    one = rig(Sync(reduce="sum"))
+    one.define(OTHER, block_spec((1,), number=1, group=1))
+    one.send(OTHER, SuspendMembership(0, 0))
+    one.step(FIRST, {0: [1.0]})
+    assert one.step(FIRST, {1: [1.0]}, group=1).replies == [], "it waits for the other rank"
+    assert len(one.send(OTHER, JoinGroup(0, 0, others=(1,))).replies) == 2
+    one.step(FIRST, {0: [1.0]}, clock=1)
+    one.step(OTHER, {0: [1.0]}, clock=1)
+    one.step(FIRST, {1: [1.0]}, group=1, clock=1)
+    one.step(OTHER, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
+    assert one.answers(OTHER)[-1].at == 2
+    assert one.value(1) == [3.0]
+
+
+def test_client_without_a_rank_cannot_join() -> None:
+    one = rig()
+    one.join(9)
+    assert type(refused(one.send(9, JoinGroup(0, 0)))).__name__ == "NotAMember"
+
+
+def test_joiner_in_async_begins_at_the_slowest_clock() -> None:
     one = rig(BoundedStaleness(0))
     for clock in range(2):
         one.step(FIRST, {0: [1.0]}, clock=clock)
         one.step(OTHER, {0: [1.0]}, clock=clock)
     one.step(FIRST, {0: [1.0]}, clock=2)
     one.join(8, 7)
-    assert done(one.step(8, pull=[0], tick=False)).at == 2
+    assert done(one.send(8, JoinGroup(0, 0))).at == 2
     one.step(OTHER, {0: [1.0]}, clock=2)
     assert one.step(FIRST, pull=[0], clock=3, tick=False).replies == [], "for the joiner"
     assert len(one.step(8, {0: [1.0]}, clock=2).replies) == 2
 
 
-def test_joiner_whose_first_step_comes_too_late_is_told_the_clock() -> None:
+def test_step_of_a_rank_that_has_not_joined_changes_nothing() -> None:
     one = rig(Sync(reduce="sum"))
     for clock in range(3):
         one.step(FIRST, {0: [1.0]}, clock=clock)
         one.step(OTHER, {0: [1.0]}, clock=clock)
     one.join(8, 7)
     answer = done(one.step(8, {0: [1.0]}))
-    assert (answer.skipped, answer.at) == (True, 3)
+    assert (answer.skipped, answer.pending) == (True, True)
     assert one.value() == [6.0]
     assert one.shards[0].report()[0].dropped == ((7, 1),)
 
 
-def test_rest_lets_the_others_go_on_until_the_next_step() -> None:
+def test_suspended_rank_is_not_waited_for_until_it_joins_again() -> None:
     one = rig(Sync(reduce="sum"))
     assert one.step(FIRST, {0: [1.0]}).replies == []
     assert len(one.send(OTHER, SuspendMembership(0, 0)).replies) == 2, (
@@ -146,7 +236,8 @@ def test_rest_lets_the_others_go_on_until_the_next_step() -> None:
     )
     one.step(FIRST, {0: [1.0]}, clock=1)
     assert one.value() == [2.0]
-    assert done(one.step(OTHER, pull=[0], tick=False)).at == 2
+    assert done(one.step(OTHER, pull=[0], tick=False)).at == -1, "a read ends nothing"
+    assert done(one.send(OTHER, JoinGroup(0, 0))).at == 2
     one.step(OTHER, {0: [1.0]}, clock=2)
     one.step(FIRST, {0: [1.0]}, clock=2)
     assert one.value() == [4.0]
@@ -234,7 +325,8 @@ def test_rank_that_comes_back_starts_at_the_clock_of_the_slowest() -> None:
         one.step(OTHER, clock=clock)
     one.step(FIRST)
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
+    one.join(SECOND, 0, incarnation=2)
+    one.send(SECOND, JoinGroup(0, 0))
     assert one.shards[0].report()[0].clocks == ((0, 3), (1, 3))
 
 
@@ -243,7 +335,8 @@ def test_rank_that_comes_back_is_not_behind_the_clock_that_it_had() -> None:
     for clock in range(3):
         one.step(FIRST, clock=clock)
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
+    one.join(SECOND, 0, incarnation=2)
+    one.send(SECOND, JoinGroup(0, 0))
     assert one.shards[0].report()[0].clocks == ((0, 3), (1, 0))
 
 
@@ -396,14 +489,16 @@ def test_restart_with_two_incarnations_on_two_shards_is_settled_by_its_end() -> 
     assert resent(one) == [10.0, 10.0]
 
 
-def test_rejoin_at_a_clock_that_was_just_closed_without_the_rank_is_skipped() -> None:
+def test_rank_that_joins_while_a_clock_is_decided_without_it_begins_with_the_next() -> None:
     one = pair()
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
     both(one, OTHER, 10.0)
     one.join(SECOND, 0, incarnation=2)
+    one.send(SECOND, JoinGroup(0, 0), 1)
     assert values(one) == [10.0, 10.0]
-    both(one, SECOND, 1.0)
-    assert [answer.skipped for answer in one.answers(SECOND)] == [True, True]
+    one.send(SECOND, JoinGroup(0, 0), 0)
+    one.deliver()
+    assert {answer.at for answer in one.answers(SECOND)} == {1}
     both(one, SECOND, 2.0, clock=1)
     both(one, OTHER, 20.0, clock=1)
     assert values(one) == [32.0, 32.0]
@@ -427,7 +522,6 @@ def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> 
         ([[report((0, 6))], [report((0, 4))]], 4, 2),
         ([[report((1, 6))], [report((1, 4))]], 0, 0),
         ([[report((0, 1))], []], 0, 1),
-        ([[report((0, 8))], [structs.replace(report((1, 2)), suspended=((0, 7),))]], 7, 1),
     ],
 )
 def test_resume_in_async_takes_the_smallest_clock(
@@ -492,12 +586,3 @@ def test_forgotten_client_that_comes_back_is_refused() -> None:
     refused = one.happen(ClientHere(9, 0, -1, 4, again=True)).refused
     assert refused is not None, "its unanswered request would be applied a second time"
     assert refused.applied == "unknown"
-
-
-def test_gradients_of_an_older_incarnation_do_not_end_a_suspension() -> None:
-    members = GroupMembers([0, 1])
-    members.suspend(0, client=7)
-    members.commit([(0, 6), (1, 2)], 1, together=True)
-    assert members.clocks == {1: 1}
-    members.commit([(0, 7), (1, 2)], 2, together=True)
-    assert members.clocks == {0: 2, 1: 2}

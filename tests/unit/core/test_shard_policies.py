@@ -33,7 +33,15 @@ from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
 from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.stepping import adapted
-from paramserve.messages import Done, Inquire, Refused, SetPolicy, SuspendMembership, Waiting
+from paramserve.messages import (
+    Done,
+    Inquire,
+    JoinGroup,
+    Refused,
+    SetPolicy,
+    SuspendMembership,
+    Waiting,
+)
 from paramserve.rules import SGD
 from paramserve.rules.base import PushInfo
 from paramserve.rules.torch_rule import TorchRule
@@ -358,7 +366,7 @@ def test_policy_whose_check_fails_refuses_the_change() -> None:
     assert "no workers" in str(error)
 
 
-def test_rank_that_was_given_up_before_it_came_is_a_guest_when_it_comes() -> None:
+def test_rank_that_was_given_up_before_it_came_is_pending_until_it_joins() -> None:
     one = Rig(BoundedStaleness(0), workers=2)
     one.join(A, 0)
     one.define(A, block_spec((1,)))
@@ -368,8 +376,11 @@ def test_rank_that_was_given_up_before_it_came_is_a_guest_when_it_comes() -> Non
     one.join(B, 1)
     one.tell(one.members((A, 1, "live"), (B, 1, "live")))
     done(one.step(A, {0: [1.0]}, [0], clock=3))
-    assert done(one.step(B, pull=[0], tick=False)).at == 4
-    assert one.step(A, {0: [1.0]}, [0], clock=4).replies == [], "now it is waited for"
+    assert done(one.step(B, {0: [1.0]})).pending
+    assert one.value() == [4.0]
+    done(one.step(A, {0: [1.0]}, [0], clock=4))
+    assert done(one.send(B, JoinGroup(0, 0))).at == 5
+    assert one.step(A, {0: [1.0]}, [0], clock=5).replies == [], "now it is waited for"
 
 
 def test_changes_that_are_remembered_are_bounded() -> None:
@@ -424,44 +435,54 @@ def test_compensation_that_overflows_is_refused_and_applies_nothing() -> None:
     assert one.value() == [1.0]
 
 
-def test_worker_that_rests_reads_at_its_own_clock_while_all_others_are_behind() -> None:
-    one = rig(Async(), shards=2, workers=2)
+def test_suspended_rank_reads_at_once_and_joins_at_its_own_clock_with_all_others_behind() -> None:
+    one = rig(BoundedStaleness(0), shards=2, workers=2)
     for clock in range(5):
         push(one, A, clock)
     for shard in (0, 1):
-        done(one.send(A, SuspendMembership(0, 0), shard))
-        assert done(one.step(A, pull=[0], shard=shard, clock=5, tick=False)).at == 5
+        one.send(A, SuspendMembership(0, 0), shard)
+    one.deliver()
+    for shard in (0, 1):
+        done(one.step(A, pull=[0], shard=shard, clock=5, tick=False))
+    one.send(A, JoinGroup(0, 0), 1)
+    one.send(A, JoinGroup(0, 0), 0)
+    one.deliver()
+    assert [last(one, A, shard).at for shard in (0, 1)] == [5, 5]
+    for shard in (0, 1):
+        assert one.step(A, pull=[0], shard=shard, clock=5, tick=False).replies == []
 
 
-def joined(one: Rig, client: int, rank: int) -> None:
-    """A worker that comes late, and is not waited for before its first step."""
+def pending(one: Rig, client: int, rank: int) -> None:
+    """A worker that comes late: it is a member of no group before it joins."""
     one.join(client, rank)
     one.tell(one.members((A, 1, "live"), (B, 1, "live"), (client, 1, "live")))
 
 
-def test_empty_step_of_one_that_enters_starts_no_deadline_and_decides_no_clock() -> None:
+def test_join_starts_no_deadline_and_decides_no_clock() -> None:
     one = rig(Sync(reduce="sum", timeout_s=1.0), workers=2)
-    joined(one, C, 2)
-    entering = one.step(C, weight=1e-30)
-    assert entering.replies == []
-    assert entering.deadline is None
+    pending(one, C, 2)
+    joining = one.send(C, JoinGroup(0, 0))
+    assert done(joining).at == 0
+    assert joining.deadline is None
     one.now += 0.9
     push(one, A)
     one.now += 0.9
     one.happen(DeadlineReached())
     assert one.value() == [0.0], "0.9 s since the first gradient"
     push(one, B)
-    assert one.value() == [2.0]
+    assert one.value() == [0.0], "it waits for the joiner, too"
+    push(one, C)
+    assert one.value() == [3.0]
     assert not last(one, C).skipped
     assert one.shards[0].groups[0].state.clocks == {0: 1, 1: 1, 2: 1}
 
 
-def test_step_of_one_that_enters_is_no_time_of_a_step() -> None:
+def test_step_of_a_pending_rank_is_no_time_of_a_step() -> None:
     one = rig(Sync(reduce="sum", timeout_s=Adaptive()), workers=2)
     push(one, A)
     push(one, B)
-    joined(one, C, 2)
-    one.step(C, clock=1, weight=1e-30)
+    pending(one, C, 2)
+    assert done(one.step(C, {0: [1.0]}, clock=1)).pending
     one.now += 1.0
     push(one, A, 1)
     one.now += 1.0

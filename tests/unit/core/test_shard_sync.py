@@ -20,6 +20,7 @@ from paramserve.messages import (
     Done,
     Gradient,
     Inquire,
+    JoinGroup,
     Prepare,
     Refused,
     Step,
@@ -314,7 +315,7 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
     one = rig()
     both(one, A, 1.0)
     for message in (
-        Vote(7, 0, 1, (A,), True, False, 1.0),
+        Vote(7, 0, 1, (A,), True, False, 1.0, 0),
         Commit(0, 5, (A,), 1.0),
         Prepare(0, 5, (A,)),
         Prepare(0, 0, (A,)),
@@ -322,7 +323,7 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
         for shard in (0, 1):
             effects = one.happen(FromShard(message), shard)
             assert (effects.replies, effects.peers) == ([], [])
-    one.happen(FromShard(Vote(0, 0, 0, (A,), True, False, 1.0)), 1)
+    one.happen(FromShard(Vote(0, 0, 0, (A,), True, False, 1.0, 0)), 1)
     assert one.wire == [], "only the lead takes what is ready"
 
 
@@ -346,6 +347,7 @@ def test_last_worker_that_died_between_two_shards_leaves_nothing_waiting() -> No
     one.step(B, {0: [5.0]}, shard=1)
     one.deliver()
     one.tell(one.members((A, 1, "left"), (B, 1, "dead")))
+    one.deliver()
     one.now = RESEND_S
     one.happen(DeadlineReached(), 1)
     one.deliver()
@@ -361,27 +363,53 @@ def test_two_incarnations_on_two_shards_are_not_one_contribution() -> None:
     one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
     one.join(newer, 1, incarnation=2)
     for shard in (0, 1):
+        one.send(newer, JoinGroup(0, 0), shard)
         one.step(newer, {0: [7.0]}, shard=shard)
     assert one.answers(B, 0)[-1].kind == "WorkerFenced"
     both(one, A, 1.0)
     one.deliver()
     assert values(one) == ([8.0], [8.0])
-    assert [reply.skipped for reply in one.answers(newer)] == [False, False]
+    assert [one.answers(newer, shard)[1].skipped for shard in (0, 1)] == [False, False]
 
 
-def test_worker_that_comes_before_the_clock_is_decided_belongs_to_it() -> None:
+def test_worker_that_joins_before_the_clock_is_decided_belongs_to_it() -> None:
     newer = 3
     one = rig()
     one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
+    one.deliver()
     one.step(A, {0: [1.0]}, shard=1)
-    assert len(one.wire) == 1
+    (vote,) = one.wire
+    assert vote[1].contributors == (A,)
     one.join(newer, 1, incarnation=2)
     for shard in (0, 1):
+        one.send(newer, JoinGroup(0, 0), shard)
         one.step(newer, {0: [7.0]}, shard=shard)
     one.step(A, {0: [1.0]}, shard=0)
     one.deliver()
     assert values(one) == ([8.0], [8.0])
-    assert [reply.skipped for reply in one.answers(newer)] == [False, False]
+    assert [one.answers(newer, shard)[0].at for shard in (0, 1)] == [0, 0]
+    assert [one.answers(newer, shard)[1].skipped for shard in (0, 1)] == [False, False]
+
+
+def test_vote_by_an_older_decision_about_the_members_is_not_counted() -> None:
+    joiner = 3
+    one = rig(Sync(reduce="sum", timeout_s=1.0))
+    both(one, A, 1.0)
+    one.now = 1.0
+    one.happen(DeadlineReached(), 1)
+    ((_, vote),) = one.wire
+    one.join(joiner, 2)
+    one.send(joiner, JoinGroup(0, 0))
+    one.happen(DeadlineReached(), 0)
+    one.wire = []
+    one.happen(FromShard(vote), 0)
+    ((shard, told),) = one.wire
+    assert (shard, told.members[-1]) == (1, (2, joiner, 0)), "the decision, which was lost"
+    assert committed(one) == [0, 0]
+    one.deliver()
+    assert values(one) == ([1.0], [1.0])
+    clocks = dict.fromkeys(range(3), 1)
+    assert [each.groups[0].state.clocks for each in one.shards] == [clocks, clocks]
 
 
 def test_client_that_said_goodbye_in_between_gets_no_answer() -> None:

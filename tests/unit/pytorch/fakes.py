@@ -267,7 +267,7 @@ class FakeClient:
         self.tickets: list[FakeTicket] = []
 
     def enter(self, group: str) -> bool:
-        """All are there from the beginning."""
+        """No rank is pending: all are members from the beginning."""
         return False
 
     def clock(self, group: str) -> int:

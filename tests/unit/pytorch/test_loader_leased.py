@@ -87,7 +87,7 @@ class FakeClient:
         self.control = FakeControl(cluster, worker)
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
-        self.guest = False
+        self.pending = False
         self.retiring = False
         self.missed = 0
         self.waited_s = 0.0
@@ -99,16 +99,16 @@ class FakeClient:
         self._worker.events.append("drain")
 
     def rest(self, group: str) -> None:
-        self._worker.events.append(f"rest {group}")
+        self._worker.events.append(f"suspend {group}")
         if group == "unknown":
             raise UnknownName("nothing defined", fix="define it")
 
     def enter(self, group: str) -> bool:
-        """What says that this worker takes part again."""
+        """Whether this rank was pending; it has joined."""
         if group == "unknown":
             raise UnknownName("nothing defined", fix="define it")
-        self._worker.events.append(f"enter {group}")
-        return self.guest
+        self._worker.events.append(f"join {group}")
+        return self.pending
 
     def train(self) -> None:
         """As `worker.optimizer` does: the weight is asked for before the step is sent."""
@@ -362,7 +362,7 @@ def test_leased_retiring_worker_ends_and_gives_back() -> None:
     assert train(one, load(one, tensors(40), batch_size=5, name="x", **DYNAMIC)) == []
 
 
-def test_leased_idle_rank_rests_before_it_waits() -> None:
+def test_leased_idle_rank_suspends_its_membership_before_it_waits() -> None:
     cluster = FakeCluster(2)
     one, two = cluster.workers
     one.groups = ("model", "unknown", "second")
@@ -371,19 +371,19 @@ def test_leased_idle_rank_rests_before_it_waits() -> None:
         for worker in cluster.workers
     ]
     in_turns(cluster, loops)
-    rest = ["drain", "rest model", "rest unknown", "rest second"]
-    enter = ["enter model", "enter second"]
-    assert one.events[:9] == [*enter, "ask", "ask", *rest, "idle"]
+    joins = ["join model", "join second"]
+    suspends = ["drain", "suspend model", "suspend unknown", "suspend second"]
+    assert one.events[:9] == [*joins, "ask", "ask", *suspends, "idle"]
     assert two.events.count("drain") <= 1
 
 
-def test_leased_worker_that_was_a_guest_takes_the_present_values() -> None:
+def test_leased_worker_that_was_pending_takes_the_present_values() -> None:
     cluster = FakeCluster(1)
     (one,) = cluster.workers
-    one.client.guest = True
+    one.client.pending = True
     for _ in load(one, tensors(5), batch_size=5, **DYNAMIC):
         one.client.train()
-    assert one.events[:2] == ["enter model", "refresh"]
+    assert one.events[:2] == ["join model", "refresh"]
 
 
 def test_leased_idle_rank_takes_what_comes_back() -> None:
@@ -453,7 +453,7 @@ def test_own_steps_that_are_left_are_exchanged_before_the_turn_ends(make: Any) -
     own = FakeOwnSteps(worker, every=3)
     for _ in batches:
         own.step()
-    assert worker.events[-4:] == ["exchange", "drain", "rest model", "idle"]
+    assert worker.events[-4:] == ["exchange", "drain", "suspend model", "idle"]
     (report,) = worker.client.control.cluster.book.reports()
     assert (report.ranks, report.left_over) == (((0, 40, 40),), 0)
 

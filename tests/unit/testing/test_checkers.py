@@ -200,7 +200,7 @@ def test_adaptive_deadline_is_its_factor_times_the_median(
     assert (checkers.restarts_keep_the_clocks(found) == []) is good
 
 
-def test_clock_is_decided_without_who_rests_or_has_ended() -> None:
+def test_clock_is_decided_without_a_rank_that_is_suspended_or_has_ended() -> None:
     for states in ("away", "resting"):
         found = decided(Sync(), 0, 1)
         getattr(found, states).append((3, 2, True))
@@ -406,14 +406,19 @@ def test_gradient_momentum_is_corrected_by_who_counts(
     assert (checkers.gradients_count_as_decided(found) == []) is good
 
 
-def test_who_counts_joiner_begins_at_the_slowest_or_where_it_was_told_to_elsewhere() -> None:
-    found = history(Async(), push(2, 0, 9, 1, enters=True))
+@pytest.mark.parametrize(
+    ("rank", "order", "clock", "good"),
+    [(2, 1, 9, True), (2, 1, 8, False), (3, 1, 9, False), (2, 3, 9, False)],
+)
+def test_who_counts_joiner_begins_at_the_slowest_or_where_it_began_elsewhere_before(
+    rank: int, order: int, clock: int, good: bool
+) -> None:
+    """`rank` begins on shard 1 at `clock`, and rank 2 on shard 0 at clock 9."""
+    found = history(Async())
     found.entered.append(Entered(0, 2, 2, 9, 5, True))
     assert "the slowest worker was at 5" in checkers.who_counts(found)[0]
-    found.policies.append((7, BoundedStaleness(1)))
-    assert checkers.who_counts(found) == []
-    found.calls[0].clock = 7
-    assert checkers.who_counts(found)
+    found.entered.append(Entered(1, rank, order, clock, clock, True))
+    assert (checkers.who_counts(found) == []) is good
 
 
 @pytest.mark.parametrize(("change", "good"), [(0.5, True), (0.0, False), (0.25, False)])
@@ -429,17 +434,14 @@ def test_gradient_is_compensated_from_the_read_that_it_came_from(change: float, 
     assert (checkers.gradients_count_as_decided(found) == []) is good
 
 
-def test_rank_that_rested_hears_its_clock_in_its_first_answer() -> None:
-    calls = [push(0, 0, 7, 1), push(2, 0, 2, 9, enters=True), push(2, 1, 8, 12)]
-    for call in calls:
-        call.rank = 0
-    found = history(Async(), *calls, final=Row((1, 0, 2), (1, 0, 3)))
-    assert "began at clock 2" in checkers.restarts_keep_the_clocks(found)[0]
-    found.resting.append((4, 0, True))
-    found.resting.append((11, 0, False))
+def test_later_incarnation_begins_at_the_clock_that_its_rank_had_reached() -> None:
+    calls = [push(0, 0, 7, 1), push(2, 0, 7, 9, rank=0)]
+    found = history(Async(), *calls, final=Row((1, 0, 1), (1, 0, 1)))
+    assert "began at clock 7, it had ended 8 steps" in checkers.restarts_keep_the_clocks(found)[0]
+    found.resting += [(4, 0, True), (8, 0, False)]
+    assert checkers.restarts_keep_the_clocks(found), "a suspension sets no clock back"
+    calls[1].clock = 8
     assert checkers.restarts_keep_the_clocks(found) == []
-    calls[2].clock = 6
-    assert "began at clock 6" in checkers.restarts_keep_the_clocks(found)[0]
 
 
 def test_changes_agree_on_one_clock_for_all_shards() -> None:

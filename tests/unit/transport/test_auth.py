@@ -68,7 +68,7 @@ def test_random_answers_are_refused(data: bytes) -> None:
     ("data", "says"),
     [
         (b"HTTP" + bytes(auth.GREETING_BYTES - 4), "greets with b'HTTP'"),
-        (b"PSRA\x63\0" + bytes(auth.GREETING_BYTES - 6), "version 99, this side speaks 3"),
+        (b"PSRA\x63\0" + bytes(auth.GREETING_BYTES - 6), "version 99, this side speaks 4"),
     ],
 )
 def test_challenge_of_a_stranger_is_refused(data: bytes, says: str) -> None:

@@ -1,0 +1,152 @@
+"""In which groups a client's rank is a member, and with which request it becomes one.
+
+A rank that came later than the others, came back, or has suspended its membership is *pending* in a
+group: no clock waits for it there, and none takes its gradients. Before it steps there it joins
+(`JoinGroup`).
+
+Of several groups whose gradients are collected it joins the one that it steps first, the *entry*.
+The others follow when the entry's first clock with it is decided: then all who step both are at the
+same clock there. Which clock that is, the shards say in the answer to its first step there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from paramserve.core.partition import Block
+
+LATE = 0
+"""The suspension of groups that were there before the rank."""
+
+
+class Joining(NamedTuple):
+    """A request to join: blocks of the group and of those that follow."""
+
+    block: Block
+    others: tuple[Block, ...] = ()
+
+
+class ClientMembership:
+    """The memberships of one client, as it knows them.
+
+    Args:
+        collects: whether the gradients of a block's group are collected at this client's clock.
+    """
+
+    def __init__(self, collects: Callable[[Block], bool]) -> None:
+        self._collects = collects
+        self._pending: dict[str, int] = {}
+        """Groups in which it is pending, with the number of the suspension. Suspensions with no
+        step in between have one number: they end together."""
+        self._suspensions = 0
+        self._stepped_since = True
+        """Whether a clock was ended since the last suspension."""
+        self._entry = ""
+        """The group that it has joined first and has not stepped since."""
+        self._behind: dict[str, None] = {}
+        """Groups that follow."""
+        self._steps: dict[str, None] = {}
+        """Groups that collect and that it has ended a clock of."""
+
+    def pending(self, group: str) -> bool:
+        """Whether no clock of a group waits for this rank yet."""
+        return group in self._pending or group in self._behind
+
+    @property
+    def any_pending(self) -> bool:
+        """Whether a step may have to join first."""
+        return bool(self._pending or self._behind)
+
+    def came_late(self, group: str) -> None:
+        """The rank is no member of a group that it has not joined yet."""
+        self._leave(group, LATE)
+
+    def suspended(self, group: str) -> None:
+        """The shards know that the rank suspends its membership of a group."""
+        self._suspensions += self._stepped_since
+        self._stepped_since = False
+        self._leave(group, self._suspensions)
+
+    def _leave(self, group: str, number: int) -> None:
+        self._pending[group] = number
+        self._behind.pop(group, None)
+        if group == self._entry:  # what was to follow does not
+            self._pending.update(dict.fromkeys(self._behind, number))
+            self._entry, self._behind = "", {}
+
+    def before(self, stepped: Sequence[Block], defined: Iterable[Block]) -> list[Joining]:
+        """What to send before a call that steps these groups, in order, one after the other.
+
+        Args:
+            stepped: a block of each group that the call steps, in the order of its steps.
+            defined: a block of each group that the client knows.
+        """
+        if not self.any_pending:
+            return []
+        found, collecting = [], []
+        for each in stepped:
+            if self._collects(each):
+                collecting.append(each)
+            elif self.pending(each.group_name):
+                found.append(Joining(each))
+        if collecting:
+            found += self._entering(collecting, defined)
+        return found
+
+    def ahead(self, block: Block, defined: Iterable[Block]) -> list[Joining]:
+        """What to send so that the rank is a member of a group before it steps it; nothing if the
+        group follows one that was joined."""
+        name = block.group_name
+        if not self._collects(block):
+            return [Joining(block)] if name in self._pending else []
+        if name not in self._pending:
+            return []
+        known = list(defined)
+        entry = [each for each in known if each.group_name == self._entry]
+        return self._entering([*entry[:1], block], known)
+
+    def _entering(self, collecting: Sequence[Block], defined: Iterable[Block]) -> list[Joining]:
+        first = collecting[0].group_name
+        numbers = {self._pending.get(each.group_name) for each in collecting}
+        restarts = first in self._pending or (self._entry and first != self._entry)
+        others: dict[str, Block] = {}
+        for each in (*collecting, *defined):
+            name = each.group_name
+            if name == first or name in others or not self._collects(each):
+                continue
+            known = each in collecting or self._pending.get(name) in (LATE, *numbers)
+            follows = name in self._behind or (known and name in self._pending)
+            # Who begins at the first group cannot be waited for in another one meanwhile.
+            stepped = each in collecting or name in self._steps
+            leaves = restarts and (name == self._entry or stepped)
+            if follows or (leaves and name not in self._pending):
+                others[name] = each
+        new = any(name in self._pending for name in others)
+        return [Joining(collecting[0], tuple(others.values()))] if restarts or new else []
+
+    def joined(self, joining: Joining) -> None:
+        """The shards know of this one."""
+        name = joining.block.group_name
+        self._pending.pop(name, None)
+        self._behind.pop(name, None)
+        if not self._collects(joining.block):
+            return
+        self._behind = dict.fromkeys(each.group_name for each in joining.others)
+        for other in self._behind:
+            self._pending.pop(other, None)
+        self._entry = name if self._behind else ""
+
+    def following(self, block: Block) -> Sequence[str]:
+        """The groups that follow a step which ends a clock of a block's group: what is sent there
+        after it finds the rank a member, at a clock that the shards say."""
+        return tuple(self._behind) if block.group_name == self._entry else ()
+
+    def stepped(self, block: Block) -> None:
+        """A step that ends a clock of a block's group is on its way."""
+        self._stepped_since = True
+        name = block.group_name
+        if name not in self._steps and self._collects(block):
+            self._steps[name] = None
+        if name == self._entry:
+            self._entry, self._behind = "", {}

@@ -1,0 +1,172 @@
+"""How all shards agree on who is a member of a group: its lead shard decides.
+
+A rank joins or suspends its membership with a numbered request to every shard. The lead decides
+when it executes the request, and tells the others (`GroupMembership`), until each has said that it
+knows. Where gradients are collected the decision holds from the lead's undecided clock on: the lead
+counts no vote of a shard that does not know it yet. So a clock has the same members everywhere.
+
+A rank that steps several groups joins the first one by itself, and the others when that one's first
+clock with it is decided: all who step them too are then at the same clock there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paramserve.core.commit import lead_of
+from paramserve.core.events import EnterGroups, GroupEffect, Send
+from paramserve.core.group_members import Joined
+from paramserve.core.group_state import GroupState
+from paramserve.messages import GroupMembership, MembershipKnown
+
+
+class MembershipAgreement:
+    """One shard's part in the decisions about one group's members.
+
+    Args:
+        state: the group.
+        shard: number of this shard, of `shards`.
+        resend_s: after which a decision that a shard does not know is sent again.
+        outbox: takes what the shard is to do.
+    """
+
+    def __init__(
+        self,
+        state: GroupState,
+        shard: int,
+        shards: int,
+        resend_s: float,
+        outbox: deque[GroupEffect],
+    ) -> None:
+        self._state = state
+        self._shard = shard
+        self._lead = lead_of(state.id, shards)
+        self._behind: dict[int, None] = {}
+        """On the lead: the shards that are not known to go by the newest decision."""
+        self._since = 0
+        """On the lead: its undecided clock when it decided last."""
+        self._others = [each for each in range(shards) if each != shard]
+        self._resend_s = resend_s
+        self._repeat_at = 0.0
+        self._next: GroupMembership | None = None
+        """A decision that holds from a clock on which this shard has not come to."""
+        self._entering: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By rank: the client that has joined, and the groups where it is a member when the first
+        clock that has it is decided."""
+        self._outbox = outbox
+
+    # --- what the lead decides -------------------------------------------------------------------
+
+    def join(self, rank: int, client: int) -> bool:
+        """On the lead, make a live rank a member; whether the decision is new."""
+        state = self._state
+        known = state.members.joined.get(rank)
+        if self._shard != self._lead or (known is not None and known.client == client):
+            return False
+        clock = state.members.clock_of(rank, state.start)
+        return self._decide({**state.members.joined, rank: Joined(client, clock)})
+
+    def suspend(self, rank: int) -> bool:
+        """On the lead, end a rank's membership; whether the decision is new."""
+        joined = self._state.members.joined
+        if self._shard != self._lead or rank not in joined:
+            return False
+        return self._decide({each: by for each, by in joined.items() if each != rank})
+
+    def members_changed(self) -> bool:
+        """Forget who has ended; on the lead, end their memberships. Whether the decision is new."""
+        members = self._state.members
+        for rank in [each for each in self._entering if each not in members.live]:
+            del self._entering[rank]
+        left = {rank: by for rank, by in members.joined.items() if rank in members.live}
+        if self._shard != self._lead or len(left) == len(members.joined):
+            return False
+        return self._decide(left)
+
+    def _decide(self, joined: dict[int, Joined]) -> bool:
+        state = self._state
+        self._since = state.committed
+        self._behind.update(dict.fromkeys(self._others))
+        state.members.decided(state.members.number + 1, joined, state.start)
+        self._tell_all()
+        return True
+
+    def _tell_all(self) -> None:
+        self._repeat_at = self._state.now + self._resend_s
+        for shard in self._behind:
+            self.tell(shard)
+
+    def tell(self, shard: int) -> None:
+        """Send the newest decision to a shard."""
+        state, members = self._state, self._state.members
+        entries = tuple((rank, *by) for rank, by in sorted(members.joined.items()))
+        message = GroupMembership(state.id, members.number, self._since, entries)
+        self._outbox.append(Send(shard, message))
+
+    def on_known(self, message: MembershipKnown) -> None:
+        """On the lead: a shard goes by a decision."""
+        if message.number >= self._state.members.number:
+            self._behind.pop(message.shard, None)
+
+    # --- what the others know --------------------------------------------------------------------
+
+    def on_decision(self, message: GroupMembership) -> bool:
+        """Take the lead's decision, as soon as it holds here; whether it does, and is new."""
+        newest = max(self._state.members.number, self._next.number if self._next else 0)
+        if message.number > newest:
+            self._next = message
+        elif self._next is None:
+            self._acknowledge()
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Go by a decision whose clock has come; whether there was one."""
+        message, state = self._next, self._state
+        if message is None or state.committed < message.clock:
+            return False
+        self._next = None
+        joined = {rank: Joined(client, clock) for rank, client, clock in message.members}
+        state.members.decided(message.number, joined, state.start)
+        self._acknowledge()
+        return True
+
+    def _acknowledge(self) -> None:
+        message = MembershipKnown(self._state.id, self._state.members.number, self._shard)
+        self._outbox.append(Send(self._lead, message))
+
+    # --- further groups --------------------------------------------------------------------------
+
+    def enter_later(self, rank: int, client: int, groups: tuple[int, ...]) -> None:
+        """A client joins, and the groups that it steps after this one later."""
+        self._entering.pop(rank, None)
+        if groups:
+            self._entering[rank] = client, groups
+
+    def stay_out(self, rank: int, group: int) -> None:
+        """A rank has suspended its membership of a group: of this one, or of one of those."""
+        client, groups = self._entering.pop(rank, (0, ()))
+        left = tuple(each for each in groups if each != group)
+        if left and group != self._state.id:
+            self._entering[rank] = client, left
+
+    @property
+    def entering(self) -> list[int]:
+        """Members that enter further groups when the present clock is decided."""
+        return [rank for rank in self._entering if rank in self._state.members.clocks]
+
+    def enter_others(self, rank: int) -> None:
+        """A member's first clock is decided: its further groups wait for it from now on."""
+        found = self._entering.pop(rank, None)
+        if found is not None:
+            self._outbox.append(EnterGroups(rank, *found))
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def deadline_reached(self, now: float) -> None:
+        """Repeat what a shard does not know."""
+        if self._behind and self._repeat_at <= now:
+            self._tell_all()
+
+    def deadlines(self) -> list[float]:
+        """When to repeat."""
+        return [self._repeat_at] if self._behind else []

@@ -1,0 +1,154 @@
+"""What a client sends to become a member of its groups, before which step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.unit.core.rig import block_spec
+
+from paramserve.core.client_membership import ClientMembership
+from paramserve.core.partition import Block
+
+A, B, C, D = [Block(block_spec((1,), number=k, group=k)) for k in range(4)]
+ALL = (A, B, C, D)
+
+
+class Known:
+    """A client of these groups; `plain` are those that do not collect."""
+
+    def __init__(self, *plain: Block) -> None:
+        self.plain = plain
+        self.membership = ClientMembership(lambda block: block not in self.plain)
+
+    def sends(self, *stepped: Block) -> list[tuple[Block, Sequence[Block]]]:
+        """What it sends before a call, which the shards then know."""
+        return self._join(self.membership.before(stepped, ALL))
+
+    def sends_ahead(self, block: Block) -> list[tuple[Block, Sequence[Block]]]:
+        return self._join(self.membership.ahead(block, ALL))
+
+    def _join(self, found: list[object]) -> list[tuple[Block, Sequence[Block]]]:
+        for each in found:
+            self.membership.joined(each)  # type: ignore[arg-type]
+        return found  # type: ignore[return-value]
+
+    def steps(self, *blocks: Block) -> list[str]:
+        """A call that steps groups; those whose clocks the shards say from now on."""
+        self.sends(*blocks)
+        found: list[str] = []
+        for block in blocks:
+            found += self.membership.following(block)
+            self.membership.stepped(block)
+        return found
+
+    def late(self, *blocks: Block) -> None:
+        for each in blocks:
+            self.membership.came_late(each.group_name)
+
+    def suspends(self, *blocks: Block) -> None:
+        for each in blocks:
+            self.membership.suspended(each.group_name)
+
+    def pending(self) -> list[Block]:
+        return [each for each in ALL if self.membership.pending(each.group_name)]
+
+
+def test_member_of_all_groups_sends_nothing() -> None:
+    one = Known()
+    assert one.sends(A, B) == []
+    assert one.steps(A, B) == []
+
+
+def test_late_rank_joins_the_first_group_of_its_call_and_names_the_others() -> None:
+    one = Known()
+    one.late(*ALL)
+    assert one.sends(B, A) == [(B, (A, C, D))]
+    assert one.pending() == [A, C, D], "until the first clock of the entry"
+    assert one.sends(B, A) == [], "the shards know"
+    assert one.steps(B, A) == ["group 0", "group 2", "group 3"]
+    assert one.pending() == []
+
+
+def test_groups_that_do_not_collect_are_joined_one_by_one() -> None:
+    one = Known(A, C)
+    one.late(A, B, C)
+    assert one.sends(A, B, C) == [(A, ()), (C, ()), (B, ())]
+    assert one.pending() == []
+
+
+def test_group_that_the_call_does_not_step_stays_pending_where_it_does_not_collect() -> None:
+    one = Known(A)
+    one.late(A, B)
+    assert one.sends(B) == [(B, ())]
+    assert one.pending() == [A]
+
+
+def test_member_of_the_first_group_names_the_others_without_leaving_it() -> None:
+    one = Known()
+    one.steps(A)
+    one.late(B)
+    assert one.sends(A, B) == [(A, (B,))]
+    assert one.steps(A, B) == ["group 1"]
+
+
+def test_rank_that_begins_at_one_group_leaves_those_that_it_steps() -> None:
+    one = Known()
+    one.steps(A, B)
+    one.suspends(A)
+    assert one.sends(A) == [(A, (B,))], "the members of B do not wait for it while it joins A"
+    assert one.steps(A) == ["group 1"]
+
+
+def test_rank_that_never_stepped_a_group_does_not_leave_it() -> None:
+    one = Known()
+    one.suspends(A)
+    assert one.sends(A) == [(A, ())]
+
+
+def test_groups_suspended_together_are_joined_together() -> None:
+    one = Known()
+    one.steps(A, B, C)
+    one.suspends(C)
+    one.steps(A)
+    one.suspends(A, B)
+    assert one.sends(A) == [(A, (B,))]
+    assert one.pending() == [B, C]
+
+
+def test_call_that_begins_elsewhere_begins_the_round_there() -> None:
+    one = Known()
+    one.late(A, B)
+    assert one.sends_ahead(A) == [(A, (B,))]
+    assert one.sends(B) == [(B, (A,))]
+    assert one.steps(B) == ["group 0"]
+
+
+def test_group_joined_ahead_after_another_one_follows_it() -> None:
+    one = Known()
+    one.late(A)
+    assert one.sends_ahead(A) == [(A, ())]
+    one = Known()
+    one.late(A, B)
+    one.sends_ahead(A)
+    one.late(C)
+    assert one.sends_ahead(C) == [(A, (C, B))]
+    assert one.sends_ahead(B) == [], "it follows already"
+    assert sorted(one.steps(A, B, C)) == ["group 1", "group 2"]
+
+
+def test_what_follows_an_entry_that_is_suspended_is_pending_again() -> None:
+    one = Known()
+    one.late(A, B)
+    one.sends_ahead(A)
+    one.suspends(A)
+    assert one.pending() == [A, B]
+    assert one.sends(A, B) == [(A, (B,))]
+
+
+def test_following_group_that_is_suspended_stays_out() -> None:
+    one = Known()
+    one.late(A, B)
+    one.sends_ahead(A)
+    one.suspends(B)
+    assert one.steps(A) == []
+    assert one.pending() == [B]
