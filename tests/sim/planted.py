@@ -36,8 +36,9 @@ from paramserve.consistency.built_in import (
 from paramserve.consistency.damping import Inverse
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core import group as group_module
-from paramserve.core import sessions as sessions_module
 from paramserve.core import shard as shard_module
+from paramserve.core import shard_sessions as sessions_module
+from paramserve.core.client_session import ClientSession, Operation
 from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
 from paramserve.core.group import GroupMachine
@@ -47,9 +48,8 @@ from paramserve.core.leases import Leases, Span
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
 from paramserve.core.read_copies import Reads
-from paramserve.core.session import ClientSession, Operation
-from paramserve.core.sessions import Answer, Request, Sessions, ShardSession, Verdict
 from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSession, Verdict
 from paramserve.errors import ParamServeError
 from paramserve.messages import (
     Commit,

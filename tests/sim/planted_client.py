@@ -8,7 +8,7 @@ import pytest
 
 from paramserve.client.exchange import Exchange, _decode
 from paramserve.client.links import Links, ReachedShard
-from paramserve.core.session import ClientSession, Sent
+from paramserve.core.client_session import ClientSession, Sent
 from paramserve.messages import Done, Refused, ShardRequest
 from paramserve.transport.link import Link
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paramserve.consistency.built_in import Sync
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation
 from paramserve.messages import BlockSpec, Piece
 from paramserve.rules import SGD, Adam, Array, PushInfo, Rule, Run
 from paramserve.testing import Call, Counting, Faults, Pushed, Row, Scenario, SimulatedCluster

@@ -10,9 +10,9 @@ from collections import deque
 
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import ClientMembership
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.core.session import Operation
 from paramserve.messages import CURRENT_CLOCK, GroupPolicy
 
 

@@ -29,7 +29,7 @@ from paramserve.client.links import (
     Slot,
 )
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.core.session import ClientSession, Operation, SlotPool
+from paramserve.core.client_session import ClientSession, Operation, SlotPool
 from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from paramserve.client.payloads import Payloads
 from paramserve.config import Credentials, Deadlines, Limits
+from paramserve.core.client_session import ClientSession, SlotPool
 from paramserve.core.partition import Block
-from paramserve.core.session import ClientSession, SlotPool
 from paramserve.core.table.parts import padded
 from paramserve.errors import (
     ConnectTimeout,

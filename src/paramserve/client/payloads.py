@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
-from paramserve.core.session import Sent
 from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
 from paramserve.messages import (
     Assign,

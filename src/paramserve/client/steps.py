@@ -23,10 +23,10 @@ from paramserve.config import RuleSpec
 from paramserve.consistency.base import number
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
-from paramserve.core.session import Operation
 from paramserve.errors import ParamServeError, PushTimeout, Timeout
 from paramserve.ids import NO_RANK
 from paramserve.messages import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from paramserve.client.exchange import Slot, again, done
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
-from paramserve.core.sessions import Memory
+from paramserve.core.shard_sessions import Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch

@@ -14,7 +14,7 @@ from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import NONFINITE_FIX, Contribution, Prepared, refusal_of
 from paramserve.core.group_state import GroupState
-from paramserve.core.sessions import Request, ShardSession
+from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.core.stepping import Part, finite
 from paramserve.core.sums import addable, reduced

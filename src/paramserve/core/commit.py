@@ -24,7 +24,7 @@ from msgspec import structs
 
 from paramserve.core import policy_calls
 from paramserve.core.policy_epochs import PolicyEpoch
-from paramserve.core.sessions import ShardSession
+from paramserve.core.shard_sessions import ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, Vote

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paramserve.core.sessions import Answer, Memory, ShardSession
+from paramserve.core.shard_sessions import Answer, Memory, ShardSession
 from paramserve.errors import ParamServeError
 from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
 

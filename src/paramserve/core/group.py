@@ -24,7 +24,7 @@ from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
-from paramserve.core.sessions import Answer, Request, ShardSession
+from paramserve.core.shard_sessions import Answer, Request, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.ids import NO_RANK
 from paramserve.messages import (

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
-from paramserve.core.sessions import Answer, Memory, Request
+from paramserve.core.shard_sessions import Answer, Memory, Request
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName

@@ -48,7 +48,7 @@ from paramserve.core.replies import (
     put,
     refusal,
 )
-from paramserve.core.sessions import (
+from paramserve.core.shard_sessions import (
     Answer,
     Memory,
     Request,

@@ -18,7 +18,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import check_payload, inline_keys
-from paramserve.core.sessions import Memory, ShardSession
+from paramserve.core.shard_sessions import Memory, ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.core.sums import addable
 from paramserve.core.table.block import KeyedBlock

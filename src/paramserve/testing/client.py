@@ -13,8 +13,8 @@ from paramserve.client.links import Slot
 from paramserve.client.steps import offset_of
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation
 from paramserve.messages import (
     Define,
     Gradient,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from paramserve.client.exchange import Exchange
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.consistency.registry import PolicyTraits
+from paramserve.core.client_session import Operation
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
-from paramserve.core.session import Operation
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.messages import (
     CoordinatorReply,

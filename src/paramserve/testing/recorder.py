@@ -13,8 +13,8 @@ from paramserve.consistency.built_in import Sync
 from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
-from paramserve.core.sessions import ENDED
 from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import ENDED
 from paramserve.messages import Commit, Done, GroupPolicy, Members, ShardRequest, Step
 from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import (

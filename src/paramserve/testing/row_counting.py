@@ -17,8 +17,8 @@ from paramserve.client.links import Slot
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
 from paramserve.compiling import load_table
 from paramserve.core.block import ShardBlock
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import TableOptions, Zeros

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.core.session import Operation
 from paramserve.errors import WorkerFenced
 from paramserve.messages import (
     Defined,

@@ -16,9 +16,9 @@ from paramserve.client.exchange import Exchange
 from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
+from paramserve.core.client_session import ClientSession
 from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
-from paramserve.core.session import ClientSession
 from paramserve.core.shard import Shard
 from paramserve.messages import Hello, LeasePlan
 from paramserve.rules import Add

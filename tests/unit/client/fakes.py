@@ -12,8 +12,8 @@ import numpy as np
 
 from paramserve.client.exchange import Slot
 from paramserve.config import RuleSpec
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block, cut
-from paramserve.core.session import Operation
 from paramserve.messages import (
     BlockSpec,
     Bye,

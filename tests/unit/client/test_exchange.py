@@ -15,7 +15,7 @@ from tests.unit.client.fakes import Links
 from paramserve.client import exchange as module
 from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange
 from paramserve.config import ConsistencySpec, Deadlines, Limits
-from paramserve.core.session import Operation
+from paramserve.core.client_session import Operation
 from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,

@@ -13,8 +13,8 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
 from paramserve.core.replies import gathered
-from paramserve.core.sessions import Answer
 from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import Answer
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     BlockSpec,

@@ -18,7 +18,7 @@ from paramserve.core.events import (
     Inquired,
 )
 from paramserve.core.resumption import resume
-from paramserve.core.sessions import SESSION_KEEP_S
+from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,

@@ -16,7 +16,7 @@ from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
 from paramserve.core.replies import gathered
-from paramserve.core.sessions import SESSION_KEEP_S
+from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
     Assign,
     Define,

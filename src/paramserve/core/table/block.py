@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.sessions import Memory
+from paramserve.core.shard_sessions import Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.table import parts, routing
 from paramserve.core.table.hashing import stream_of

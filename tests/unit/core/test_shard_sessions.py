@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from paramserve.core.sessions import Answer, Request, ShardSession, Verdict
+from paramserve.core.shard_sessions import Answer, Request, ShardSession, Verdict
 from paramserve.messages import Done, Fetch
 
 

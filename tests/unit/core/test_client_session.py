@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserve.core.session import SLOT_ALIGN, ClientSession, Operation, SlotPool
+from paramserve.core.client_session import SLOT_ALIGN, ClientSession, Operation, SlotPool
 from paramserve.errors import NonFinite, ServerGone
 from paramserve.messages import Done, Fetch, Refused
 
