@@ -21,7 +21,6 @@ from paramserve.consistency.registered import Registered, registered
 from paramserve.consistency.registry import build as build_policy
 from paramserve.core.batch import apart
 from paramserve.core.events import (
-    AnswersRead,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -42,7 +41,6 @@ from paramserve.messages import (
     BlockSpec,
     Bye,
     Define,
-    HaveRead,
     Hello,
     Inquire,
     Members,
@@ -80,7 +78,7 @@ NOTHING = Registered()
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """As `preparing.needed`."""
 
-_decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | HaveRead | Bye).decode
+_decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
 
 
@@ -238,8 +236,6 @@ class ServerRole:
             self._happen(Inquired(client, message))
         elif isinstance(message, AskReport):
             conn.send(encode(self._report(notes=message.notes)))
-        elif isinstance(message, HaveRead):
-            self._happen(AnswersRead(client, message.oldest))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Batch):

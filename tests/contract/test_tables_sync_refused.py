@@ -11,7 +11,6 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.test_tables import ones, users
 from tests.contract.test_tables_limits import SMALL, keys_of, room
 
-from paramserve.client import Client
 from paramserve.client.table import Table
 from paramserve.consistency.built_in import Sync
 from paramserve.core.table import memory
@@ -105,19 +104,3 @@ def test_server_without_memory_refuses_the_clock_and_goes_on(
     assert values(table, [1, 2, 3]) == before
     step(table, [1, 2, 3, 4], ones(4))
     assert values(table, [1, 2, 3, 4]) == [*(each - 0.5 for each in before), 0.5]
-
-
-def test_answers_that_were_read_are_kept_by_no_server(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("tcp", servers=1)
-    client: Client = cluster.client()
-    table = users(client)
-    table.push(np.arange(400), ones(400)).result()
-    for _ in range(3):
-        assert sum(part.keys.size for part in table.scan(rows=8)) == 400
-    (session,) = (
-        each
-        for each in cluster.servers[0].role.shard.sessions.by_client.values()
-        if each.client == client.connection.id
-    )
-    kept = [each for each in session._outcomes.values() if each.payload is not None]
-    assert len(kept) <= 2

@@ -44,7 +44,7 @@ from paramserve.errors import (
     ParamServeError,
     ProtocolError,
 )
-from paramserve.messages import Hello, Ok, Welcome, encode
+from paramserve.messages import PROTOCOL_VERSION, Hello, Ok, Welcome, encode
 from paramserve.transport import auth, dial, handshake
 from paramserve.transport.arena import Arena
 from paramserve.transport.framing import prelude
@@ -123,7 +123,7 @@ def wrong_frames() -> list[tuple[bytes, str]]:
     good = frame(b"header")
     return [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "starts with b'GET '"),
-        (good[:4] + b"\x09\0" + good[6:], "protocol version 9, this side speaks 3"),
+        (good[:4] + b"\x09\0" + good[6:], f"version 9, this side speaks {PROTOCOL_VERSION}"),
         (prelude(1001, 0), "header of 1001 bytes, the limit is 1000"),
         (prelude(10, 4097), "payload of 4097 bytes, the limit is 4096"),
     ]

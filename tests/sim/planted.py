@@ -73,6 +73,11 @@ CHANGES = Faults(slow=0.1, change=0.05)
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 DEATHS = Faults(slow=0.2, kill=0.03)
+REPEATS: dict[str, Any] = {
+    "faults": Faults(slow=0.1, cut=0.03, lose=0.02),
+    "links": "tcp",
+    "others": (),
+}
 DEATHS_OF_JOINERS = {"faults": Faults(slow=0.1, join=0.03, kill=0.05), "restarts": True}
 PATIENCE_S = 0.04
 Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
@@ -722,6 +727,55 @@ def compensated_with_half_of_lam(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     return SimulatedCluster
 
 
+def read_again_with_the_version_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """An answer that is repeated has the values of now, and says the version of the first one."""
+
+    class OldVersion(GroupMachine):
+        def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
+            answer = super().read_again(session, request, done)
+            return answer._replace(message=done)
+
+    return with_group(monkeypatch, OldVersion)
+
+
+def read_again_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What a worker reads again is not kept for the correction of its next gradient."""
+
+    class KeepsFirst(GroupMachine):
+        def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
+            live, session.live = session.live, False
+            try:
+                return super().read_again(session, request, done)
+            finally:
+                session.live = live
+
+    return with_group(monkeypatch, KeepsFirst)
+
+
+def values_of_a_later_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A synchronous step that is repeated has the values of now."""
+
+    class KeepsNone(ShardSession):
+        def record(self, answer: Answer) -> None:
+            super().record(answer._replace(exact=False))
+
+    monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)
+    return SimulatedCluster
+
+
+def values_forgotten_too_early(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A synchronous step's values are forgotten when the next step comes, read or not."""
+
+    class Forgets(ShardSession):
+        def have_read(self, oldest: int) -> None:
+            self.unread = dict.fromkeys(self.unread)
+
+    monkeypatch.setattr(sessions_module, "ShardSession", Forgets)
+    return SimulatedCluster
+
+
 def restarted_worker_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A later incarnation takes itself to be waited for, also where its rank rested."""
 
@@ -764,6 +818,10 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (momentum_by_one_worker_more, Async(momentum="corrected"), {}),
     (compensated_from_the_newest_read, DelayCompensated(lam=2.0**-40), {"others": ()}),
     (compensated_with_half_of_lam, DelayCompensated(lam=2.0**-40), {"others": ()}),
+    (read_again_with_the_version_of_before, DelayCompensated(lam=2.0**-40), REPEATS),
+    (read_again_without_a_copy, DelayCompensated(lam=2.0**-40), REPEATS),
+    (values_of_a_later_clock, Sync(reduce="sum"), REPEATS),
+    (values_forgotten_too_early, Sync(reduce="sum"), REPEATS),
     (deadline_without_its_factor, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
     (deadline_before_a_median_is_known, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
     (dropped_but_reported_applied, Async(drop_after=1), {}),

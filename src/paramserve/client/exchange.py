@@ -40,7 +40,6 @@ from paramserve.messages import (
     AskReport,
     Bye,
     Done,
-    HaveRead,
     Inquire,
     Joined,
     ServerBeat,
@@ -61,9 +60,6 @@ __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
 
 logger = logging.getLogger("paramserve")
 
-TOLD_BYTES_MIN = 64 << 10
-"""Of values that came in a frame: a server is told at once that they were read; of smaller ones
-with the next request."""
 RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 
@@ -431,7 +427,6 @@ class Exchange(Links):
                 return
             if reply.seq == 0:  # the server is about to cut this connection, and says why
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
-        large = link.payload_bytes >= TOLD_BYTES_MIN
         if link.payload_bytes:
             sent = shard.session.sent(reply.seq)
             if sent is None:
@@ -441,8 +436,6 @@ class Exchange(Links):
         self._torn = "an answer"
         shard.session.on_reply(reply)
         self._torn = ""
-        if large:  # The shard keeps it until it knows.
-            link.offer(encode(HaveRead(shard.session.oldest)))
 
     def oldest_group(self) -> int | None:
         """The group of the step that holds up what a shard was sent after it, if one does."""

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from msgspec import structs
 
 from paramserve.errors import ParamServeError, rebuild
-from paramserve.messages import ALIGN, Done, Forgetting, Refused, ShardRequest
+from paramserve.messages import ALIGN, Done, Refused, ShardRequest, Step
 
 SLOT_ALIGN = ALIGN
 
@@ -149,7 +149,7 @@ class ClientSession:
             assert self.has_room(), "the caller waits for a reply first"
             self.calls += 1
         self.last += 1
-        if isinstance(message, Forgetting):
+        if isinstance(message, Step):
             oldest = self.unanswered[0].message.seq if self.unanswered else self.last
             numbered: ShardRequest = structs.replace(message, seq=self.last, oldest=oldest)
         else:

@@ -35,13 +35,6 @@ class ClientBye(NamedTuple):
     client: int
 
 
-class AnswersRead(NamedTuple):
-    """A client has read all answers to its requests before number `oldest`."""
-
-    client: int
-    oldest: int
-
-
 class Requested(NamedTuple):
     """A numbered request came in. `memory` has the client's arenas by number; 0 is the payload."""
 
@@ -73,7 +66,6 @@ Event = (
     ClientHere
     | ClientGone
     | ClientBye
-    | AnswersRead
     | Requested
     | Inquired
     | FromShard

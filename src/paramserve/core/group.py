@@ -229,7 +229,7 @@ class GroupMachine:
                 session.told[state.id] = taken[-1].number
                 news = tuple(each for each in taken if each.number > told)
                 message = structs.replace(message, news=news)
-        return answer if message is answer.message else Answer(message, answer.payload)
+        return answer if message is answer.message else answer._replace(message=message)
 
     # --- reads, and what waits -------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class GroupMachine:
             done: what the step's push has just done; None for a step that only pulls.
             written: blocks whose values are at their places already.
         """
-        step, state, rank = request.message, self.state, session.rank
+        step, state, rank, exact = request.message, self.state, session.rank, False
         assert isinstance(step, Step)
         if step.pull and rank in state.members.clocks:
             clock = step.clock + step.tick
@@ -260,15 +260,35 @@ class GroupMachine:
                 self._hold(session, request)
                 session.done = done
                 return None
-            if since.policy.keeps_reads:
-                blocks = [state.blocks[place.block] for place in step.pull]
-                dense = [block for block in blocks if isinstance(block, ShardBlock)]
-                state.reads.keep(rank, state.version, dense)
-            else:
-                state.reads.forget(rank)
+            self._keep_read(since, rank, step)
+            exact = since.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
-        return self._replies.with_values(state.blocks, request, done, written)
+        return self._replies.with_values(state.blocks, request, done, written, exact)
+
+    def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
+        """The answer to a step that was answered before, with the values of now.
+
+        Raises:
+            ParamServeError, ValueError, TypeError, MemoryError: it cannot be read.
+        """
+        step, state, rank = request.message, self.state, session.rank
+        assert isinstance(step, Step)
+        stepping.gradients(state, step, request.memory)
+        if session.live and rank in state.members.clocks:
+            self._keep_read(state.at(state.members.clocks[rank]), rank, step)
+        done = structs.replace(done, version=state.version, clock=state.members.slowest)
+        return self._replies.with_values(state.blocks, request, done)
+
+    def _keep_read(self, since: PolicyEpoch, rank: int, step: Step) -> None:
+        """Keep copies of what a worker reads now, if its policy asks for them."""
+        state = self.state
+        if since.policy.keeps_reads:
+            blocks = [state.blocks[place.block] for place in step.pull]
+            dense = [block for block in blocks if isinstance(block, ShardBlock)]
+            state.reads.keep(rank, state.version, dense)
+        else:
+            state.reads.forget(rank)
 
     def _read_at_last(self, session: ShardSession, request: Request, done: Done) -> Answer | None:
         """The read of a step whose push was done before, and which waited to read."""
@@ -522,7 +542,7 @@ class GroupMachine:
         state.brought_by[rank] = session.client
         self._look_again()
         done = Done(step.seq, state.version, state.members.slowest)
-        return self._replies.with_values(state.blocks, request, done, written)
+        return self._replies.with_values(state.blocks, request, done, written, exact=True)
 
     def _maybe_vote(self) -> None:
         """Tell the lead that the gradients of this clock that its policy waits for are here."""
@@ -669,7 +689,7 @@ class GroupMachine:
         if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
         done = Done(step.seq, state.version, state.members.slowest, 0, skipped)
-        return self._replies.with_values(state.blocks, held, done)
+        return self._replies.with_values(state.blocks, held, done, exact=True)
 
     # --- other shards, and time ------------------------------------------------------------------
 

@@ -93,19 +93,26 @@ class Replies:
         self._allocate = allocate
 
     def with_values(
-        self, blocks: Blocks, request: Request, done: Done, written: Collection[int] = ()
+        self,
+        blocks: Blocks,
+        request: Request,
+        done: Done,
+        written: Collection[int] = (),
+        exact: bool = False,
     ) -> Answer:
         """Write the values that a step pulls to their places; the answer says where they are.
 
         Args:
             written: blocks whose values a rule has left at their place already, in its own pass.
+            exact: whether no newer values may replace these if the answer is lost: of a
+                synchronous clock, whose worker may have sent the next step before it reads them.
         Returns:
             The answer; a refusal if there is no memory for them.
         """
         step = request.message
         assert isinstance(step, Step)
         try:
-            return Answer(done, self._values(blocks, step, request.memory, written))
+            return Answer(done, self._values(blocks, step, request.memory, written), exact)
         except MemoryError:
             applied: Applied = "yes" if step.push and not done.skipped else "no"
             return Answer(refusal(step.seq, no_memory(self._shard, "the values read", applied)))

@@ -19,7 +19,6 @@ from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.events import (
-    AnswersRead,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -63,14 +62,15 @@ from paramserve.messages import (
     Define,
     Done,
     Fetch,
-    Forgetting,
     GroupReport,
     JoinGroup,
     Pause,
     PeerMessage,
     Put,
+    Refused,
     Scan,
     SetPolicy,
+    ShardRequest,
     Step,
     SuspendMembership,
     Switch,
@@ -148,10 +148,6 @@ class Shard:
                     session.gone_at = now
             case ClientBye():
                 self._client_bye(event.client)
-            case AnswersRead():
-                session = self.sessions.by_client.get(event.client)
-                if session is not None:
-                    session.forget(min(event.oldest, session.last + 1))
             case Inquired():
                 self._inquired(event)
             case MembersChanged():
@@ -263,14 +259,14 @@ class Shard:
         verdict = session.admit(seq)
         if verdict is Verdict.NEW:
             request = Request(event.message, event.memory)
-            if isinstance(event.message, Forgetting):
-                session.forget(min(event.message.oldest, seq))
+            if session.unread and isinstance(event.message, Step):
+                session.have_read(event.message.oldest)
             if session.held is not None:
                 session.queue.append(request)
             else:
                 self._execute(session, request)
         elif verdict is Verdict.REPEATED:
-            self._effects.replies.append((session.client, session.outcome(seq)))
+            self._repeat(session, Request(event.message, event.memory))
         elif verdict is Verdict.GAP:
             self._effects.drops.append(session.client)
         elif verdict is Verdict.FORGOTTEN:
@@ -281,27 +277,49 @@ class Shard:
             )
             self._effects.replies.append((session.client, Answer(refusal(seq, gone))))
 
+    def _repeat(self, session: ShardSession, request: Request) -> None:
+        """Answer a request again whose answer may be lost: values that went out in its frame are
+        read again, and the answer says which version they have."""
+        message, memory = request.message, request.memory
+        outcome = session.outcome(message.seq)
+        values = session.unread.get(message.seq)
+        answer = Answer(outcome, values, exact=values is not None)
+        if values is None and message.seq in session.unread and isinstance(outcome, Done):
+            try:
+                match message:
+                    case Step():
+                        machine = self._group(message.group)
+                        answer = machine.read_again(session, request, outcome)
+                    case Fetch() | Scan() | TakeSnapshot():
+                        answer = self._read(session, message, memory)
+            except (ParamServeError, ValueError, TypeError, MemoryError) as error:
+                refused = self._refusal(message, error)
+                answer = Answer(structs.replace(refused, applied="unknown"))
+        self._effects.replies.append((session.client, answer))
+
     def _execute(self, session: ShardSession, request: Request) -> None:
         """Run a request; answer it, or leave it held."""
         try:
             if session.fenced_by is not None:
                 raise session.fenced()
             answer = self._dispatch(session, request)
-        except ParamServeError as error:
-            answer = Answer(refusal(request.message.seq, error))
-        except (ValueError, TypeError) as error:
-            # A rule's own check of hyper-parameters, before anything was written.
-            wrong = ParamServeError(str(error), fix="correct the argument")
-            answer = Answer(refusal(request.message.seq, wrong))
-        except MemoryError:
-            what = f"a {type(request.message).__name__}"
-            answer = Answer(refusal(request.message.seq, no_memory(self.number, what, "unknown")))
+        except (ParamServeError, ValueError, TypeError, MemoryError) as error:
+            answer = Answer(self._refusal(request.message, error))
         if answer is not None:
             self._answer(session, answer)
 
+    def _refusal(self, message: ShardRequest, error: Exception) -> Refused:
+        """Why a request is refused, from what it raised."""
+        if isinstance(error, MemoryError):
+            error = no_memory(self.number, f"a {type(message).__name__}", "unknown")
+        elif not isinstance(error, ParamServeError):
+            # A rule's own check of hyper-parameters, before anything was written.
+            error = ParamServeError(str(error), fix="correct the argument")
+        return refusal(message.seq, error)
+
     def _answer(self, session: ShardSession, answer: Answer) -> None:
         if session.rank in self.sessions.retiring and isinstance(answer.message, Done):
-            answer = Answer(structs.replace(answer.message, retire=True), answer.payload)
+            answer = answer._replace(message=structs.replace(answer.message, retire=True))
         session.record(answer)
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
@@ -317,23 +335,31 @@ class Shard:
                 return self._undefine(message)
             case Assign() as message:
                 return assign(self._group_of(message.block), message, memory)
-            case Fetch() as message:
-                return self._replies.fetch(self._group_of(message.block), message, memory)
-            case Scan() as message:
-                return self._replies.scan(self._group_of(message.block), message, memory)
+            case Fetch() | Scan() | TakeSnapshot() as message:
+                return self._read(session, message, memory)
             case Put() as message:
                 return put(self._group_of(message.block), message, memory)
             case Watch() as message:
                 return self._watch(session, message)
-            case TakeSnapshot() as message:
-                state = self._group(message.group).state
-                return self._replies.take_snapshot(state, session.client, message, memory)
             case JoinGroup() as message:
                 return self._join(session, request, message)
             case SuspendMembership() as message:
                 return self._suspend(session, request, message)
             case SetPolicy() as message:
                 return self._group(message.group).set_policy(message, self._now)
+
+    def _read(
+        self, session: ShardSession, message: Fetch | Scan | TakeSnapshot, memory: Memory
+    ) -> Answer:
+        """Answer a request that only reads; it may be executed again."""
+        match message:
+            case Fetch():
+                return self._replies.fetch(self._group_of(message.block), message, memory)
+            case Scan():
+                return self._replies.scan(self._group_of(message.block), message, memory)
+            case TakeSnapshot():
+                state = self._group(message.group).state
+                return self._replies.take_snapshot(state, session.client, message, memory)
 
     def _group(self, number: int) -> GroupMachine:
         """The group of this number.

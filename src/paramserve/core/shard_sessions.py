@@ -3,6 +3,7 @@
 A shard accepts exactly the number after the last one. A lower number is answered from the kept
 outcomes, or is still waiting here and will be answered when its turn comes. A higher one means
 that something between was lost: the connection is dropped and the client sends again in order.
+An outcome keeps versions and no values: those are read again, as they are by then.
 
 `Sessions` also knows the members of the cluster: it refuses sessions of older incarnations.
 """
@@ -49,6 +50,8 @@ class Answer(NamedTuple):
 
     message: ShardReply
     payload: Array | None = None
+    exact: bool = False
+    """Whether no newer values may replace these if the answer is lost."""
 
 
 class Verdict(Enum):
@@ -93,9 +96,10 @@ class ShardSession:
         """Groups where the client does not know its clock: the next answer says it."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
-        self._outcomes: dict[int, Answer] = {}
-        self._oldest = 1
-        """All outcomes before it are forgotten."""
+        self.unread: dict[int, Array | None] = {}
+        """By number: values that went out in a frame, and may be lost with it. None: they are read
+        again then, and newer ones will do."""
+        self._outcomes: dict[int, Done | Refused] = {}
 
     def admit(self, seq: int) -> Verdict:
         """What to do with this number; a new one counts as accepted from now on."""
@@ -112,22 +116,24 @@ class ShardSession:
             return Verdict.PENDING
         return Verdict.FORGOTTEN
 
-    def outcome(self, seq: int) -> Answer:
-        """The answer that was given to a number; `admit` said REPEATED."""
+    def outcome(self, seq: int) -> Done | Refused:
+        """What became of a number; `admit` said REPEATED."""
         return self._outcomes[seq]
 
     def record(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
-        assert isinstance(answer.message, Done | Refused), "all else answers no number"
-        seq = answer.message.seq
-        self._outcomes[seq] = answer
-        self.forget(seq - self.requests + 1)
+        message = answer.message
+        assert isinstance(message, Done | Refused), "all else answers no number"
+        seq = message.seq
+        self._outcomes[seq] = message
+        self._outcomes.pop(seq - self.requests, None)
+        if answer.payload is not None:
+            self.unread.pop(seq - self.requests, None)
+            self.unread[seq] = answer.payload if answer.exact else None
 
-    def forget(self, oldest: int) -> None:
-        """The client will not ask for outcomes of lower numbers again: their payloads are freed."""
-        while self._oldest < oldest:
-            self._outcomes.pop(self._oldest, None)
-            self._oldest += 1
+    def have_read(self, oldest: int) -> None:
+        """The client has read all answers to lower numbers, and asks for none of them again."""
+        self.unread = {seq: values for seq, values in self.unread.items() if seq >= oldest}
 
     def fenced(self) -> WorkerFenced:
         """Why its requests are refused, while `fenced_by` is set."""

@@ -70,9 +70,7 @@ from paramserve.messages.requests import (
     Bye,
     Define,
     Fetch,
-    Forgetting,
     Gradient,
-    HaveRead,
     Inquire,
     JoinGroup,
     Keys,
@@ -96,7 +94,6 @@ Message = (
     | Batch
     | Inquire
     | AskReport
-    | HaveRead
     | Bye
     | ShardReply
     | PeerMessage
@@ -140,11 +137,9 @@ __all__ = [
     "Watch",
     "TakeSnapshot",
     "ShardRequest",
-    "Forgetting",
     "Batch",
     "Inquire",
     "AskReport",
-    "HaveRead",
     "Bye",
     # shard to client
     "GroupPolicy",

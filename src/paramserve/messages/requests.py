@@ -79,9 +79,8 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
-    leased to it, with this step. `oldest`: every request with a lower number has been answered,
-    and will not be asked for again.
-    `note`: what the shard is to keep for the next incarnation of this rank and for added workers;
+    leased to it, with this step. `oldest`: the client has read the answers to all lower numbers,
+    and asks for none of them again. `note`: what the shard is to keep for the next incarnation of this rank and for added workers;
     it does not look into it, and keeps each rank's last two. Empty: the one before still holds.
     """
 
@@ -153,7 +152,6 @@ class Assign(Struct, frozen=True, array_like=True, tag="assign"):
     offset: int
     active: tuple[int, ...] | None = None
     counts: tuple[int, ...] | None = None
-    oldest: int = 0
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
@@ -164,7 +162,6 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     field: int
     arena: int
     offset: int
-    oldest: int = 0
 
 
 class Scan(Struct, frozen=True, array_like=True, tag="scan"):
@@ -182,7 +179,6 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     width: int
     arena: int
     offset: int
-    oldest: int = 0
 
 
 class Put(Struct, frozen=True, array_like=True, tag="put"):
@@ -195,7 +191,6 @@ class Put(Struct, frozen=True, array_like=True, tag="put"):
     width: int
     arena: int
     offset: int
-    oldest: int = 0
 
 
 class Watch(Struct, frozen=True, array_like=True, tag="watch"):
@@ -214,7 +209,6 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     group: int
     after: int
     pull: tuple[ReadTarget, ...]
-    oldest: int = 0
 
 
 ShardRequest = (
@@ -231,9 +225,6 @@ ShardRequest = (
     | Watch
     | TakeSnapshot
 )
-
-Forgetting = Step | Assign | Fetch | Scan | Put | TakeSnapshot
-"""Requests that may have large answers: their `oldest` says which of these can go."""
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch"):
@@ -257,13 +248,6 @@ class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
     """
 
     notes: bool = False
-
-
-class HaveRead(Struct, frozen=True, array_like=True, tag="have-read"):
-    """The client has read all answers before number `oldest`, and asks for none of them again. Not
-    numbered and not answered; if it is lost, the next request says the same."""
-
-    oldest: int
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):

@@ -143,7 +143,8 @@ def sessions_in_order(history: History) -> list[str]:
     """4. What a client reads of a part never goes back, and contains its own pushes before it.
 
     It also contains nothing that was issued after the answer, and nothing that came later in the
-    client's own order.
+    client's own order; unless it was read again, because an answer was lost: then it may contain
+    what the client had sent by then.
     """
     wrong = []
     timeline = _Timeline(history)
@@ -167,13 +168,16 @@ def sessions_in_order(history: History) -> list[str]:
                 lacking = acknowledged.get(part, 0) & ~own
                 if lacking.bit_count() > spare:
                     wrong += push_numbers(lacking, f"{who} lacks its own")
-                wrong += push_numbers(own & ~issued, f"{who} has its own later")
+                again = part.shard in call.reread
+                if not again:
+                    wrong += push_numbers(own & ~issued, f"{who} has its own later")
                 before = seen.get(part, row)
                 for other, (old, new) in enumerate(zip(before.pushes, row.pushes, strict=True)):
                     text = f"{who} lacks what it had read before of writer {other}"
                     wrong += push_numbers(old & ~new, text) if old & ~new else []
                 wrong += timeline.not_yet_issued(call, row, who)
-                seen[part] = row
+                if not again:  # a later call may have been answered before this one was repeated
+                    seen[part] = row
     return wrong
 
 

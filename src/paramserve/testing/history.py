@@ -53,6 +53,7 @@ class Call:
         skipped: it was told that its push is applied nowhere.
         dropped: it was told so by these shards, and by the others that it is applied there.
         reads: what it read, if it was answered with values.
+        reread: shards that have read values again for it, because an answer may have been lost.
     """
 
     writer: int
@@ -74,6 +75,7 @@ class Call:
     skipped: bool = False
     dropped: frozenset[int] = frozenset()
     reads: dict[Part, Row] = field(default_factory=dict)
+    reread: set[int] = field(default_factory=set)
 
     @property
     def acknowledged(self) -> bool:

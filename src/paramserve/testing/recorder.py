@@ -14,7 +14,7 @@ from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, R
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import ENDED
+from paramserve.core.shard_sessions import ENDED, Answer
 from paramserve.messages import Commit, Done, GroupPolicy, Members, ShardRequest, Step
 from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import (
@@ -304,7 +304,7 @@ class ShardRecorder:
 
         for client, answer in effects.replies:
             if isinstance(answer.message, Done):
-                self._answered(client, answer.message, order, versions)
+                self._answered(client, answer, answer.message, order, versions)
 
     def _updated(self, group: GroupState, order: int, applied: tuple[Applied, ...]) -> None:
         """Values have changed: which pushes are in them that were not."""
@@ -353,8 +353,10 @@ class ShardRecorder:
                 entered = Entered(self._shard.number, rank, order, clock, slowest, joins, then)
                 history.entered.append(entered)
 
-    def _answered(self, client: int, done: Done, order: int, before: dict[int, int]) -> None:
-        """A shard's answer to a step, for the first time."""
+    def _answered(
+        self, client: int, answer: Answer, done: Done, order: int, before: dict[int, int]
+    ) -> None:
+        """A shard's answer to a step, for the first time or again."""
         for news in done.news:
             self._recorder.learned(self._shard.number, news)
         writer = self._cluster.writers.get(client, -1)
@@ -362,9 +364,10 @@ class ShardRecorder:
         if call is not None:
             group = self._cluster.group
             versions = (before.get(group, 0), self._versions.get(group, 0))
-            self._history.answers.setdefault(
-                (self._shard.number, writer, call.number), Answered(order, done.skipped, *versions)
-            )
+            key = (self._shard.number, writer, call.number)
+            first = self._history.answers.setdefault(key, Answered(order, done.skipped, *versions))
+            if first.order != order and answer.payload is not None and not answer.exact:
+                call.reread.add(self._shard.number)
 
 
 class RecordedShard(Shard):

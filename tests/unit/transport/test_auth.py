@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserve.errors import NotAuthenticated, ProtocolError
+from paramserve.messages import PROTOCOL_VERSION
 from paramserve.transport import auth
 
 TOKEN = b"T" * 32
@@ -68,7 +69,10 @@ def test_random_answers_are_refused(data: bytes) -> None:
     ("data", "says"),
     [
         (b"HTTP" + bytes(auth.GREETING_BYTES - 4), "greets with b'HTTP'"),
-        (b"PSRA\x63\0" + bytes(auth.GREETING_BYTES - 6), "version 99, this side speaks 4"),
+        (
+            b"PSRA\x63\0" + bytes(auth.GREETING_BYTES - 6),
+            f"version 99, this side speaks {PROTOCOL_VERSION}",
+        ),
     ],
 )
 def test_challenge_of_a_stranger_is_refused(data: bytes, says: str) -> None:
