@@ -19,7 +19,6 @@ from paramserve.compiling import load_if_compiled, needed
 from paramserve.config import Credentials, ServerConfig
 from paramserve.consistency.registered import Registered, registered
 from paramserve.consistency.registry import build as build_policy
-from paramserve.core.batch import apart
 from paramserve.core.events import (
     ClientBye,
     ClientGone,
@@ -239,9 +238,14 @@ class ServerRole:
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Batch):
-            for request, part in apart(message, payload):
+            if any(isinstance(each, Define) for each in message.requests):
+                raise ProtocolError(
+                    "a batch has a definition, which may have to wait for kernels",
+                    fix="run the same version on both sides",
+                )
+            for request in message.requests:
                 if self._parties[conn].client == client:  # not cut off by one before
-                    self._request(conn, client, request, part)
+                    self._request(conn, client, request, payload)
         else:
             self._request(conn, client, message, payload)
 

@@ -30,6 +30,7 @@ from paramserve.messages import (
     PROTOCOL_VERSION,
     AskReport,
     Assign,
+    Batch,
     BlockSpec,
     Define,
     Fetch,
@@ -159,6 +160,10 @@ BAD_FRAMES = {
     "too few fields": (frame(msgspec.msgpack.encode(["step", 1])), "a header was refused"),
     "text that is none": (frame(b"\x92\xa1\xff\x01"), "a header was refused"),
     "wrong type": (frame(msgspec.msgpack.encode(["inquire", "x"])), "a header was refused"),
+    "definition in a batch": (
+        frame(encode(Batch((Define(1, BlockSpec(0, 0, "g", "float32", None, (), ()), 1, 0, 0),)))),
+        "a batch has a definition",
+    ),
     "trailing bytes": (frame(encode(AskReport()) + b"\x00"), "a header was refused"),
     "empty": (frame(b""), "a header was refused"),
 }

@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.payloads import Payloads
+from paramserve.client.payloads import Outgoing, Payloads
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, SlotPool
 from paramserve.core.partition import Block
-from paramserve.core.table.parts import padded
 from paramserve.errors import (
     ConnectTimeout,
     Overloaded,
@@ -376,9 +375,10 @@ class Links:
         if link.shared:
             link.send(encode(message))
             return
-        inline, parts = self.payloads.inline(shard.number, message)
+        payload = Outgoing()
+        inline = self.payloads.inline(shard.number, message, payload)
         link.io_timeout_s = self.io_timeout_s
-        link.send(encode(inline), parts)
+        link.send(encode(inline), payload.parts)
 
     def _transmit_together(self, shard: ReachedShard, messages: Sequence[ShardRequest]) -> None:
         """Send several requests in one frame."""
@@ -386,13 +386,12 @@ class Links:
         if link is None:
             raise ConnectionError("not connected")
         if link.shared:
-            link.send(encode(Batch(tuple(messages), (0,) * len(messages))))
+            link.send(encode(Batch(tuple(messages))))
             return
-        inline = [self.payloads.inline(shard.number, message) for message in messages]
-        sizes = tuple(sum(padded(part.nbytes) for part in parts) for _, parts in inline)
+        payload = Outgoing()
+        inline = [self.payloads.inline(shard.number, message, payload) for message in messages]
         link.io_timeout_s = self.io_timeout_s
-        several = Batch(tuple(message for message, _ in inline), sizes)
-        link.send(encode(several), [part for _, parts in inline for part in parts])
+        link.send(encode(Batch(tuple(inline))), payload.parts)
 
     # --- polling ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
 from paramserve.messages import (
+    ALIGN,
     Assign,
     Define,
     Fetch,
@@ -36,6 +37,21 @@ class GivesPayload(Protocol):
     def read_payload(self, into: Sequence[Bytes]) -> None: ...
 
 
+class Outgoing:
+    """A payload to be sent: its parts, one after the other, each padded on the wire."""
+
+    def __init__(self) -> None:
+        self.parts: list[Bytes] = []
+        self.nbytes = 0
+
+    def add(self, part: Bytes) -> int:
+        """Add a part; the offset at which it will lie."""
+        offset = self.nbytes
+        self.parts.append(part)
+        self.nbytes += -(-part.nbytes // ALIGN) * ALIGN
+        return offset
+
+
 class Payloads:
     """Which bytes of this client's memory a request speaks of.
 
@@ -48,35 +64,59 @@ class Payloads:
         self._blocks = blocks
         self._arenas = arenas
 
-    def inline(self, shard: int, message: ShardRequest) -> tuple[ShardRequest, list[Bytes]]:
-        """The same request with its bytes in the frame instead of an arena."""
+    def inline(self, shard: int, message: ShardRequest, payload: Outgoing) -> ShardRequest:
+        """The same request with its bytes in the frame instead of an arena.
+
+        Args:
+            payload: of the frame; the request's parts are added.
+        """
         if isinstance(message, Step):
-            push = tuple(structs.replace(header, arena=0) for header in message.push)
-            pull = tuple(_inline_place(place) for place in message.pull)
-            parts = [self._pushed(shard, header) for header in message.push]
-            parts += [
-                self._arenas[keys.arena].memory[keys.offset : keys.offset + 8 * keys.rows]
-                for place in message.pull
-                if (keys := place.keys) is not None
-            ]
-            return structs.replace(message, push=push, pull=pull), parts
+            return self._inline_step(shard, message, payload)
         if isinstance(message, TakeSnapshot):
-            pull = tuple(structs.replace(place, arena=0) for place in message.pull)
-            return structs.replace(message, pull=pull), []
-        if isinstance(message, Define) and message.spec.table is not None:
-            return message, []
+            pull = self._inline_reads(shard, message.pull, payload)
+            return structs.replace(message, pull=pull)
         if isinstance(message, Define):
+            if message.spec.table is not None:
+                return message
             number = message.spec.block
-            parts = [self._part(shard, number, message.arena, message.offset)]
-            return structs.replace(message, arena=0), parts
-        if isinstance(message, Assign):
-            parts = [self._part(shard, message.block, message.arena, message.offset)]
-            return structs.replace(message, arena=0), parts
-        if isinstance(message, Put):
-            return structs.replace(message, arena=0), [self._records(message)]
-        if isinstance(message, Fetch | Scan):
-            return structs.replace(message, arena=0), []
-        return message, []
+            offset = payload.add(self._part(shard, number, message.arena, message.offset))
+        elif isinstance(message, Assign):
+            offset = payload.add(self._part(shard, message.block, message.arena, message.offset))
+        elif isinstance(message, Put):
+            offset = payload.add(self._records(message))
+        elif isinstance(message, Fetch | Scan):
+            offset = 0
+        else:
+            return message
+        return structs.replace(message, arena=0, offset=offset)
+
+    def _inline_step(self, shard: int, step: Step, payload: Outgoing) -> Step:
+        push: list[Gradient] = []
+        for header in step.push:
+            offset = payload.add(self._pushed(shard, header))
+            push.append(structs.replace(header, arena=0, offset=offset))
+        pull = self._inline_reads(shard, step.pull, payload)
+        return structs.replace(step, push=tuple(push), pull=pull)
+
+    def _inline_reads(
+        self, shard: int, places: Sequence[ReadTarget], payload: Outgoing
+    ) -> tuple[ReadTarget, ...]:
+        """Reads whose values come in the answer's frame, in this order; keys go along."""
+        pull: list[ReadTarget] = []
+        end = 0
+        for place in places:
+            block, keys = self._blocks[place.block], place.keys
+            if keys is None:
+                low, high = block.range(shard)
+                nbytes = (high - low) * block.dtype.itemsize
+            else:
+                assert block.table is not None
+                nbytes = 4 * block.table.dim * keys.rows
+                lying = self._arenas[keys.arena].memory[keys.offset : keys.offset + 8 * keys.rows]
+                keys = structs.replace(keys, arena=0, offset=payload.add(lying))
+            pull.append(structs.replace(place, arena=0, offset=end, keys=keys))
+            end += -(-nbytes // ALIGN) * ALIGN
+        return tuple(pull)
 
     def _pushed(self, shard: int, header: Gradient) -> Bytes:
         table = self._blocks[header.block].table
@@ -129,9 +169,3 @@ class Payloads:
         memory = self._arenas[place.arena].memory
         values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)
         values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
-
-
-def _inline_place(place: ReadTarget) -> ReadTarget:
-    keys = place.keys
-    within = None if keys is None else structs.replace(keys, arena=0, offset=0)
-    return structs.replace(place, arena=0, keys=within)

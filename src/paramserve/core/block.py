@@ -15,7 +15,7 @@ from paramserve.core.shard_sessions import Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
-from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
+from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient, ReadTarget
 from paramserve.rules.base import Hyper, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
@@ -173,13 +173,13 @@ class ShardBlock(ShardStorage):
             )
         return np.frombuffer(whole, self.dtype, self.size, offset)
 
-    def gradient_bytes(self, header: Gradient) -> int:
-        """Of a gradient as it lies in a payload."""
-        return -(-self.nbytes // ALIGN) * ALIGN
+    def read_bytes(self, place: ReadTarget) -> int:
+        """What a read takes of its answer's payload."""
+        return self.nbytes
 
-    def gradient(self, memory: Memory, header: Gradient, offset: int) -> Array:
+    def gradient(self, memory: Memory, header: Gradient) -> Array:
         """A gradient that lies in a request's memory; raises as `at`."""
-        return self.at(memory, header.arena, offset)
+        return self.at(memory, header.arena, header.offset)
 
     def finite(self, gradient: Array, active: Sequence[int] | None) -> bool:
         """Whether all active elements are finite numbers."""

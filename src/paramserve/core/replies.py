@@ -15,6 +15,7 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
 from paramserve.messages import (
+    ALIGN,
     Assign,
     Done,
     Fetch,
@@ -31,28 +32,20 @@ Bytes = npt.NDArray[np.uint8]
 Blocks = Mapping[int, ShardBlock | KeyedBlock]
 
 
-def inline_keys(place: ReadTarget) -> int:
-    """Bytes that the keys of a read take in its request's payload."""
-    keys = place.keys
-    return padded(8 * keys.rows) if keys is not None and keys.arena == 0 else 0
+def check_layout(parts: list[tuple[int, int]]) -> None:
+    """Refuse an answer's payload whose parts, (offset, bytes), overlap or leave a gap.
 
-
-def one(block: ShardBlock, arena: int, offset: int, memory: Memory) -> Array:
-    """The single part of a request that has one."""
-    if arena == 0:
-        check_payload(memory, padded(block.nbytes))
-        offset = 0
-    return block.at(memory, arena, offset)
-
-
-def check_payload(memory: Memory, expected: int) -> None:
-    payload = memory.get(0)
-    have = 0 if payload is None else payload.size
-    if have != expected:
-        raise ShapeMismatch(
-            f"the request's payload has {have} bytes, its parts need {expected}",
-            fix="send exactly the elements that this shard holds",
-        )
+    Raises:
+        ShapeMismatch: nothing was read.
+    """
+    end = 0
+    for offset, nbytes in sorted(parts):
+        if offset != end:
+            raise ShapeMismatch(
+                f"a part of an answer is to lie at offset {offset}, those before it end at {end}",
+                fix="read to places that lie one after the other, each padded",
+            )
+        end += padded(nbytes)
 
 
 def fresh(size: int) -> Bytes:
@@ -60,20 +53,30 @@ def fresh(size: int) -> Bytes:
     return np.empty(size, np.uint8)
 
 
-def gathered(arrays: list[Array], allocate: Callable[[int], Bytes] = fresh) -> Bytes:
-    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload.
+def laid(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> Bytes:
+    """Arrays at their offsets, which `check_layout` has found good, as the bytes of a payload.
 
     Args:
         allocate: gives memory of a size; that of large payloads is worth using again.
     """
-    out = allocate(sum(padded(array.nbytes) for array in arrays))
-    cursor = 0
-    for array in arrays:
-        end = cursor + array.nbytes
-        out[cursor:end] = array.view(np.uint8)
-        cursor += padded(array.nbytes)
-        out[end:cursor] = 0  # what the memory held before goes to no client
+    size = 0
+    for _, array in parts:
+        size += -(-array.nbytes // ALIGN) * ALIGN
+    out = allocate(size)
+    for offset, array in parts:
+        end = offset + array.nbytes
+        out[offset:end] = array.view(np.uint8)
+        out[end : -(-end // ALIGN) * ALIGN] = 0  # what the memory held before goes to no client
     return out
+
+
+def gathered(arrays: list[Array]) -> Bytes:
+    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload."""
+    parts, end = [], 0
+    for array in arrays:
+        parts.append((end, array))
+        end += padded(array.nbytes)
+    return laid(parts, fresh)
 
 
 class Replies:
@@ -120,16 +123,21 @@ class Replies:
     def _values(
         self, blocks: Blocks, step: Step, memory: Memory, written: Collection[int]
     ) -> Bytes | None:
-        inline: list[Array] = []
+        inline: list[tuple[int, Array]] = []
         for place in step.pull:
             block = blocks[place.block]
             if isinstance(block, KeyedBlock):
-                inline += _rows(blocks, block, place, step, memory)
+                if place.arena == 0:
+                    rows = np.empty(block.read_bytes(place) // 4, np.float32)
+                    block.read(memory, place, rows)
+                    inline.append((place.offset, rows))
+                else:
+                    block.read(memory, place)
             elif place.arena == 0:
-                inline.append(block.value)
+                inline.append((place.offset, block.value))
             elif place.block not in written:
                 np.copyto(block.at(memory, place.arena, place.offset), block.value)
-        return gathered(inline, self._allocate) if inline else None
+        return laid(inline, self._allocate) if inline else None
 
     def fetch(self, state: GroupState, message: Fetch, memory: Memory) -> Answer:
         """Read one field of a block."""
@@ -139,7 +147,8 @@ class Replies:
         source = block.field(message.field)
         done = Done(message.seq, state.version, counts=tuple(block.counts))
         if message.arena == 0:
-            return Answer(done, gathered([source], self._allocate))
+            check_layout([(message.offset, source.nbytes)])
+            return Answer(done, laid([(0, source)], self._allocate))
         np.copyto(block.at(memory, message.arena, message.offset), source)
         return Answer(done)
 
@@ -161,6 +170,7 @@ class Replies:
         block = _table(state.block(message.block))
         payload = None
         if message.arena == 0:
+            check_layout([(message.offset, 0)])
             payload = self._scanned(block, message)
             into = block.records(payload, message, 0)
         else:
@@ -194,32 +204,13 @@ class Replies:
         for place in message.pull:
             value = _snapshot_of(values, place)
             if place.arena == 0:
-                inline.append(value)
+                inline.append((place.offset, value))
             else:
                 block = state.block(place.block)
                 assert isinstance(block, ShardBlock), "a table has no snapshots"
                 np.copyto(block.at(memory, place.arena, place.offset), value)
-        return Answer(taken, gathered(inline, self._allocate) if inline else None)
-
-
-def _rows(
-    blocks: Blocks, block: KeyedBlock, place: ReadTarget, step: Step, memory: Memory
-) -> list[Array]:
-    """Write the rows that are asked for to their places, or give them as one part."""
-    cursor = 0
-    if place.arena == 0:  # its keys lie behind all gradients, and those of the reads before it
-        pushed = (g for g in step.push if g.arena == 0)
-        cursor = sum(blocks[g.block].gradient_bytes(g) for g in pushed)
-        for before in step.pull:
-            if before is place:
-                break
-            cursor += inline_keys(before)
-    if place.arena != 0 or place.keys is None:
-        block.read(memory, place, cursor, None)
-        return []
-    rows = np.empty(place.keys.rows * block.dim, np.float32)
-    block.read(memory, place, cursor, rows)
-    return [rows]
+        check_layout([(offset, value.nbytes) for offset, value in inline])
+        return Answer(taken, laid(inline, self._allocate) if inline else None)
 
 
 def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
@@ -227,7 +218,7 @@ def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
     block = state.block(message.block)
     if isinstance(block, KeyedBlock):
         raise _no_array(block)
-    source = one(block, message.arena, message.offset, memory)
+    source = block.at(memory, message.arena, message.offset)
     block.assign(message.field, source, message.active, message.counts)
     state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))
@@ -236,11 +227,8 @@ def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
 def put(state: GroupState, message: Put, memory: Memory) -> Answer:
     """Overwrite or create whole rows of a table."""
     block = _table(state.block(message.block))
-    if message.arena == 0:
-        check_payload(memory, block.records_bytes(message))
-    offset = message.offset if message.arena else 0
     block.clock = state.members.slowest
-    block.put(block.records(memory.get(message.arena), message, offset))
+    block.put(block.records(memory.get(message.arena), message, message.offset))
     state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))
 

@@ -43,7 +43,6 @@ from paramserve.core.replies import (
     assign,
     fresh,
     no_memory,
-    one,
     put,
     refusal,
 )
@@ -396,7 +395,7 @@ class Shard:
         if known is None or known.attempt < message.attempt:
             block = self._new_block(message)
             if isinstance(block, ShardBlock):
-                np.copyto(block.value, one(block, message.arena, message.offset, memory))
+                np.copyto(block.value, block.at(memory, message.arena, message.offset))
             machine = self.groups.get(spec.group)
             if machine is None:
                 machine = self.groups[spec.group] = self._new_group(message)

@@ -17,7 +17,7 @@ from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.policy_epochs import PolicyEpoch
-from paramserve.core.replies import check_payload, inline_keys
+from paramserve.core.replies import check_layout
 from paramserve.core.shard_sessions import Memory, ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.core.sums import addable
@@ -56,24 +56,21 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
             f"a note of {len(step.note)} bytes, allowed are {NOTE_BYTES_MAX}", fix="send less"
         )
     parts: list[Part] = []
-    cursor = 0
     for header in step.push:
         block = state.block(header.block)
         block.check(header.active, header.hyper)
-        offset = header.offset
-        if header.arena == 0:
-            offset = cursor
-            cursor += block.gradient_bytes(header)
-        parts.append((block, header, block.gradient(memory, header, offset)))
+        parts.append((block, header, block.gradient(memory, header)))
+    answered: list[tuple[int, int]] = []
     for place in step.pull:
         block = state.block(place.block)
         if isinstance(block, KeyedBlock):
-            block.check_place(memory, place, cursor)
-            cursor += inline_keys(place)
+            block.check_place(memory, place)
         elif place.arena != 0:
             block.at(memory, place.arena, place.offset)
-    if cursor:
-        check_payload(memory, cursor)
+        if place.arena == 0:
+            answered.append((place.offset, block.read_bytes(place)))
+    if answered:
+        check_layout(answered)
     if len(parts) > 1 and len({header.block for header in step.push}) < len(parts):
         raise ShapeMismatch(
             f"a step brings {len(parts)} gradients for blocks {[g.block for g in step.push]}",

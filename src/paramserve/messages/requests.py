@@ -1,4 +1,9 @@
-"""Client to shard: numbered requests, each of which changes something, and questions."""
+"""Client to shard: numbered requests, each of which changes something, and questions.
+
+Bytes lie at an offset of an arena: one that the server maps, or 0, the payload of a frame. What a
+request brings is then in the payload of its own frame, what it reads in that of its answer. The
+parts of an answer lie one after the other in any order, each padded to `ALIGN`.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +33,8 @@ class Keys(Struct, frozen=True, array_like=True):
 
     At the place lie the keys, int64 [rows], and then the places, int32 [rows], each the number of
     a row of the array; both padded to `ALIGN`. `total`: rows of that array. With `create`, a key
-    without a row gets one, if the table lets it. Arena 0: the keys are in the payload, after all
-    gradients, and the rows come back in their order.
+    without a row gets one, if the table lets it. In arena 0 lie only the keys, and the rows come
+    back in their order.
     """
 
     rows: int
@@ -229,10 +234,9 @@ ShardRequest = (
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch"):
     """Numbered requests of one call in one frame, executed in this order; each is answered by
-    itself. `sizes`: bytes of each one's part of the payload."""
+    itself. None of them is a `Define`, which may have to wait for kernels."""
 
     requests: tuple[ShardRequest, ...]
-    sizes: tuple[int, ...]
 
 
 class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):

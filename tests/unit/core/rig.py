@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paramserve.core.events import ClientHere, Effects, Event, FromShard, Member
 from paramserve.core.replies import gathered
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer
+from paramserve.core.table.parts import padded
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     BlockSpec,
@@ -57,6 +59,11 @@ def block_spec(
         tuple(Piece(f"b{number}.{i}", shape) for i, shape in enumerate(shapes)),
         tuple(cuts) if cuts is not None else (0, size),
     )
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes begin that lie one after the other."""
+    return [0, *accumulate(padded(size) for size in sizes)][:-1]
 
 
 class Rig:
@@ -175,8 +182,16 @@ class Rig:
         push = push if push is not None else {}
         arrays = [np.asarray(g, self.dtype(shard, block)) for block, g in push.items()]
         pieces = None if active is None else tuple(active)
-        headers = tuple(Gradient(block, 0, 0, pieces, hyper) for block in push)
-        places = tuple(ReadTarget(block, 0, 0) for block in pull)
+        known = self.shards[shard].blocks
+        pulled = [known[block].nbytes if block in known else 0 for block in pull]
+        starts = offsets([array.nbytes for array in arrays])
+        headers = tuple(
+            Gradient(block, 0, start, pieces, hyper)
+            for block, start in zip(push, starts, strict=True)
+        )
+        places = tuple(
+            ReadTarget(block, 0, start) for block, start in zip(pull, offsets(pulled), strict=True)
+        )
         message = Step(0, group, clock, tick, headers, places, **options)
         memory = {0: gathered(arrays)} if arrays else {}
         return self.send(client, message, shard, memory)

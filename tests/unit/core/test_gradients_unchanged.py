@@ -32,7 +32,7 @@ class Worker:
 
     def steps(self, blocks: Sequence[int] = (0,), **options: float) -> None:
         push = tuple(Gradient(block, ARENA, 64 * block) for block in blocks)
-        pull = tuple(ReadTarget(block, 0, 0) for block in blocks)
+        pull = tuple(ReadTarget(block, 0, 64 * at) for at, block in enumerate(blocks))
         known = [each.version for each in self._rig.answers(self._client) if each.seq > 2]
         step = Step(0, 0, self._clock, True, push, pull, *known[-1:], **options)
         self._rig.send(self._client, step, 0, {ARENA: self.arena.view(np.uint8)})

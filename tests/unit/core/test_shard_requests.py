@@ -173,6 +173,16 @@ def test_push_pull_in_shared_memory_writes_at_its_places(active: Any) -> None:
     assert one.value() == expected
 
 
+def test_parts_of_both_payloads_lie_where_their_offsets_say() -> None:
+    one = rig()
+    one.define(READER, block_spec((2,), number=1), [5.0, 6.0])
+    push = (Gradient(0, 0, 64), Gradient(1, 0, 0))
+    pull = (ReadTarget(0, 0, 64), ReadTarget(1, 0, 0))
+    memory = {0: gathered([np.array([1.0, 2.0]), np.arange(4.0)])}
+    effects = one.send(WORKER, Step(0, 0, 0, True, push, pull), memory=memory)
+    assert payload(effects) == [6, 8, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0]
+
+
 def test_skipped_push_still_reads() -> None:
     one = rig(policy=Async(on_nonfinite="skip"))
     effects = one.step(WORKER, {0: [math.inf, 0, 0, 0]}, [0])
@@ -335,7 +345,11 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
     (push(Gradient(0, 1, -64)), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 2, 0)), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 0, 0)), {}, "ShapeMismatch"),
-    (push(Gradient(0, 0, 0)), {0: np.zeros(128, np.uint8)}, "ShapeMismatch"),
+    (push(Gradient(0, 0, 64)), {0: np.zeros(64, np.uint8)}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 0, 64),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 0, -64),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 0, 0), ReadTarget(1, 0, 0))), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 0, 0), ReadTarget(1, 0, 128))), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, (0, 5))), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, None, (0.5,))), {1: ARENA}, "ParamServeError"),
     (push(GOOD, pull=(ReadTarget(7, 1, 0),)), {1: ARENA}, "UnknownName"),
@@ -348,6 +362,7 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
     (Assign(0, 7, 0, 1, 0), {1: ARENA}, "UnknownName"),
     (Fetch(0, 7, 0, 1, 0), {1: ARENA}, "UnknownName"),
     (Fetch(0, 0, 0, 1, 300), {1: ARENA}, "ShapeMismatch"),
+    (Fetch(0, 0, 0, 0, 64), {}, "ShapeMismatch"),
     (Watch(0, 5, 1, 1), {}, "UnknownName"),
     (TakeSnapshot(0, 5, 0, ()), {}, "UnknownName"),
 ]

@@ -76,7 +76,7 @@ def no_memory(*args: object, **options: object) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "applied", "value"),
-    [(replies, "gathered", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
+    [(replies.Replies, "_values", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
 def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float

@@ -126,10 +126,10 @@ def test_push_of_no_rows_without_a_payload_is_good() -> None:
 
 def test_push_and_pull_of_one_step_in_one_frame_reads_what_was_pushed() -> None:
     one = rig()
+    keys = gathered([np.array([6, 5], np.int64)])  # in any order: the offsets say which is where
     place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2, True))
-    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=1),), (place,))
-    gradient = pushed([5])[0]
-    memory = {0: np.concatenate([gradient, gathered([np.array([6, 5], np.int64)])])}
+    message = Step(0, 0, 0, True, (Gradient(0, 0, keys.size, rows=1),), (place,))
+    memory = {0: np.concatenate([keys, pushed([5])[0]])}
     effects = one.send(ME, message, 0, memory)
     done(effects)
     payload = effects.replies[0][1].payload
@@ -178,7 +178,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
     arena = np.full(1 << 16, 7, np.uint8)
     keys, places = keys_at(arena, 64, 2)
     keys[:], places[:] = [8, 9], [1000, -1000]
-    block.read({1: arena}, ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)), 0, None)
+    block.read({1: arena}, ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)))
     end = (1 << 15) + 2 * DIM * 4
     assert (arena[256 : 1 << 15] == 7).all()
     assert (arena[end:] == 7).all()
@@ -247,8 +247,8 @@ def test_read_whose_keys_or_places_do_not_lie_there_is_refused(keys: Keys | None
 
 def test_read_of_keys_in_a_frame_that_are_not_there_is_refused() -> None:
     one = rig()
-    place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2, True))
-    for memory in ({}, {0: np.zeros(128, np.uint8)}):
+    for memory, offset in (({}, 0), ({0: np.zeros(64, np.uint8)}, 64), (pushed([1]), 8)):
+        place = ReadTarget(0, 0, 0, Keys(2, 0, offset, 2, True))
         assert isinstance(
             refused(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, memory)), ShapeMismatch
         )

@@ -111,11 +111,7 @@ class KeyedBlock(ShardStorage):
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def gradient_bytes(self, header: Gradient) -> int:
-        """Of a gradient as it lies in a payload."""
-        return parts.gradient_bytes(header.rows, self.dim)
-
-    def gradient(self, memory: Memory, header: Gradient, offset: int) -> RowGradient:
+    def gradient(self, memory: Memory, header: Gradient) -> RowGradient:
         """A gradient that lies in a request's memory.
 
         Each key is to stand there once, as our clients send it. Unchecked: for one that stands
@@ -124,7 +120,8 @@ class KeyedBlock(ShardStorage):
         Raises:
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
-        nbytes = self.gradient_bytes(header) if header.rows >= 0 else -1
+        offset = header.offset
+        nbytes = parts.gradient_bytes(header.rows, self.dim) if header.rows >= 0 else -1
         what = f"gradients of {header.rows} rows of table {self._names}"
         whole = parts.within(memory.get(header.arena), offset, nbytes, what)
         return parts.gradient_at(whole, offset, header.rows, self.dim)
@@ -264,15 +261,18 @@ class KeyedBlock(ShardStorage):
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def check_place(self, memory: Memory, place: ReadTarget, offset: int) -> None:
+    def read_bytes(self, place: ReadTarget) -> int:
+        """What a read that `check_place` has found good takes of its answer's payload."""
+        assert place.keys is not None
+        return 4 * self.dim * place.keys.rows
+
+    def check_place(self, memory: Memory, place: ReadTarget) -> None:
         """Refuse a read whose keys or places do not lie in its memory; nothing is written.
 
-        Args:
-            offset: where its keys lie in the payload, if they do.
         Raises:
             ShapeMismatch: nothing was read.
         """
-        _, places = self._keys(memory, place, offset)
+        _, places = self._keys(memory, place)
         if places is None:
             return
         assert place.keys is not None
@@ -286,7 +286,7 @@ class KeyedBlock(ShardStorage):
                 fix="name places within the array",
             )
 
-    def _keys(self, memory: Memory, place: ReadTarget, offset: int) -> tuple[Array, Array | None]:
+    def _keys(self, memory: Memory, place: ReadTarget) -> tuple[Array, Array | None]:
         """The keys of a read, and where their rows go (None: in order into the answer)."""
         asked = place.keys
         if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
@@ -295,20 +295,20 @@ class KeyedBlock(ShardStorage):
             )
         what = f"keys of {asked.rows} rows of table {self._names}"
         if asked.arena == 0:
-            whole = parts.within(memory.get(0), offset, parts.padded(8 * asked.rows), what)
-            return parts.lying(whole, np.int64, asked.rows, offset), None
+            whole = parts.within(memory.get(0), asked.offset, parts.padded(8 * asked.rows), what)
+            return parts.lying(whole, np.int64, asked.rows, asked.offset), None
         nbytes = parts.keys_bytes(asked.rows)
         whole = parts.within(memory.get(asked.arena), asked.offset, nbytes, what)
         return parts.keys_at(whole, asked.offset, asked.rows)
 
-    def read(self, memory: Memory, place: ReadTarget, offset: int, inline: Array | None) -> None:
+    def read(self, memory: Memory, place: ReadTarget, inline: Array | None = None) -> None:
         """Write the rows of the keys asked for to their places, or in order to `inline`.
 
         A full table gives new keys their initial values, and no rows. So does one whose rows are
         bounded where gradients are collected: reads come in any order, and the order would decide
         which rows there are. There only gradients, which come in rank order, create and use rows.
         """
-        keys, places = self._keys(memory, place, offset)
+        keys, places = self._keys(memory, place)
         assert place.keys is not None
         if not keys.size:  # there may be no memory for the rows of none
             return
