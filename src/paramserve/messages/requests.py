@@ -85,8 +85,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
     leased to it, with this step. `oldest`: the client has read the answers to all lower numbers,
-    and asks for none of them again. `note`: what the shard is to keep for the next incarnation of this rank and for added workers;
-    it does not look into it, and keeps each rank's last two. Empty: the one before still holds.
+    and asks for none of them again. `note`: what the shard is to keep for the next incarnation of
+    this rank and for added workers; it does not look into it, and keeps each rank's last two.
+    Empty: the one before still holds.
     """
 
     seq: int
