@@ -15,9 +15,8 @@ from typing import Any, Self
 
 from paramserve.client.exchange import Connect, Exchange, again
 from paramserve.client.heartbeat import Heartbeat
-from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
+from paramserve.config import NO_CREDENTIALS, NO_RANK, Credentials, Deadlines, Limits
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
-from paramserve.ids import NO_RANK
 from paramserve.messages import (
     AskStatus,
     Hello,

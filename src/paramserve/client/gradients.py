@@ -11,10 +11,10 @@ import numpy.typing as npt
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
 from paramserve.client.steps import BlockPush, Filling, check_rule
+from paramserve.config import NO_RANK
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ShapeMismatch
-from paramserve.ids import NO_RANK
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]

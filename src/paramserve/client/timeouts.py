@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from paramserve.client.exchange import Exchange
+from paramserve.config import NO_RANK
 from paramserve.errors import (
     DefineTimeout,
     ParamServeError,
@@ -12,7 +13,6 @@ from paramserve.errors import (
     PushTimeout,
     Timeout,
 )
-from paramserve.ids import NO_RANK
 
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from paramserve.config import CoordinatorConfig
+from paramserve.config import NO_RANK, CoordinatorConfig
 from paramserve.core.directory import Directory
 from paramserve.core.leases import LeaseBook
 from paramserve.core.membership import (
@@ -30,7 +30,6 @@ from paramserve.errors import (
     UnknownName,
     WorkerFenced,
 )
-from paramserve.ids import NO_RANK
 from paramserve.messages import (
     AskStatus,
     CoordinatorNotice,

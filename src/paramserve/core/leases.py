@@ -14,13 +14,104 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from msgspec import structs
 
-from paramserve.core.grants import NO_MARK, Grant, Holder, Mark, Span, Tally
-from paramserve.core.shares import batch_sizes, shares
 from paramserve.errors import Overloaded, ParamServeError
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, LeaseReport, ServerBeat
+
+Mark = tuple[int, int]
+"""(lease, samples): all of a client's older leases of that turn, and so much of this one."""
+NO_MARK: Mark = (0, 0)
+
+
+class Span(NamedTuple):
+    """Positions [start, stop) of one epoch's order. Spans sort in the order of training."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Grant:
+    """A lease that is not finished; `done`: how many of its samples are."""
+
+    number: int
+    span: Span
+    done: int = 0
+
+    @property
+    def samples(self) -> int:
+        return self.span.stop - self.span.start
+
+    def reached(self, mark: Mark) -> int:
+        """How many of its samples a mark says are done."""
+        if self.number != mark[0]:
+            return self.samples if self.number < mark[0] else 0
+        return min(mark[1], self.samples)
+
+
+@dataclass
+class Holder:
+    """What one client holds; `ended`: number of the membership in which it has ended."""
+
+    rank: int
+    grants: deque[Grant] = field(default_factory=deque)
+    last: Leased | None = None
+    """What it was given last, for the case that the reply was lost."""
+    idle: bool = False
+    ended: int | None = None
+
+    @property
+    def open(self) -> int:
+        """Samples that are not finished."""
+        return sum(grant.samples - grant.done for grant in self.grants)
+
+
+@dataclass
+class Tally:
+    """What has become of a loader's samples, by rank."""
+
+    given: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, int] = field(default_factory=dict)
+    repeated: int = 0
+    left_over: int = 0
+
+
+def shares(speeds: Sequence[float]) -> list[float]:
+    """Of the work, by speed; a speed of 0 is unknown and counts as the mean of the others."""
+    known = [speed for speed in speeds if speed]
+    mean = sum(known) / len(known) if known else 1.0
+    weights = [speed or mean for speed in speeds]
+    return [weight / sum(weights) for weight in weights]
+
+
+def batch_sizes(total: int, speeds: Sequence[float], low: int, high: int) -> list[int]:
+    """`total` samples shared by speed, each share from `low` to `high`: [len(speeds)].
+
+    Their sum is `total` where the bounds let it be: what one cannot take goes to the others.
+
+    Source: as CSS resolves flexible lengths (Flexible Box Layout, section 9.7): of the shares that
+    break a bound, those on the side of the larger breach are fixed first.
+    """
+    fixed: dict[int, float] = {}
+    part = shares(speeds)
+    while len(fixed) < len(part):
+        free = [i for i in range(len(part)) if i not in fixed]
+        left = total - sum(fixed.values())
+        whole = sum(part[i] for i in free)
+        wanted = {i: left * part[i] / whole for i in free}
+        clipped = {i: min(max(size, low), high) for i, size in wanted.items()}
+        breach = sum(clipped.values()) - sum(wanted.values())
+        broken = {i: size for i, size in clipped.items() if (size - wanted[i]) * breach > 0}
+        fixed |= broken if abs(breach) > 1e-9 * total and broken else clipped
+    ends = [math.floor(sum(fixed[k] for k in range(i)) + 0.5) for i in range(len(part) + 1)]
+    return [min(max(b - a, low), high) for a, b in pairwise(ends)]
+
 
 STEPS_MAX = 8
 """Steps' worth of samples in one lease: few, so that little is lost with a worker."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from paramserve.config import NO_RANK
 from paramserve.errors import ParamServeError, RankTaken
-from paramserve.ids import NO_RANK
 from paramserve.messages import Join, Member, Members, Register, ServerBeat
 
 EXPECTED, LIVE, LEFT, DEAD = "expected", "live", "left", "dead"

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.config import Limits
+from paramserve.config import NO_RANK, Limits
 from paramserve.errors import ClientClosed, Overloaded, ParamServeError, WorkerFenced
-from paramserve.ids import NO_RANK
 from paramserve.messages import Done, Member, Members, Refused, ShardReply, ShardRequest
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.config import NO_RANK
 from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
 from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
@@ -29,7 +30,6 @@ from paramserve.errors import (
     ShapeMismatch,
     TableFull,
 )
-from paramserve.ids import NO_RANK
 from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, Step
 from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled

@@ -1,6 +1,6 @@
 """Checks what `run`, `start` and `Cluster` are given, before anything is started.
 
-Deadlines and limits are checked in `settings.py`, policies and rules in
+Deadlines and limits are checked in `config.py`, policies and rules in
 `consistency/registered.py`.
 """
 

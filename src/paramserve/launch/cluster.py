@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from paramserve.client import Client
-from paramserve.config import Deadlines, Limits
+from paramserve.config import Deadlines, Limits, check_settings
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.engine.base import Engine
@@ -18,7 +18,6 @@ from paramserve.launch.packing import for_servers
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import handle_of
 from paramserve.launch.supervisor import Supervisor
-from paramserve.settings import check_settings
 
 
 class Cluster:

@@ -10,11 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from paramserve.client import Client, Connection
-from paramserve.config import TLS, Credentials, Deadlines, Limits
+from paramserve.config import TLS, Credentials, Deadlines, Limits, check_settings
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
 from paramserve.errors import ConnectTimeout, CoordinatorGone, UnknownName
-from paramserve.settings import check_settings
 from paramserve.transport.token_file import credentials_of
 from paramserve.worker import Worker
 

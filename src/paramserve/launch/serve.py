@@ -30,6 +30,8 @@ from paramserve.config import (
     Deadlines,
     Limits,
     ServerConfig,
+    check_restart,
+    check_settings,
 )
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
@@ -42,7 +44,6 @@ from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.launch.connect import full_address
 from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
 from paramserve.server import ServerRole, process_role, register
-from paramserve.settings import check_restart, check_settings
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray

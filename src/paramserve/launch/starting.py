@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from paramserve.config import Deadlines, Limits
+from paramserve.config import Deadlines, Limits, check_restart, check_settings
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.engine.base import Engine
@@ -31,7 +31,6 @@ from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
-from paramserve.settings import check_restart, check_settings
 from paramserve.worker import WorkerConfig
 
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 from tests.unit.core.test_coordination import SERVER, STALL_S, Cluster, place
 
+from paramserve.config import NO_RANK
 from paramserve.core.coordination import Called, ConnectionLost, Decided, Noticed, TimePassed
-from paramserve.ids import NO_RANK
 from paramserve.messages import (
     AskStatus,
     Failed,
