@@ -27,9 +27,9 @@ from paramserve.cli.certificates import make_certificates
 from paramserve.client import Connection
 from paramserve.config import Deadlines, Limits
 from paramserve.messages import Hello, Join, Joined
+from paramserve.transport.auth import credentials_of
 from paramserve.transport.control import ControlLink
 from paramserve.transport.link import Link
-from paramserve.transport.token_file import credentials_of
 
 HOST = "127.0.0.1"
 START_S = 30.0

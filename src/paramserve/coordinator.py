@@ -34,8 +34,8 @@ from paramserve.messages import (
 )
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
-from paramserve.transport.loop import Loop
 from paramserve.transport.tcp import join_place
+from paramserve.transport.timing import Loop
 
 logger = logging.getLogger("paramserve")
 

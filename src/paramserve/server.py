@@ -52,15 +52,14 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.transport.attaching import take_arenas
 from paramserve.transport.buffers import Buffers
-from paramserve.transport.connection import refusal
+from paramserve.transport.connection import refusal, take_arenas
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener, listen
-from paramserve.transport.loop import Handle, Loop, Pending
 from paramserve.transport.peers import Dial, PeerLinks, dialer
 from paramserve.transport.tcp import join_place
+from paramserve.transport.timing import Handle, Loop, Pending
 
 logger = logging.getLogger("paramserve")
 

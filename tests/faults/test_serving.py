@@ -32,7 +32,7 @@ from paramserve.errors import (
     UnknownRule,
 )
 from paramserve.launch.connect import Handle
-from paramserve.transport.token_file import credentials_of
+from paramserve.transport.auth import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SERVERS_THERE = "all 1 servers are there: workers may come"

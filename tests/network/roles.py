@@ -27,7 +27,7 @@ from paramserve.errors import ParamServeError, PushTimeout, RankTaken
 from paramserve.launch.overview import Overview
 from paramserve.rules.add import Add
 from paramserve.testing import Counting, Pushed
-from paramserve.transport.token_file import credentials_of
+from paramserve.transport.auth import credentials_of
 
 _TUNSETIFF = 0x400454CA
 _TAP = 0x0002 | 0x1000

@@ -91,7 +91,7 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
     from paramserve.launch.connect import full_address
     from paramserve.launch.overview import Overview
     from paramserve.observe.cluster import as_table
-    from paramserve.transport.token_file import credentials_of
+    from paramserve.transport.auth import credentials_of
 
     credentials = credentials_of(token_file, tls_of(options))
     overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
@@ -147,7 +147,7 @@ def scale(address: str, workers: int, token_file: str | None, **options: Any) ->
     from paramserve.launch.connect import full_address
     from paramserve.launch.overview import Overview
     from paramserve.messages import Failed
-    from paramserve.transport.token_file import credentials_of
+    from paramserve.transport.auth import credentials_of
 
     overview = Overview(
         (full_address(address),), credentials_of(token_file, tls_of(options)), Limits(), Deadlines()

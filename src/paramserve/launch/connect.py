@@ -14,7 +14,7 @@ from paramserve.config import TLS, Credentials, Deadlines, Limits, check_setting
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
 from paramserve.errors import ConnectTimeout, CoordinatorGone, UnknownName
-from paramserve.transport.token_file import credentials_of
+from paramserve.transport.auth import credentials_of
 from paramserve.worker import Worker
 
 HANDLE_CONNECT_S = 5.0

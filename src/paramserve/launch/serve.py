@@ -44,12 +44,12 @@ from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.launch.connect import full_address
 from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
 from paramserve.server import ServerRole, process_role, register
+from paramserve.transport.auth import credentials_of
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
 from paramserve.transport.tcp import warn_if_open
-from paramserve.transport.token_file import credentials_of
 
 ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""

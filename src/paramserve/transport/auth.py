@@ -17,11 +17,14 @@ nor protects what follows from somebody on the path (that takes TLS).
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 import struct
+from pathlib import Path
 from typing import Final
 
-from paramserve.errors import NotAuthenticated, ProtocolError
+from paramserve.config import NO_CREDENTIALS, TLS, Credentials
+from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION
 
 NONCE_BYTES: Final = 32
@@ -125,3 +128,36 @@ def peer_uid(sock: socket.socket) -> int:
         )
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
+
+
+def credentials_of(
+    token_file: str | os.PathLike[str] | None, tls: TLS | None = None
+) -> Credentials:
+    """Credentials with the token that a file holds (64 hexadecimal digits, or any text).
+
+    Raises:
+        ParamServeError: it cannot be read, others may read it, or it holds no token.
+    """
+    if token_file is None:
+        return Credentials(tls=tls) if tls is not None else NO_CREDENTIALS
+    path = Path(token_file)
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().strip()
+    except OSError as error:
+        raise ParamServeError(
+            f"the token file {path} cannot be read: {error.strerror}",
+            fix="make one with: paramserve token FILE",
+        ) from error
+    if mode & 0o007:
+        raise ParamServeError(
+            f"everybody on this machine may use the token file {path} (mode {mode & 0o777:o})",
+            fix=f"chmod 600 {path}, and make a new token if others may have read it",
+        )
+    if len(token) < TOKEN_BYTES_MIN:
+        raise ParamServeError(
+            f"the token in {path} has {len(token)} characters, it needs {TOKEN_BYTES_MIN}",
+            fix="make one with: paramserve token FILE",
+        )
+    return Credentials(token, tls)

@@ -376,3 +376,20 @@ class StreamConnection:
         if self._started:
             self._loop.call_soon(self._handler.closed, self)
         self._on_end(self)
+
+
+def take_arenas(main: Connection, brought: Connection, limits: Limits) -> None:
+    """Move the arenas that one connection brought along to the client's main connection.
+
+    Raises:
+        Overloaded: the client would have too many, or too much mapped. Nothing was moved.
+    """
+    both = {**main.arenas, **brought.arenas}
+    total = sum(arena.nbytes for arena in both.values())
+    if total > limits.arena_bytes_max or len(both) > limits.arenas_max:
+        raise Overloaded(
+            f"client {main.hello.client} would have {len(both)} arenas of {total} bytes mapped, "
+            f"arenas_max is {limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
+            fix="use smaller blocks or fewer outstanding steps, or raise the limit",
+        )
+    main.arenas.update(brought.arenas)

@@ -16,7 +16,7 @@ from paramserve.config import Credentials, ServerConfig
 from paramserve.errors import ParamServeError
 from paramserve.messages import Hello
 from paramserve.transport.link import Link
-from paramserve.transport.loop import Loop, Pending
+from paramserve.transport.timing import Loop, Pending
 
 logger = logging.getLogger("paramserve")
 

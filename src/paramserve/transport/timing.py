@@ -1,10 +1,11 @@
-"""How a driver waits: on the clock and the sockets of this machine, or on those of a simulation."""
+"""What drivers wait with: clock, poller and event loop, of this machine or of a simulation."""
 
 from __future__ import annotations
 
 import select
 import time
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
 
 
 class Poller(Protocol):
@@ -45,3 +46,47 @@ class SystemTiming:
 
 
 SYSTEM: Final[Timing] = SystemTiming()
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Handle(Protocol):
+    """A planned call."""
+
+    def cancel(self) -> object:
+        """Do not make it."""
+
+
+class Pending(Protocol[T_co]):
+    """The result of a function that runs in another thread."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Call `callback(self)` on the loop, once the function has ended."""
+
+    def exception(self) -> BaseException | None:
+        """What the function raised."""
+
+    def result(self) -> T_co:
+        """What the function returned; raises what it raised."""
+
+
+class Loop(Protocol):
+    """The methods are those of `asyncio.AbstractEventLoop`."""
+
+    def time(self) -> float: ...
+
+    def call_soon(self, callback: Callable[[], object], /) -> object: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], object], /) -> Handle: ...
+
+    def run_in_executor(self, executor: None, function: Callable[[], T], /) -> Pending[T]: ...
+
+    def add_reader(self, fd: int, callback: Callable[[], object], /) -> None: ...
+
+    def add_writer(self, fd: int, callback: Callable[[], object], /) -> None: ...
+
+    def remove_reader(self, fd: int, /) -> object: ...
+
+    def remove_writer(self, fd: int, /) -> object: ...

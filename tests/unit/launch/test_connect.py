@@ -16,7 +16,7 @@ from paramserve.config import NO_CREDENTIALS, Credentials
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError, UnknownName
 from paramserve.launch import connect as joining
 from paramserve.launch.connect import Handle, attach, connect, from_environment
-from paramserve.transport.token_file import credentials_of
+from paramserve.transport.auth import credentials_of
 
 SECRET = b"0123456789abcdef-the-secret"
 ADDRESSES = ("unix:@somewhere", "tcp:10.0.0.1:5555")
