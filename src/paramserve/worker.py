@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from paramserve.client.leases import LeasedWork, OwnSteps
     from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
-    from paramserve.pytorch.passes import Kept
-    from paramserve.pytorch.prefetching import KeysOf
+    from paramserve.pytorch.batches import Kept, KeysOf
     from paramserve.pytorch.process_group import StartedGroup
 
 

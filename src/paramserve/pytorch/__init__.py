@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paramserve.pytorch.embedding import Embedding as Embedding
     from paramserve.pytorch.embedding import EmbeddingBag as EmbeddingBag
-    from paramserve.pytorch.taking_over import from_embedding as from_embedding
+    from paramserve.pytorch.embedding import from_embedding as from_embedding
 
-_WHERE = {
-    "Embedding": "embedding",
-    "EmbeddingBag": "embedding",
-    "from_embedding": "taking_over",
-}
-
-__all__ = [*_WHERE]
+__all__ = ["Embedding", "EmbeddingBag", "from_embedding"]
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module 'paramserve.pytorch' has no attribute {name!r}")
-    value = getattr(import_module(f"paramserve.pytorch.{_WHERE[name]}"), name)
+    from paramserve.pytorch import embedding
+
+    value = getattr(embedding, name)
     globals()[name] = value
     return value
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from paramserve.consistency.base import Policy
-from paramserve.pytorch.block import AdoptedBlock
+from paramserve.pytorch.block import AdoptedBlock, Layout, alias_map, lay_out, names_of, sharing
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
+from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hyper import ParamGroup, check_options
-from paramserve.pytorch.layout import Layout, alias_map, lay_out, names_of, sharing
-from paramserve.pytorch.rows import Rows
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
 

@@ -1,13 +1,26 @@
-"""What every loader is made of: the order of an epoch, whole batches of tensors, checks."""
+"""What every loader is made of: the order of an epoch, whole batches of tensors, checks.
+
+A loader or sampler that is made again with the same dataset and arguments goes on with the epochs
+that follow, as if the first one were iterated again (`shared`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+
+from paramserve.client import Client, Table
+from paramserve.client.names import as_keys
+from paramserve.client.row_reads import RowRead, TableRead
+from paramserve.core.table import routing
+from paramserve.pytorch.embedding import KeyedModule
 
 _OWN = ("sampler", "batch_sampler", "drop_last")
 """DataLoader options that decide who gets which samples: they are the loader's own."""
@@ -82,3 +95,133 @@ def size_of(dataset: Any) -> int:
             "workers: use a map-style dataset, or split the stream by worker.rank"
         )
     return len(dataset)
+
+
+T = TypeVar("T")
+KeysOf = Callable[[Any], Mapping[Any, npt.ArrayLike] | Iterable[tuple[Any, npt.ArrayLike]]]
+"""The keys that a batch uses: by table, name of a table or module on one; a mapping, or pairs."""
+KEPT_MAX = 4
+"""Datasets of a worker that are kept in memory because nothing can refer to them weakly (a list,
+slots); the one whose loader was made longest ago goes first. The others go when the training
+function has let go of them."""
+
+Kept = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
+"""By the identity of a dataset: what it is known by (weak references, which drop the entry, or the
+object), and what its loaders have in common, by their arguments."""
+
+
+class Epochs:
+    """The number of the next epoch."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+
+def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
+    """What loaders of this dataset with these arguments have in common.
+
+    Args:
+        kept: of the worker.
+        dataset: the same object as before; of a `TensorDataset`, with the same tensors.
+        make: called for the first one; what it gives must not hold the dataset.
+    """
+    known_by = (*dataset.tensors,) if type(dataset) is TensorDataset else (dataset,)
+    key = tuple(id(each) for each in known_by)
+    found = kept.pop(key, None)
+    kept[key] = found = found if found is not None else (_anchors(kept, key, known_by), {})
+    # A collection at any moment may drop entries: over a copy of the keys.
+    strong = [each for each in [*kept] if not _weak(kept.get(each, ((), {}))[0])]
+    if len(strong) > KEPT_MAX:
+        del kept[strong[0]]
+    by_arguments = found[1]
+    if arguments not in by_arguments:
+        by_arguments[arguments] = make()
+    result: T = by_arguments[arguments]
+    return result
+
+
+def _anchors(kept: Kept, key: tuple[int, ...], known_by: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the entry holds of these objects, so that it goes before an identity is used again."""
+
+    def drop(_: object) -> None:
+        kept.pop(key, None)
+
+    try:
+        return tuple(weakref.ref(each, drop) for each in known_by)
+    except TypeError:
+        return known_by
+
+
+def _weak(anchors: tuple[Any, ...]) -> bool:
+    return all(isinstance(each, weakref.ref) for each in anchors)
+
+
+def ahead(
+    batches: Iterable[T], client: Client, keys_of: KeysOf, batch_of: Callable[[T], Any]
+) -> Generator[T, None, None]:
+    """The same batches; each comes when the rows of the one behind it have been asked for.
+
+    All rows of a batch are asked for in one message to each shard, before the present batch is
+    pushed: they are one step older, and not even this worker's last push is in them. Those that
+    nobody has read when the batch after theirs is asked for, or at the end, are let go. One pair
+    serves one pull: a module that is called twice needs two.
+
+    A forward pass pulls anew, and nothing is gained, where steps have ended more than one clock on
+    a table since its rows were asked for, or under a policy whose workers all read the values of
+    one clock (`ps.Sync`) any; see `Table.prefetch`.
+
+    Where a module is named, and not its table, its padding gets no row. Under `torch.no_grad()`,
+    and for modules in `eval()`, no row is created.
+
+    Args:
+        batch_of: what `keys_of` is given of each.
+    Raises:
+        TypeError: `keys_of` gave something else. And what it raises, what the batches raise, and
+            what `Table.prefetch` does.
+    """
+    present: tuple[T, list[RowRead]] | None = None
+    coming: list[RowRead] = []
+    try:
+        for each in batches:
+            coming = client.prefetch_tables(_reads(client, keys_of(batch_of(each))))
+            if present is not None:
+                yield present[0]
+                for read in present[1]:
+                    read.drop()
+            present, coming = (each, coming), []
+        if present is not None:
+            yield present[0]
+    finally:
+        for read in [*(present[1] if present is not None else ()), *coming]:
+            read.drop()
+
+
+def _reads(client: Client, told: Any) -> list[TableRead]:
+    pairs = told.items() if isinstance(told, Mapping) else told
+    try:
+        chosen = [(where, keys) for where, keys in pairs]
+    except (TypeError, ValueError):
+        raise TypeError(
+            "the function of prefetch= gives a mapping from tables, their names or modules on "
+            f"them to keys, or pairs of them, not {told!r}"
+        ) from None
+    return [_read(client, where, keys) for where, keys in chosen]
+
+
+def _read(client: Client, where: Any, keys: Any) -> TableRead:
+    if isinstance(keys, Tensor):
+        keys = keys.detach().cpu().numpy()
+    learns = torch.is_grad_enabled()
+    if isinstance(where, KeyedModule):  # as its forward pass will pull them
+        learns = learns and where.rows.trained and where.training
+        distinct, _ = routing.distinct(as_keys(keys, where.table.name)[0])
+        if where.padding_idx is not None:
+            distinct = distinct[distinct != where.padding_idx]
+        return TableRead(where.table, distinct, learns)
+    table = client.table(where) if isinstance(where, str) else where
+    if not isinstance(table, Table):
+        raise TypeError(
+            "the function of prefetch= names what it gives keys for by a table, its name or a "
+            f"module on it, not by {where!r}"
+        )
+    return TableRead(table, keys, learns)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from paramserve.errors import ShapeMismatch
 from paramserve.messages import VALUE
-from paramserve.pytorch.layout import split
-from paramserve.pytorch.rows import Rows
+from paramserve.pytorch.block import split
+from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client

@@ -29,9 +29,9 @@ from torch import Tensor
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
+from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hyper import ParamGroup
 from paramserve.pytorch.local import unscale
-from paramserve.pytorch.rows import Rows
 from paramserve.pytorch.tables import clip, tensors
 
 if TYPE_CHECKING:

@@ -14,16 +14,18 @@ from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
 from paramserve.client.leases import Worker as LeasingWorker
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
+    Kept,
+    KeysOf,
+    ahead,
     by_rows,
     check_count,
     check_counts,
     check_options,
     loading,
     order,
+    shared,
     size_of,
 )
-from paramserve.pytorch.passes import Kept, shared
-from paramserve.pytorch.prefetching import KeysOf, ahead
 
 ORDERS_KEPT = 2
 """Epochs whose order is kept: leases of two may be under way at once."""
@@ -89,7 +91,7 @@ class LeasedLoader:
 
     Args:
         client: the worker's.
-        prefetch: which rows of tables a batch needs; see `prefetching.ahead`.
+        prefetch: which rows of tables a batch needs; see `batches.ahead`.
     """
 
     def __init__(

@@ -21,15 +21,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
+    Epochs,
+    Kept,
+    KeysOf,
+    ahead,
     by_rows,
     check_counts,
     check_options,
     loading,
     order,
+    shared,
     size_of,
 )
-from paramserve.pytorch.passes import Epochs, Kept, shared
-from paramserve.pytorch.prefetching import KeysOf, ahead
 
 T = TypeVar("T")
 STATIC, DYNAMIC = "static", "dynamic"
@@ -155,7 +158,7 @@ class Loader:
 
     Args:
         epochs: common to the loaders that go on from each other.
-        prefetch: which rows of tables a batch needs; see `prefetching.ahead`.
+        prefetch: which rows of tables a batch needs; see `batches.ahead`.
     """
 
     def __init__(
@@ -342,7 +345,7 @@ def load(
             if it is iterated before the training loader has come to its place.
         prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of them.
             While one batch is computed the next one is loaded, and its rows are on their way, one
-            step older: see `prefetching.ahead`. On a table under `ps.Sync` it gains nothing.
+            step older: see `batches.ahead`. On a table under `ps.Sync` it gains nothing.
         dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
             `batch_sampler` and `drop_last`.
     Raises:

@@ -18,9 +18,8 @@ from torch import Tensor
 from paramserve.client import BlockPush
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
-from paramserve.pytorch.block import AdoptedBlock
+from paramserve.pytorch.block import AdoptedBlock, Layout
 from paramserve.pytorch.hyper import ParamGroup
-from paramserve.pytorch.layout import Layout
 from paramserve.rules.sgd import SGD
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paramserve.messages import VALUE
-from paramserve.pytorch.layout import Layout
+from paramserve.pytorch.block import Layout
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_rule import Kept, TorchRule
 

@@ -29,9 +29,8 @@ from torch import Tensor
 from paramserve.client.table import TablePush
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.errors import NonFinite
-from paramserve.pytorch.embedding import KeyedModule
+from paramserve.pytorch.embedding import KeyedModule, Rows
 from paramserve.pytorch.hyper import ParamGroup
-from paramserve.pytorch.rows import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client

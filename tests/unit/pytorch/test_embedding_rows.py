@@ -11,7 +11,7 @@ from tests.unit.pytorch.fake_tables import FakeTable, TableCluster
 from torch import Tensor, nn
 
 from paramserve.pytorch import Embedding
-from paramserve.pytorch.rows import Rows
+from paramserve.pytorch.embedding import Rows
 
 DIM = 3
 SIZE = 8

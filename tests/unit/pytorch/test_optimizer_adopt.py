@@ -12,7 +12,7 @@ from tests.unit.pytorch.fakes import FakeCluster, on_all_ranks
 from tests.unit.pytorch.test_optimizer_step import assert_same, loss_of, small_model, train
 from torch import nn
 
-from paramserve.pytorch.layout import alias_map
+from paramserve.pytorch.block import alias_map
 from paramserve.pytorch.optimizer import adopt
 
 
