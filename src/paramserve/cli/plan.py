@@ -147,9 +147,9 @@ def plan(
         _calibrate(chosen, as_json, options)
         return
     if out is not None:
-        from paramserve.planning.picture import require
+        from paramserve.planning.show import require_matplotlib
 
-        require()  # before anything takes time
+        require_matplotlib()  # before anything takes time
     rows: list[Row] = []
     for count in workers or (100,):
         setting = _setting(count, options)
@@ -157,7 +157,7 @@ def plan(
             rows += _rows(text, policy, setting, shards, Play(seed, clocks, search))
     _print(rows, as_json)
     if out is not None:
-        from paramserve.planning.picture import draw
+        from paramserve.planning.show import draw
 
         draw(rows, out)
         click.echo(f"paramserve: wrote {out}", err=as_json)

@@ -18,17 +18,217 @@ What is left out: lost and repeated messages, workers that come or go, what poli
 from __future__ import annotations
 
 import random
-from collections import Counter
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
 
 from paramserve.consistency.base import Admission, Buffer, Drop, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import is_built_in
-from paramserve.planning.parties import Shard, Worker
 from paramserve.planning.prediction import Prediction, predict
-from paramserve.planning.processor import Cores, Processor
-from paramserve.planning.setting import GBPS, Setting
+from paramserve.planning.setting import GBPS, Compute, Setting
 from paramserve.virtual import VirtualClock
+
+RECENT = 64
+"""Steps whose time `step_s` is the median of."""
+
+
+class ShardGroupView:
+    """A `core.decisions.GroupView`."""
+
+    def __init__(self, workers: int) -> None:
+        self.clocks: dict[int, int] = dict.fromkeys(range(workers), 0)
+        self.slowest = 0
+        self.version = 0
+        self.buffered = 0
+        self.brought: set[int] = set()
+        self.waited_s = 0.0
+        self.step_s = 0.0
+        self._at = Counter({0: workers})
+        """How many workers have finished so many steps."""
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def tick(self, rank: int) -> bool:
+        """A worker has ended a step; whether the slowest clock has risen."""
+        clock = self.clocks[rank]
+        self.clocks[rank] = clock + 1
+        self._at[clock] -= 1
+        self._at[clock + 1] += 1
+        if clock != self.slowest or self._at[clock]:
+            return False
+        del self._at[clock]
+        self.slowest += 1  # the one that has ticked is there
+        return True
+
+    def bring(self, rank: int, took_s: float) -> None:
+        """A worker's gradients of the clock under way have come, so long after the clock before."""
+        self.brought.add(rank)
+        self._recent.append(took_s)
+
+    def commit(self) -> None:
+        """The clock under way is decided; all workers go on from it."""
+        self.slowest += 1
+        self.clocks = dict.fromkeys(self.clocks, self.slowest)
+        self.brought = set()
+        self.waited_s = 0.0
+        self.step_s = median(self._recent) if self._recent else 0.0
+
+
+Job = tuple[float, float, Callable[..., None], tuple[Any, ...]]
+"""Seconds, seconds of passes over memory, and what to do then."""
+
+
+class Cores:
+    """Cores that some processes share, first come, first served.
+
+    Args:
+        contention: passes over memory take so many times longer while another core works.
+    """
+
+    def __init__(self, clock: VirtualClock, count: int, contention: float) -> None:
+        self.clock = clock
+        self._free = count
+        self._count = count
+        self._contention = contention
+        self._waiting: deque[Processor] = deque()
+
+    def want(self, process: Processor) -> None:
+        """A process has something to do; it gets a core, now or later."""
+        if self._free:
+            self._start(process)
+        else:
+            self._waiting.append(process)
+
+    def _start(self, process: Processor) -> None:
+        self._free -= 1
+        job = process.jobs.popleft()
+        alone = self._free == self._count - 1
+        seconds = job[0] + job[1] * (1.0 if alone else self._contention)
+        process.busy_s += seconds
+        self.clock.after(seconds, self._end, process, job)
+
+    def _end(self, process: Processor, job: Job) -> None:
+        self._free += 1
+        if process.jobs:
+            self._waiting.append(process)
+        else:
+            process.active = False
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        job[2](*job[3])
+
+
+class Processor:
+    """One process. Without `cores` it has a core of its own."""
+
+    __slots__ = ("_clock", "_cores", "_free_at", "active", "busy_s", "jobs")
+
+    def __init__(self, clock: VirtualClock, cores: Cores | None) -> None:
+        self._clock = clock
+        self._cores = cores
+        self._free_at = 0.0
+        self.jobs: deque[Job] = deque()
+        self.active = False
+        """Whether it has a core or waits for one."""
+        self.busy_s = 0.0
+
+    def do(
+        self, at_s: float, seconds: float, memory_s: float, action: Callable[..., None], *args: Any
+    ) -> None:
+        """Work for so long, not before `at_s` and after all earlier work; then `action(*args)`."""
+        if self._cores is None:
+            self.busy_s += seconds + memory_s
+            self._free_at = max(self._free_at, at_s) + seconds + memory_s
+            self._clock.at(self._free_at, action, *args)
+        else:
+            self._clock.at(at_s, self._add, (seconds, memory_s, action, args))
+
+    def _add(self, job: Job) -> None:
+        self.jobs.append(job)
+        if not self.active and self._cores is not None:
+            self.active = True
+            self._cores.want(self)
+
+
+class Worker:
+    __slots__ = (
+        "_compute",
+        "_mean_s",
+        "_source",
+        "answers",
+        "base",
+        "clock",
+        "cpu",
+        "down_at",
+        "freed_at",
+        "had_at",
+        "next",
+        "rank",
+        "skipped",
+        "up_at",
+        "whole_at",
+    )
+
+    def __init__(
+        self, rank: int, compute: Compute, source: random.Random, cpu: Processor, shards: int
+    ) -> None:
+        self.rank = rank
+        self._compute = compute
+        self._source = source
+        self._mean_s = compute.mean_of(rank, source)
+        self.cpu = cpu
+        self.clock = self.next = 0
+        """Steps finished, and what that is after the step under way."""
+        self.base = [0] * shards
+        """By shard, the version that it has read."""
+        self.up_at = self.down_at = 0.0
+        """When its link will be free, in each direction."""
+        self.answers = 0
+        self.whole_at = 0.0
+        """When the last answer will be here as a whole."""
+        self.had_at = self.freed_at = 0.0
+        """When the last shard had its gradients; when the last one stopped holding it up."""
+        self.skipped = False
+
+    def draw(self) -> float:
+        """How long its next step takes: the same one whatever the others do."""
+        return self._compute.draw(self._mean_s, self._source)
+
+
+class Shard:
+    __slots__ = (
+        "cpu",
+        "early",
+        "first_at",
+        "in_at",
+        "number",
+        "out_at",
+        "since",
+        "standing",
+        "steps",
+        "told",
+        "waiting",
+    )
+
+    def __init__(self, number: int, cpu: Processor, workers: int) -> None:
+        self.number = number
+        self.cpu = cpu
+        self.standing = ShardGroupView(workers)
+        self.in_at = self.out_at = 0.0
+        """When its link will be free, in each direction."""
+        self.waiting: list[Worker] = []
+        """Their pulls are held."""
+        self.steps: dict[int, Worker] = {}
+        """By rank, whose gradients of the clock under way are here."""
+        self.early: list[Worker] = []
+        """They bring a later clock, of which this shard does not know yet."""
+        self.told = False
+        """Whether the lead knows that this shard is ready."""
+        self.since = 0.0
+        """Of the clock under way."""
+        self.first_at = 0.0
+
 
 BUNDLES_MIN, BUNDLES_MAX = 2, 16
 MESSAGES = 2_000

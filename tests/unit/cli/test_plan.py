@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from paramserve.cli import cli
 from paramserve.consistency.base import Policy
-from paramserve.planning import calibrate, picture
+from paramserve.planning import calibrate, show
 from paramserve.planning.calibrate import Calibration, Compared, Fitted
 
 SMALL = ("--workers", "4", "--model-mb", "10", "--step-ms", "50")
@@ -76,8 +76,8 @@ def test_plan_picture_without_matplotlib_says_what_to_install(
 
 def test_plan_picture_is_of_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[tuple[int, Path]] = []
-    monkeypatch.setattr(picture, "require", lambda: None)
-    monkeypatch.setattr(picture, "draw", lambda rows, path: drawn.append((len(rows), path)))
+    monkeypatch.setattr(show, "require_matplotlib", lambda: None)
+    monkeypatch.setattr(show, "draw", lambda rows, path: drawn.append((len(rows), path)))
     call(*SMALL, *SHORT, "--shards", "1", "--no-search", "--out", str(tmp_path / "p.svg"))
     assert drawn == [(3, tmp_path / "p.svg")]
 

@@ -18,10 +18,10 @@ from paramserve.planning.calibrate import (
     Measured,
     calibrate,
     fit,
+    rounds_of,
     show_calibration,
     solve,
 )
-from paramserve.planning.measure import rounds_of
 
 MACHINE = Fitted(cores=2, latency_s=40e-6, message_s=15e-6, byte_s=2e-10, contention=1.3)
 BYTES = 8e6

@@ -10,8 +10,7 @@ import pytest
 
 from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
-from paramserve.planning.group_view import ShardGroupView
-from paramserve.planning.model import Model, bundles_of, clocks_of
+from paramserve.planning.model import Model, ShardGroupView, bundles_of, clocks_of
 from paramserve.planning.prediction import Prediction, staleness_figures
 from paramserve.planning.setting import MB, Compute, Costs, Network, Setting
 
