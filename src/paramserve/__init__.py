@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from paramserve.consistency.built_in import Buffered as Buffered
     from paramserve.consistency.built_in import DelayCompensated as DelayCompensated
     from paramserve.consistency.built_in import ElasticAverage as ElasticAverage
+    from paramserve.consistency.built_in import Exponential as Exponential
+    from paramserve.consistency.built_in import Inverse as Inverse
     from paramserve.consistency.built_in import LocalSteps as LocalSteps
+    from paramserve.consistency.built_in import Polynomial as Polynomial
     from paramserve.consistency.built_in import Sync as Sync
-    from paramserve.consistency.damping import Exponential as Exponential
-    from paramserve.consistency.damping import Inverse as Inverse
-    from paramserve.consistency.damping import Polynomial as Polynomial
     from paramserve.core.table.options import LRU as LRU
     from paramserve.core.table.options import TTL as TTL
     from paramserve.core.table.options import Constant as Constant
@@ -103,9 +103,9 @@ _WHERE = {
     "LocalSteps": "consistency.built_in",
     "ElasticAverage": "consistency.built_in",
     "Adaptive": "consistency.built_in",
-    "Inverse": "consistency.damping",
-    "Exponential": "consistency.damping",
-    "Polynomial": "consistency.damping",
+    "Inverse": "consistency.built_in",
+    "Exponential": "consistency.built_in",
+    "Polynomial": "consistency.built_in",
     "Policy": "consistency.base",
     "GroupView": "consistency.base",
     "Push": "consistency.base",

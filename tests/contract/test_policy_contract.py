@@ -32,10 +32,12 @@ from paramserve.consistency.built_in import (
     Buffered,
     DelayCompensated,
     ElasticAverage,
+    Exponential,
+    Inverse,
     LocalSteps,
+    Polynomial,
     Sync,
 )
-from paramserve.consistency.damping import Exponential, Inverse, Polynomial
 from paramserve.consistency.registry import BUILT_IN
 from paramserve.rules import SGD
 from paramserve.testing.policy_suite import PolicySuite

@@ -31,9 +31,9 @@ from paramserve.consistency.built_in import (
     BoundedStaleness,
     Buffered,
     DelayCompensated,
+    Inverse,
     Sync,
 )
-from paramserve.consistency.damping import Inverse
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core import group as group_module
 from paramserve.core import shard as shard_module

@@ -23,10 +23,10 @@ from paramserve.consistency.built_in import (
     Buffered,
     DelayCompensated,
     ElasticAverage,
+    Inverse,
     LocalSteps,
     Sync,
 )
-from paramserve.consistency.damping import Inverse
 
 
 @dataclass(frozen=True)

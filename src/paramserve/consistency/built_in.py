@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import exp
 from typing import ClassVar, Literal
 
 from paramserve.consistency.base import (
@@ -27,10 +28,60 @@ from paramserve.consistency.base import (
     number,
     whole,
 )
-from paramserve.consistency.damping import Polynomial
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.sgd import SGD
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """1 / (1 + alpha * staleness).
+
+    Source: Zhang, Gupta, Lian, Liu, *Staleness-aware async-SGD*, IJCAI 2016, divides the learning
+    rate by the staleness; alpha = 1 does so.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        number("alpha of Inverse", self.alpha)
+
+    def __call__(self, staleness: int) -> float:
+        return 1.0 / (1.0 + self.alpha * staleness)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """exp(-alpha * staleness)."""
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        number("alpha of Exponential", self.alpha)
+
+    def __call__(self, staleness: int) -> float:
+        return exp(-self.alpha * staleness)
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """(1 + staleness) ** -exponent.
+
+    Source: Nguyen et al., *Federated Learning with Buffered Asynchronous Aggregation*, AISTATS
+    2022, use exponent = 1/2.
+    """
+
+    exponent: float = 0.5
+
+    def __post_init__(self) -> None:
+        number("exponent of Polynomial", self.exponent)
+
+    def __call__(self, staleness: int) -> float:
+        return float((1.0 + staleness) ** -self.exponent)
+
+
+DAMPINGS = (Inverse, Exponential, Polynomial)
+
 
 Damping = Callable[[int], float]
 

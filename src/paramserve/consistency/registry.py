@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Adaptive, ElasticAverage, LocalSteps
-from paramserve.consistency.damping import DAMPINGS
+from paramserve.consistency.built_in import DAMPINGS, Adaptive, ElasticAverage, LocalSteps
 from paramserve.errors import UnknownRule
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import BUILT_IN as BUILT_IN_RULES

@@ -9,8 +9,14 @@ import pytest
 
 from paramserve.cli.policies import in_python, policy_of
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Adaptive, Async, BoundedStaleness, LocalSteps, Sync
-from paramserve.consistency.damping import Inverse
+from paramserve.consistency.built_in import (
+    Adaptive,
+    Async,
+    BoundedStaleness,
+    Inverse,
+    LocalSteps,
+    Sync,
+)
 from paramserve.rules import SGD
 
 

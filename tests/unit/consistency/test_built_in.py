@@ -29,10 +29,12 @@ from paramserve.consistency.built_in import (
     Buffered,
     DelayCompensated,
     ElasticAverage,
+    Exponential,
+    Inverse,
     LocalSteps,
+    Polynomial,
     Sync,
 )
-from paramserve.consistency.damping import Exponential, Inverse, Polynomial
 from paramserve.consistency.registered import check_registered
 from paramserve.consistency.registry import BUILT_IN, build, spec, terms
 from paramserve.errors import UnknownRule

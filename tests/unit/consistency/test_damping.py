@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paramserve.consistency.damping import DAMPINGS, Exponential, Inverse, Polynomial
+from paramserve.consistency.built_in import DAMPINGS, Exponential, Inverse, Polynomial
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,15 @@ import pytest
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Adaptive, Async, Buffered, LocalSteps, Sync
-from paramserve.consistency.damping import Exponential, Inverse
+from paramserve.consistency.built_in import (
+    Adaptive,
+    Async,
+    Buffered,
+    Exponential,
+    Inverse,
+    LocalSteps,
+    Sync,
+)
 from paramserve.consistency.registry import build, is_built_in, spec, terms
 from paramserve.errors import UnknownRule
 from paramserve.rules import Adam

@@ -19,10 +19,12 @@ from paramserve.consistency.built_in import (
     Buffered,
     DelayCompensated,
     ElasticAverage,
+    Exponential,
+    Inverse,
     LocalSteps,
+    Polynomial,
     Sync,
 )
-from paramserve.consistency.damping import Exponential, Inverse, Polynomial
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Done
 from paramserve.rules import SGD, Adam, Rule

@@ -26,9 +26,9 @@ from paramserve.consistency.built_in import (
     BoundedStaleness,
     Buffered,
     DelayCompensated,
+    Inverse,
     Sync,
 )
-from paramserve.consistency.damping import Inverse
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
 from paramserve.core.policy_epochs import CHANGES_MAX

@@ -13,9 +13,9 @@ from paramserve.consistency.built_in import (
     BoundedStaleness,
     Buffered,
     DelayCompensated,
+    Inverse,
     Sync,
 )
-from paramserve.consistency.damping import Inverse
 from paramserve.testing import Call, History, Part, Row, checkers
 from paramserve.testing.history import Answered, Applied, Decided, Entered, Shared, Switched, Update
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
-from paramserve.consistency.damping import Inverse
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Inverse, Sync
 from paramserve.testing import cut, join, kill, leave, set_policy, slow, stop
 from paramserve.testing.counting import AddWhole, leaves_whole
 from paramserve.testing.nemesis import ScriptedFault
