@@ -16,8 +16,7 @@ import msgspec
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, ParamServeError
-from paramserve.launch.endings import gone, worker_failed
-from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind
+from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind, gone, worker_failed
 
 
 @dataclass(frozen=True)

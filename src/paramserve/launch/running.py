@@ -1,6 +1,6 @@
 """`Job`: a run that has been started, as the driver follows and steers it.
 
-`starting.py` starts it, `supervisor.py` watches it, `outcome.py` makes its result.
+`starting.py` starts it, `supervisor.py` watches it, `result.py` makes its result.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from paramserve.engine.base import Engine
 from paramserve.errors import ClientClosed, ParamServeError, rebuild
 from paramserve.launch.arguments import check_count
 from paramserve.launch.connect import Handle
-from paramserve.launch.outcome import result_of
 from paramserve.launch.plan import Plan
 from paramserve.launch.reading import Reader, Snapshot, State, Watching, as_state_dict
-from paramserve.launch.result import Result
+from paramserve.launch.result import Result, result_of
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group

@@ -25,8 +25,7 @@ from paramserve.client import Client, Connection
 from paramserve.config import Credentials
 from paramserve.engine.base import Ended, Engine, Event, Process
 from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError
-from paramserve.launch.endings import stopped, timed_out, worker_failed
-from paramserve.launch.entries import COORDINATOR, Entry, Key
+from paramserve.launch.entries import COORDINATOR, Entry, Key, stopped, timed_out, worker_failed
 from paramserve.launch.overview import Overview
 from paramserve.launch.plan import Plan, addresses_in, make_directory
 from paramserve.launch.processes import Processes

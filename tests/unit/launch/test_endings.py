@@ -8,8 +8,15 @@ import pytest
 
 from paramserve.engine.base import Failure
 from paramserve.errors import CannotPlace, ClientClosed, ParamServeError, RunTimeout
-from paramserve.launch.endings import gone, stopped, timed_out, worker_failed
-from paramserve.launch.entries import COORDINATOR, Entry, Key
+from paramserve.launch.entries import (
+    COORDINATOR,
+    Entry,
+    Key,
+    gone,
+    stopped,
+    timed_out,
+    worker_failed,
+)
 
 SERVER, WORKER = Key("server", 0), Key("worker", 0)
 

@@ -6,13 +6,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paramserve.engine.on_ray.actors import Published, remote
 from paramserve.engine.on_ray.control import RETRY_S, kill_actor
+from paramserve.engine.on_ray.process import remote
 from paramserve.engine.on_ray.room import what_there_is
 from paramserve.errors import CannotPlace, NameTaken, ParamServeError
 
 NAME_S = 5.0
 """Ray needs moments to notice that the one who had a name is dead."""
+
+
+class Published:
+    """Something that has a name as long as its creator lives."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def data(self) -> bytes:
+        return self._data
 
 
 def publish(name: str, data: bytes, namespace: str, place_s: float) -> Any:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from paramserve.engine.base import Ended, Event, Failure, Reported, Role
 from paramserve.engine.child import Package
-from paramserve.engine.hosting import Heard
-from paramserve.engine.on_ray.actors import Actor, remote
+from paramserve.engine.hosting import Heard, Host
 from paramserve.engine.on_ray.control import CONTROL_S, LOOK_S, RETRY_S, bounded, kill_actor
 from paramserve.engine.on_ray.room import Place, what_there_is
 from paramserve.engine.placing import Needs
@@ -24,6 +24,31 @@ CONTROL_THREADS = 3
 """One tells the driver, one may still do so over a broken connection, one stops the entry."""
 KILLED = -signal.SIGKILL
 """Exit status of a process that did not end by itself, however Ray ended or lost it."""
+
+
+class Actor(Host):
+    """A process of a run."""
+
+    def __init__(self, name: str) -> None:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray's
+        super().__init__(name, address, node)
+
+
+@functools.cache
+def _class(kind: type, groups: tuple[tuple[str, int], ...]) -> Any:
+    import ray
+
+    # Nothing is ever repeated by Ray: what was told once must not be told twice.
+    options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": dict(groups)}
+    return ray.remote(**options)(kind)
+
+
+def remote(kind: type, groups: Mapping[str, int]) -> Any:
+    """The actor class; each is exported to the cluster once."""
+    return _class(kind, tuple(groups.items()))
 
 
 class RayProcess:
