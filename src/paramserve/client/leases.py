@@ -11,13 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from paramserve.client.client import Client
 from paramserve.errors import ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
+
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
 
 WAIT_S = 2.0
 """How long one question for samples waits at the coordinator."""
@@ -42,33 +44,6 @@ class OwnSteps(Protocol):
 
     def settle(self) -> None:
         """Exchange now, if there were own steps since."""
-        ...
-
-
-class Worker(Protocol):
-    """What leases need of their worker."""
-
-    leased: LeasedWork | None
-    """Whose batches its steps take at present."""
-    own_steps: list[OwnSteps]
-    """Its optimizers that step by themselves."""
-    finishers: list[Callable[[], None]]
-    """Called in order when its function has returned."""
-    refreshers: list[Callable[[], None]]
-    """Called after it took no part in its groups for a while."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def client(self) -> Client: ...
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """That this worker steps on."""
-        ...
-
-    @property
-    def batches_per_step(self) -> int:
-        """Of one clock there, unless a loader was told another number."""
         ...
 
 

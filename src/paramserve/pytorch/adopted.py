@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,71 +26,11 @@ from paramserve.pytorch.tables import Tables
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
-    from paramserve.client.leases import OwnSteps
     from paramserve.core.partition import Block
     from paramserve.rules.base import Rule
+    from paramserve.worker import Worker
 
 B = TypeVar("B", bound=AdoptedBlock)
-
-
-class Worker(Protocol):
-    """What an optimizer needs of its worker."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def client(self) -> Client: ...
-    @property
-    def aliases(self) -> dict[str, dict[str, str]]:
-        """For each adopted optimizer's name: further names of tied tensors, with the first."""
-        ...
-
-    @property
-    def stepped(self) -> list[str]:
-        """The groups that adopted optimizers end steps on."""
-        ...
-
-    @property
-    def step_samples(self) -> float | None:
-        """Samples that its loader has given since the client's last step; None: it counts none."""
-        ...
-
-    def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:
-        """Give the run's result what modules keep beside parameters and buffers."""
-        ...
-
-    def draws(self) -> tuple[int, bytes]:
-        """The number of this step, over all optimizers, and where the process's generators are."""
-        ...
-
-    def go_on_drawing(self, drawn: tuple[int, bytes]) -> None:
-        """Let the process's generators go on where an older incarnation's were, if no optimizer
-        has told of a later step."""
-        ...
-
-    @property
-    def refreshers(self) -> list[Callable[[], None]]:
-        """Called after this worker took no part in its groups for a while."""
-        ...
-
-    @property
-    def own_steps(self) -> list[OwnSteps]:
-        """The optimizers that step by themselves."""
-        ...
-
-    @property
-    def ended(self) -> set[str]:
-        """The groups of optimizers that another one has taken over from."""
-        ...
-
-    @property
-    def finishers(self) -> list[Callable[[], None]]:
-        """Called in order when the training function has returned."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
 from paramserve.pytorch.embedding import Rows
@@ -37,6 +37,7 @@ from paramserve.pytorch.tables import clip, tensors
 if TYPE_CHECKING:
     from paramserve.client import Ticket
     from paramserve.client.table import TablePush
+    from paramserve.worker import Worker
 
 
 class Hybrid(Adopted[AdoptedBlock]):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
-from paramserve.client.leases import Worker as LeasingWorker
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
-    Kept,
     KeysOf,
     ahead,
     by_rows,
@@ -27,26 +25,11 @@ from paramserve.pytorch.batches import (
     size_of,
 )
 
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
+
 ORDERS_KEPT = 2
 """Epochs whose order is kept: leases of two may be under way at once."""
-
-
-class Worker(LeasingWorker, Protocol):
-    """What a leased loader needs of its worker."""
-
-    @property
-    def seed(self) -> int:
-        """The run's seed: the same number on all ranks."""
-        ...
-
-    @property
-    def passes(self) -> Kept:
-        """What its loaders and samplers have in common."""
-        ...
-
-    def new_loader_name(self) -> str:
-        """For the next leased loader: the same on all ranks that make them in the same order."""
-        ...
 
 
 class _Order:

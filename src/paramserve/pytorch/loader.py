@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     Epochs,
-    Kept,
     KeysOf,
     ahead,
     by_rows,
@@ -34,44 +33,11 @@ from paramserve.pytorch.batches import (
     size_of,
 )
 
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
+
 T = TypeVar("T")
 STATIC, DYNAMIC = "static", "dynamic"
-
-
-class Worker(leased.Worker, Protocol):
-    """What a loader needs of its worker."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def missed(self) -> int:
-        """Clocks that the others decided without this worker."""
-        ...
-
-    @property
-    def passes(self) -> Kept:
-        """What its loaders and samplers have in common."""
-        ...
-
-    @property
-    def retiring(self) -> bool:
-        """Whether the run wants this worker to end."""
-        ...
-
-    def go_on_drawing(self) -> None:
-        """Let the process's generators go on where an older incarnation's were, if they have not
-        yet."""
-        ...
-
-    @property
-    def steps_before(self) -> int:
-        """Steps of older incarnations whose batches no loader has left out yet."""
-        ...
-
-    @steps_before.setter
-    def steps_before(self, steps: int, /) -> None: ...
 
 
 class RankSampler(Sampler[int]):

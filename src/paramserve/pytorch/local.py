@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paramserve.client import BlockPush
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout
 from paramserve.pytorch.hyper import ParamGroup
 from paramserve.rules.sgd import SGD
@@ -25,6 +25,7 @@ from paramserve.rules.sgd import SGD
 if TYPE_CHECKING:
     from paramserve.client import Client
     from paramserve.core.partition import Block
+    from paramserve.worker import Worker
 
 LocalPolicy = LocalSteps | ElasticAverage
 B = TypeVar("B", bound=AdoptedBlock)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
-from paramserve.pytorch.adopted import Adopted, Settings, Worker
+from paramserve.pytorch.adopted import Adopted, Settings
 from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
 from paramserve.pytorch.local import Elastic, LocalStepping, local
@@ -29,6 +29,7 @@ from paramserve.pytorch.served import Served
 
 if TYPE_CHECKING:
     from paramserve.consistency.base import Policy
+    from paramserve.worker import Worker
 
 
 class AdoptedOptimizer(Optimizer):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paramserve.client.gradients import active_parts
 from paramserve.pytorch import state as torch_state
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, Worker, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import ServedBlock
 from paramserve.pytorch.hyper import HyperReader, Kind, ParamGroup
 from paramserve.pytorch.tables import clip, tensors
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paramserve.client import BlockPush, Ticket
     from paramserve.client.table import TablePush
     from paramserve.rules.base import Rule
+    from paramserve.worker import Worker
 
 
 class Served(Adopted[ServedBlock]):
