@@ -1,4 +1,4 @@
-"""Limits, deadlines and the settings that travel to a process when it starts.
+"""Limits, deadlines and the settings that travel to a process when it starts, and checks of them.
 
 Every wait, queue and buffer in the package has its limit here, by name, with its unit last.
 """
@@ -6,7 +6,7 @@ Every wait, queue and buffer in the package has its limit here, by name, with it
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -184,6 +184,25 @@ class ServerConfig(Struct, frozen=True):
 
 
 Settings = TypeVar("Settings", Deadlines, Limits)
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raise `TypeError` for what is no int, `ValueError` for one below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, least: float = 0.0) -> None:
+    """Raise `TypeError` or `ValueError` unless it is finite, and above `above` or not below
+    `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    low = value > above if above is not None else value >= least
+    if not (low and value < math.inf):
+        what = f"above {above}" if above is not None else f"at least {least}"
+        raise ValueError(f"{name} must be {what} and finite, not {value!r}")
 
 
 def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> Settings:

@@ -19,8 +19,7 @@ from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
-from paramserve.config import RuleSpec
-from paramserve.consistency.base import number
+from paramserve.config import RuleSpec, check_number
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
 from paramserve.core.client_session import Operation
@@ -292,7 +291,7 @@ class Steps(ClientClocks):
 
     @factor.setter
     def factor(self, value: float) -> None:
-        number("factor", value, above=0.0)
+        check_number("factor", value, above=0.0)
         self._factor = float(value)
 
     @property

@@ -8,7 +8,7 @@ in `consistency.built_in`; a user's own derives from `Policy`, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 OnNonFinite = Literal["refuse", "skip"]
 
@@ -176,21 +176,3 @@ class Policy:
 
     def check(self, workers: int) -> None:
         """Raise `ValueError` if it cannot work with this many workers."""
-
-
-def whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is no int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-
-
-def number(name: str, value: Any, *, above: float | None = None, least: float = 0.0) -> None:
-    """Refuse what is no finite number above `above`, or of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    low = value > above if above is not None else value >= least
-    if not (low and value < float("inf")):
-        what = f"above {above}" if above is not None else f"at least {least}"
-        raise ValueError(f"{name} must be {what} and finite, not {value!r}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import ClassVar, Literal
 
+from paramserve.config import check_count, check_number
 from paramserve.consistency.base import (
     ADMIT,
     APPLY,
@@ -25,8 +26,6 @@ from paramserve.consistency.base import (
     Pull,
     Push,
     Wait,
-    number,
-    whole,
 )
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import is_built_in
@@ -44,7 +43,7 @@ class Inverse:
     alpha: float = 0.1
 
     def __post_init__(self) -> None:
-        number("alpha of Inverse", self.alpha)
+        check_number("alpha of Inverse", self.alpha)
 
     def __call__(self, staleness: int) -> float:
         return 1.0 / (1.0 + self.alpha * staleness)
@@ -57,7 +56,7 @@ class Exponential:
     alpha: float = 0.1
 
     def __post_init__(self) -> None:
-        number("alpha of Exponential", self.alpha)
+        check_number("alpha of Exponential", self.alpha)
 
     def __call__(self, staleness: int) -> float:
         return exp(-self.alpha * staleness)
@@ -74,7 +73,7 @@ class Polynomial:
     exponent: float = 0.5
 
     def __post_init__(self) -> None:
-        number("exponent of Polynomial", self.exponent)
+        check_number("exponent of Polynomial", self.exponent)
 
     def __call__(self, staleness: int) -> float:
         return float((1.0 + staleness) ** -self.exponent)
@@ -109,8 +108,8 @@ class Adaptive:
     least_s: float = 0.05
 
     def __post_init__(self) -> None:
-        number("factor of Adaptive", self.factor, above=0.0)
-        number("least_s of Adaptive", self.least_s, above=0.0)
+        check_number("factor of Adaptive", self.factor, above=0.0)
+        check_number("least_s of Adaptive", self.least_s, above=0.0)
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,9 @@ class Sync(Policy):
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", not {self.reduce!r}')
         _check_nonfinite(self.on_nonfinite)
-        whole("backup of Sync", self.backup, 0)
+        check_count("backup of Sync", self.backup, least=0)
         if self.timeout_s is not None and not isinstance(self.timeout_s, Adaptive):
-            number("timeout_s of Sync", self.timeout_s, above=0.0)
+            check_number("timeout_s of Sync", self.timeout_s, above=0.0)
 
     def check(self, workers: int) -> None:
         if workers and self.backup >= workers:
@@ -216,7 +215,7 @@ class Async(Policy):
         _check_nonfinite(self.on_nonfinite)
         _check_damping(self.damping)
         if self.drop_after is not None:
-            whole("drop_after of Async", self.drop_after, 0)
+            check_count("drop_after of Async", self.drop_after, least=0)
         if self.momentum not in ("given", "corrected"):
             raise ValueError(f'momentum must be "given" or "corrected", not {self.momentum!r}')
 
@@ -248,7 +247,7 @@ class BoundedStaleness(Policy):
     on_nonfinite: OnNonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        whole("bound of BoundedStaleness", self.bound, 0)
+        check_count("bound of BoundedStaleness", self.bound, least=0)
         _check_nonfinite(self.on_nonfinite)
 
     def on_pull(self, pull: Pull, group: GroupView) -> Admission:
@@ -278,7 +277,7 @@ class DelayCompensated(Policy):
     on_nonfinite: OnNonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        number("lam of DelayCompensated", self.lam)
+        check_number("lam of DelayCompensated", self.lam)
         _check_nonfinite(self.on_nonfinite)
 
     def on_push(self, push: Push, group: GroupView) -> OnPush:
@@ -306,7 +305,7 @@ class Buffered(Policy):
     on_nonfinite: OnNonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        whole("size of Buffered", self.size, 1)
+        check_count("size of Buffered", self.size)
         _check_damping(self.damping)
         _check_nonfinite(self.on_nonfinite)
 
@@ -345,7 +344,7 @@ class LocalSteps(Sync):
                 "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
                 f"behind them; not {self.reduce!r}"
             )
-        whole("every of LocalSteps", self.every, 1)
+        check_count("every of LocalSteps", self.every)
         outer: object = self.outer
         if not (isinstance(outer, Rule) and is_built_in(outer)):
             raise TypeError(
@@ -376,8 +375,8 @@ class ElasticAverage(Policy):
     on_nonfinite: OnNonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        number("rho of ElasticAverage", self.rho, above=0.0)
-        whole("every of ElasticAverage", self.every, 1)
+        check_number("rho of ElasticAverage", self.rho, above=0.0)
+        check_count("every of ElasticAverage", self.every)
         _check_nonfinite(self.on_nonfinite)
 
     def on_push(self, push: Push, group: GroupView) -> OnPush:

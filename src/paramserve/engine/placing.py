@@ -10,18 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
+from paramserve.config import check_number
+
 Servers: TypeAlias = Literal["pack", "spread"]
 Workers: TypeAlias = Literal["beside", "apart", "anywhere"]
 
 LEAST_CPU = 0.001
 """Of a bundle whose roles need nothing: Ray wants a bundle to have something."""
-
-
-def _check_amount(name: str, amount: object) -> None:
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-        raise TypeError(f"{name} must be a number, not {amount!r}")
-    if not 0 <= amount < float("inf"):
-        raise ValueError(f"{name} must be at least 0, not {amount}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +46,12 @@ class Needs:
             value = getattr(self, each.name)
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise TypeError(f"{each.name} must be a dict with names as keys, not {value!r}")
-        _check_amount("num_cpus", self.num_cpus)
-        _check_amount("num_gpus", self.num_gpus)
+        check_number("num_cpus", self.num_cpus)
+        check_number("num_gpus", self.num_gpus)
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU"):
                 raise ValueError(f"use num_{name.lower()}s= instead of resources={{{name!r}: ...}}")
-            _check_amount(f"resources[{name!r}]", amount)
+            check_number(f"resources[{name!r}]", amount)
         for name, value in self.label_selector.items():
             if not isinstance(value, str):
                 raise TypeError(f"label_selector[{name!r}] must be a str, not {value!r}")

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 
 from paramserve.client.arrow import pyarrow
+from paramserve.config import check_number
 from paramserve.consistency.base import Policy
-from paramserve.consistency.base import number as check_number
 from paramserve.consistency.built_in import ElasticAverage
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
@@ -20,14 +20,6 @@ from paramserve.launch.roster import Restart
 
 SEED_BITS = 63
 """Of the seed of a run that was given none."""
-
-
-def check_count(name: str, value: int, *, least: int = 1) -> None:
-    """Raise `TypeError` for what is no int, `ValueError` for one below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 def check_weights(

@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from paramserve.client import Client
-from paramserve.config import Deadlines, Limits, check_settings
+from paramserve.config import Deadlines, Limits, check_count, check_settings
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.engine.base import Engine
-from paramserve.launch.arguments import SEED_BITS, check_count, check_engine
+from paramserve.launch.arguments import SEED_BITS, check_engine
 from paramserve.launch.connect import Handle
 from paramserve.launch.packing import for_servers
 from paramserve.launch.plan import Plan

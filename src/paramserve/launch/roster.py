@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from paramserve.config import Deadlines
+from paramserve.config import Deadlines, check_count
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, ParamServeError
 from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind, gone, worker_failed
@@ -34,10 +34,7 @@ class Restart:
     times: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.times, bool) or not isinstance(self.times, int):
-            raise TypeError(f"times of Restart must be an int, not {self.times!r}")
-        if self.times < 1:
-            raise ValueError(f"times of Restart must be at least 1, not {self.times}")
+        check_count("times of Restart", self.times)
 
 
 OnWorkerDeath = Literal["stop", "continue"] | Restart

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from paramserve.client import Table
+from paramserve.config import check_count
 from paramserve.consistency.registry import terms as policy_terms
 from paramserve.engine.base import Engine
 from paramserve.errors import ClientClosed, ParamServeError, rebuild
-from paramserve.launch.arguments import check_count
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
 from paramserve.launch.reading import Reader, Snapshot, State, Watching, as_state_dict

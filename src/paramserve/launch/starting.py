@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from paramserve.config import Deadlines, Limits, check_restart, check_settings
+from paramserve.config import Deadlines, Limits, check_count, check_restart, check_settings
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.engine.base import Engine
 from paramserve.errors import ParamServeError
 from paramserve.launch.arguments import (
     SEED_BITS,
-    check_count,
     check_engine,
     check_folder,
     check_options,

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 
-from paramserve.consistency.base import number, whole
+from paramserve.config import check_count, check_number
 
 GBPS = 1e9 / 8
 """Bytes a second in one Gb/s."""
@@ -27,9 +27,9 @@ class Network:
     latency_s: float = 50e-6
 
     def __post_init__(self) -> None:
-        number("worker_gbps of Network", self.worker_gbps, above=0.0)
-        number("server_gbps of Network", self.server_gbps, above=0.0)
-        number("latency_s of Network", self.latency_s)
+        check_number("worker_gbps of Network", self.worker_gbps, above=0.0)
+        check_number("server_gbps of Network", self.server_gbps, above=0.0)
+        check_number("latency_s of Network", self.latency_s)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Compute:
     slow_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        number("step_s of Compute", self.step_s)
-        number("spread of Compute", self.spread)
-        number("jitter of Compute", self.jitter)
-        number("straggler_p of Compute", self.straggler_p)
-        number("straggler_factor of Compute", self.straggler_factor, above=0.0)
-        whole("slow of Compute", self.slow, 0)
-        number("slow_factor of Compute", self.slow_factor, above=0.0)
+        check_number("step_s of Compute", self.step_s)
+        check_number("spread of Compute", self.spread)
+        check_number("jitter of Compute", self.jitter)
+        check_number("straggler_p of Compute", self.straggler_p)
+        check_number("straggler_factor of Compute", self.straggler_factor, above=0.0)
+        check_count("slow of Compute", self.slow, least=0)
+        check_number("slow_factor of Compute", self.slow_factor, above=0.0)
         if self.straggler_p > 1.0:
             raise ValueError(f"straggler_p of Compute must be at most 1, not {self.straggler_p}")
 
@@ -107,11 +107,11 @@ class Costs:
     contention: float = 1.0
 
     def __post_init__(self) -> None:
-        number("message_s of Costs", self.message_s)
-        number("byte_s of Costs", self.byte_s)
-        number("contention of Costs", self.contention, above=0.0)
+        check_number("message_s of Costs", self.message_s)
+        check_number("byte_s of Costs", self.byte_s)
+        check_number("contention of Costs", self.contention, above=0.0)
         if self.cores is not None:
-            whole("cores of Costs", self.cores, 1)
+            check_count("cores of Costs", self.cores)
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class Setting:
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        whole("workers", self.workers, 1)
-        whole("shards", self.shards, 1)
-        number("model_bytes", self.model_bytes)
+        check_count("workers", self.workers)
+        check_count("shards", self.shards)
+        check_number("model_bytes", self.model_bytes)
 
     @property
     def worker_link_s(self) -> float:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from paramserve.client import Client, Table
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, TableRead
+from paramserve.config import check_count
 from paramserve.core.table import routing
 from paramserve.pytorch.embedding import KeyedModule
 
@@ -70,16 +71,9 @@ def check_options(options: dict[str, Any]) -> None:
         )
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise `TypeError` or `ValueError` for what is no int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-
-
 def check_counts(batch_size: Any, epochs: Any, steps: Any, batches_per_step: Any) -> None:
-    """The same for how a loader goes through its dataset; the last two may also be None."""
+    """Raise `TypeError` or `ValueError` unless each is an int of at least 1; the last two may be
+    None."""
     check_count("batch_size", batch_size)
     check_count("epochs", epochs)
     for name, value in (("steps", steps), ("batches_per_step", batches_per_step)):

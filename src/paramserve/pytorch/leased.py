@@ -11,12 +11,12 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
+from paramserve.config import check_count
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
     KeysOf,
     ahead,
     by_rows,
-    check_count,
     check_counts,
     check_options,
     loading,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from paramserve.config import check_count, check_number
 from paramserve.consistency.base import (
     ADMIT,
     APPLY,
@@ -19,8 +20,6 @@ from paramserve.consistency.base import (
     Pull,
     Push,
     Wait,
-    number,
-    whole,
 )
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -310,12 +309,12 @@ def test_on_nonfinite_is_one_of_two(kind: Any) -> None:
         kind(**needed, on_nonfinite="ignore")
 
 
-def test_whole_and_number_take_what_is_at_the_edge() -> None:
-    whole("n", 3, 3)
-    number("x", 0)
-    number("x", 1e308, above=0.0)
+def test_check_count_and_check_number_take_what_is_at_the_edge() -> None:
+    check_count("n", 3, least=3)
+    check_number("x", 0)
+    check_number("x", 1e308, above=0.0)
     with pytest.raises(ValueError, match=r"x must be above 0\.0 and finite, not 0\.0"):
-        number("x", 0.0, above=0.0)
+        check_number("x", 0.0, above=0.0)
 
 
 # --- on the wire --------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_engine_with_an_old_ray_says_which_it_needs(monkeypatch: pytest.MonkeyPa
         ({"servers": "apart"}, ValueError, "servers must be one of pack, spread, not 'apart'"),
         ({"workers": "pack"}, ValueError, "workers must be one of beside, apart, anywhere"),
         ({"server": {"num_cpus": 1}}, TypeError, r"server must be ps\.Needs"),
-        ({"place_s": 0}, ValueError, "place_s must be more than 0"),
+        ({"place_s": 0}, ValueError, "place_s must be above 0"),
         ({"place_s": "1"}, TypeError, "place_s must be a number"),
         ({"address": "somewhere"}, ValueError, "must be 'auto' or 'host:port'"),
         ({"address": 6379}, TypeError, "address must be a str or None"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, get_args
 
-from paramserve.config import TLS
+from paramserve.config import TLS, check_number
 from paramserve.engine.connecting import CONNECTION, check_address, named_cluster
 from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
@@ -74,10 +74,7 @@ class OnRay:
         for kind, needs in self._needs.items():
             if not isinstance(needs, Needs):
                 raise TypeError(f"{kind} must be ps.Needs(...), not {needs!r}")
-        if isinstance(self.place_s, bool) or not isinstance(self.place_s, int | float):
-            raise TypeError(f"place_s must be a number of seconds, not {self.place_s!r}")
-        if not self.place_s > 0:
-            raise ValueError(f"place_s must be more than 0, not {self.place_s}")
+        check_number("place_s", self.place_s, above=0)
         if self.address is not None:
             check_address(self.address)
         self._layout.groups(["server 0", "worker 0"])
