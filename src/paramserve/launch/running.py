@@ -9,7 +9,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -70,12 +69,7 @@ class Job:
         self._ends_with_block = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def wait(self) -> Result:

@@ -77,34 +77,20 @@ LAST_ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
-class ReadTarget:
-    """Where a server is reached, and which cluster it belongs to."""
+class Settings:
+    """How a server is started; see `serve`."""
 
     bind: str
     advertise: str
     credentials: Credentials
     join: str | None
     """The first server's address; None: this is it."""
-
-
-@dataclass(frozen=True)
-class PolicyTraits:
-    """What a whole cluster consists of, and how it trains; only its first server says so."""
-
     servers: int
     workers: int
     consistency: ConsistencySpec
+    registered: Registered
     restarts: bool
     """Whether Sync waits for a worker that died."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a server is started; see `serve`."""
-
-    place: ReadTarget
-    terms: PolicyTraits
-    registered: Registered
     until_done: bool
     limits: Limits
     deadlines: Deadlines
@@ -183,7 +169,7 @@ class _Running:
         self.settings = settings
         self.stack = contextlib.ExitStack()
         self.coordinator: CoordinatorRole | None = None
-        self._log = _Log(settings.terms.servers, settings.terms.workers)
+        self._log = _Log(settings.servers, settings.workers)
         self.role: ServerRole | None = None
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
@@ -196,7 +182,7 @@ class _Running:
         settings = self.settings
         listeners: list[Listener] = []
         both: _Both | None = None
-        if settings.place.join is None:
+        if settings.join is None:
             coordination = Coordination(_coordinator_config(settings))
             self.coordinator = CoordinatorRole(coordination, asyncio.get_running_loop())
             self.coordinator.on_server_lost = self.lost.set
@@ -206,14 +192,14 @@ class _Running:
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
         else:
-            coordinator = (full_address(settings.place.join),)
+            coordinator = (full_address(settings.join),)
         control = self.control = await self._reach(coordinator)
         self.stack.callback(control.close)
         enlisted = await asyncio.to_thread(
             control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
         )
         config = _server_config(settings, coordinator, enlisted)
-        credentials = settings.place.credentials
+        credentials = settings.credentials
         self.role = process_role(config, credentials, control, settings.registered)
         self.stack.callback(self.role.close)
         if both is not None:
@@ -235,7 +221,7 @@ class _Running:
                     ControlLink.connect,
                     coordinator,
                     Hello("register"),
-                    credentials=settings.place.credentials,
+                    credentials=settings.credentials,
                     limits=settings.limits,
                     timeout_s=min(ATTEMPT_S, max(deadline - loop.time(), 0.0)),
                     lost_s=settings.deadlines.lost_s,
@@ -243,7 +229,7 @@ class _Running:
             except ConnectTimeout as error:
                 if loop.time() >= deadline:
                     raise ConnectTimeout(
-                        f"no server answered at {settings.place.join} for "
+                        f"no server answered at {settings.join} for "
                         f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
                         fix="start the cluster's first server, and look at its address",
                     ) from error
@@ -253,11 +239,11 @@ class _Running:
         listeners = await listen(
             "",
             name,
-            settings.place.bind,
-            settings.place.credentials,
+            settings.bind,
+            settings.credentials,
             handler,
             settings.limits,
-            advertise=settings.place.advertise,
+            advertise=settings.advertise,
             lost_s=settings.deadlines.lost_s,
         )
         for listener in listeners:
@@ -287,7 +273,7 @@ class _Running:
             )
         if self.coordinator is None and not self._saw_all_leave():
             raise ParamServeError(
-                f"the coordinator at {self.settings.place.join} is gone, and the cluster with it",
+                f"the coordinator at {self.settings.join} is gone, and the cluster with it",
                 applied="unknown",
                 fix="start the cluster again, its first server first",
             )
@@ -317,11 +303,11 @@ class _Running:
 
 def _coordinator_config(settings: Settings) -> CoordinatorConfig:
     return CoordinatorConfig(
-        settings.terms.servers,
-        settings.terms.workers,
+        settings.servers,
+        settings.workers,
         "",
-        settings.terms.consistency,
-        restarts=settings.terms.restarts,
+        settings.consistency,
+        restarts=settings.restarts,
         cluster=secrets.token_bytes(CLUSTER_BYTES),
         limits=settings.limits,
         deadlines=settings.deadlines,
@@ -403,10 +389,22 @@ def serve(
     if until_done and join is None and not workers:
         raise ValueError("until_done needs the number of workers: without any it would never end")
     _check_advertise(advertise)
-    place = ReadTarget(bind, advertise, credentials_of(token_file, tls), join)
-    terms = PolicyTraits(servers, workers, described, restarts=restart_s is not None)
+    settings = Settings(
+        bind=bind,
+        advertise=advertise,
+        credentials=credentials_of(token_file, tls),
+        join=join,
+        servers=servers,
+        workers=workers,
+        consistency=described,
+        registered=registered,
+        restarts=restart_s is not None,
+        until_done=until_done,
+        limits=bounds,
+        deadlines=waits,
+    )
     warn_if_open(bind, tls)
-    asyncio.run(_serve(Settings(place, terms, registered, until_done, bounds, waits), ready))
+    asyncio.run(_serve(settings, ready))
 
 
 def _check_advertise(host: str) -> None:

@@ -9,7 +9,8 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -33,39 +34,27 @@ from paramserve.launch.running import Job
 from paramserve.worker import WorkerConfig
 
 
-class _Training(NamedTuple):
-    """What each worker runs."""
+@dataclass(frozen=True)
+class _Arguments:
+    """What `run` and `start` are given."""
 
-    function: Callable[..., Any]
+    train: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
-    seed: int | None
-    threads: int | None
-
-
-class _Crew(NamedTuple):
-    """How many processes there are, and what the end of a worker means."""
-
     workers: int
     servers: int
-    weights: Sequence[float] | None
-    on_worker_death: OnWorkerDeath
-
-
-class _Terms(NamedTuple):
-    """When gradients are applied, and the code that servers may run for it."""
-
+    engine: Engine | None
     consistency: Policy | None
+    worker_weight: Sequence[float] | None
+    seed: int | None
+    threads_per_worker: int | None
+    on_worker_death: OnWorkerDeath
+    timeout_s: float | None
     rules: Sequence[type[Any]]
     policies: Sequence[Any]
-
-
-class _Bounds(NamedTuple):
-    """How long everything may take, and how large it may be."""
-
-    timeout_s: float | None
     deadlines: Deadlines | None
     limits: Limits | None
+    save_tables: str | os.PathLike[str] | None
 
 
 def start(
@@ -96,14 +85,7 @@ def start(
         ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
             was started.
     """
-    return _start(
-        _Training(train, args, kwargs, seed, threads_per_worker),
-        _Crew(workers, servers, worker_weight, on_worker_death),
-        _Terms(consistency, rules, policies),
-        _Bounds(timeout_s, deadlines, limits),
-        engine,
-        save_tables,
-    )
+    return _start(_Arguments(**locals()))
 
 
 def run(
@@ -161,14 +143,7 @@ def run(
             `result` is the `Result` of what was done. A second Ctrl-C ends everything at once, and
             there is none. Any other exception that comes meanwhile stops the run as well.
     """
-    job = _start(
-        _Training(train, args, kwargs, seed, threads_per_worker),
-        _Crew(workers, servers, worker_weight, on_worker_death),
-        _Terms(consistency, rules, policies),
-        _Bounds(timeout_s, deadlines, limits),
-        engine,
-        save_tables,
-    )
+    job = _start(_Arguments(**locals()))
     try:
         with job:
             return job.wait()
@@ -181,51 +156,44 @@ def run(
         job.stop()
 
 
-def _start(
-    training: _Training,
-    crew: _Crew,
-    terms: _Terms,
-    bounds: _Bounds,
-    engine: Engine | None,
-    save_tables: str | os.PathLike[str] | None,
-) -> Job:
+def _start(given: _Arguments) -> Job:
     """Check everything in the order in which errors are told, then start."""
-    workers = crew.workers
+    workers = given.workers
     check_count("workers", workers)
-    check_count("servers", crew.servers)
-    if training.threads is not None:
-        check_count("threads_per_worker", training.threads)
-    check_options(crew.on_worker_death, bounds.timeout_s, training.seed)
+    check_count("servers", given.servers)
+    if given.threads_per_worker is not None:
+        check_count("threads_per_worker", given.threads_per_worker)
+    check_options(given.on_worker_death, given.timeout_s, given.seed)
     told = for_servers(
-        terms.consistency if terms.consistency is not None else Sync(reduce="mean"),
+        given.consistency if given.consistency is not None else Sync(reduce="mean"),
         workers,
-        rules=terms.rules,
-        policies=terms.policies,
+        rules=given.rules,
+        policies=given.policies,
     )
-    factors = check_weights(crew.weights, workers, terms.consistency)
-    chosen = check_engine(engine)
-    deadlines = check_settings("deadlines", bounds.deadlines, Deadlines)
-    limits = check_settings("limits", bounds.limits, Limits)
-    if isinstance(crew.on_worker_death, Restart):
+    factors = check_weights(given.worker_weight, workers, given.consistency)
+    engine = check_engine(given.engine)
+    deadlines = check_settings("deadlines", given.deadlines, Deadlines)
+    limits = check_settings("limits", given.limits, Limits)
+    if isinstance(given.on_worker_death, Restart):
         check_restart(deadlines)
-    seed = training.seed if training.seed is not None else secrets.randbits(SEED_BITS)
-    kwargs = training.kwargs if training.kwargs is not None else {}
-    threads = training.threads if training.threads is not None else max(1, cores() // workers)
+    seed = given.seed if given.seed is not None else secrets.randbits(SEED_BITS)
+    kwargs = given.kwargs if given.kwargs is not None else {}
+    threads = given.threads_per_worker
     plan = Plan(
-        servers=crew.servers,
+        servers=given.servers,
         workers=workers,
         consistency=told.consistency,
         worker_payload=_worker_payload(seed, factors, limits, deadlines),
-        worker_code=pack(training.function, training.args, kwargs),
-        worker_imports=imports(training.function),
+        worker_code=pack(given.train, given.args, kwargs),
+        worker_imports=imports(given.train),
         server_code=told.code,
-        on_worker_death=crew.on_worker_death,
-        threads_per_worker=threads,
-        timeout_s=bounds.timeout_s,
+        on_worker_death=given.on_worker_death,
+        threads_per_worker=threads if threads is not None else max(1, cores() // workers),
+        timeout_s=given.timeout_s,
         limits=limits,
         deadlines=deadlines,
     )
-    return Job(plan, chosen, seed, check_folder(save_tables))
+    return Job(plan, engine, seed, check_folder(given.save_tables))
 
 
 def _worker_payload(
