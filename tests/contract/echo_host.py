@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.contract.authorities import town_tls
+from tests.contract.inprocess import InProcessLink, InProcessListener
 
 from paramserve.config import Credentials, Limits
 from paramserve.errors import (
@@ -26,7 +27,6 @@ from paramserve.transport.arena import Arena
 from paramserve.transport.connection import Connection
 from paramserve.transport.dial import dial
 from paramserve.transport.framing import ByteArray, prelude
-from paramserve.transport.inprocess import InProcessLink, InProcessListener
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Listener, listen_tcp, listen_unix
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from tests.contract.inprocess import InProcessListener
+
 from paramserve.config import Credentials, ServerConfig
 from paramserve.consistency.registered import Registered
 from paramserve.messages import Hello
@@ -13,7 +15,6 @@ from paramserve.server import ServerRole, new_shard
 from paramserve.transport.connection import Connection
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
-from paramserve.transport.inprocess import InProcessListener
 from paramserve.transport.peers import dialer
 
 Callback = Callable[[], object]

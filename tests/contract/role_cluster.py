@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tests.contract.inprocess import InProcessLink
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
 from paramserve.client import Client, Connection
@@ -43,7 +44,6 @@ from paramserve.server import ServerRole, process_role
 from paramserve.transport.arena import Arena
 from paramserve.transport.control import ControlLink
 from paramserve.transport.dial import dial
-from paramserve.transport.inprocess import InProcessLink
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Listener, listen, listen_unix
 

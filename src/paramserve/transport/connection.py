@@ -34,7 +34,7 @@ from paramserve.transport.tls import pending
 
 logger = logging.getLogger("paramserve")
 
-Kind = Literal["unix", "tcp", "inprocess"]
+Kind = Literal["unix", "tcp"]
 
 _READ_AT_ONCE: Final = 4 << 20
 """Bytes of one payload before other connections get their turn."""

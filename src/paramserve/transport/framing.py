@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.config import Limits
 from paramserve.errors import ProtocolError
 from paramserve.messages import ALIGN, PROTOCOL_VERSION
 
@@ -55,15 +54,6 @@ def parse_prelude(
     if first != _FIRST or header_bytes > header_max or payload_bytes > payload_max:
         raise _refusal(bytes(buffer[start : start + PRELUDE_BYTES]), header_max, payload_max)
     return header_bytes, payload_bytes
-
-
-def check_sizes(header_bytes: int, payload_bytes: int, limits: Limits) -> None:
-    """Refuse a frame as its prelude would be refused; for a frame that has none."""
-    parse_prelude(
-        prelude(header_bytes, payload_bytes),
-        header_max=limits.header_bytes_max,
-        payload_max=limits.payload_bytes_max,
-    )
 
 
 def header_not_sent(size: int, limit: int) -> ProtocolError:

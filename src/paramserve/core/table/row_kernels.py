@@ -33,7 +33,6 @@ FLOATS = types.Array(types.float32, 2, "C")
 WORDS = types.Array(types.uint32, 2, "C")
 LINE_OF_FLOATS = types.Array(types.float32, 1, "C")
 POSITIONS = types.Array(types.int32, 1, "C")
-COUNTS = types.Array(types.uint32, 1, "C")
 INT = types.intp
 DRAW = (
     *(types.uint64, INT, types.float64, types.float64),

@@ -24,13 +24,14 @@ from paramserve.errors import ParamServeError
 from paramserve.messages import Hello
 from paramserve.transport import forks
 from paramserve.transport.arena import Arena
-from paramserve.transport.connection import Handler, Kind, as_refusable, refusal
+from paramserve.transport.connection import Handler, as_refusable, refusal
 from paramserve.transport.framing import (
     ByteArray,
     aligned_empty,
-    check_sizes,
     header_not_sent,
     padded,
+    parse_prelude,
+    prelude,
 )
 
 
@@ -147,7 +148,7 @@ class InProcessConnection:
         mailbox: _Mailbox,
     ) -> None:
         self.hello = hello
-        self.kind: Kind = "inprocess"
+        self.kind = "inprocess"
         self.reset = False
         self.arenas = arenas
         self.shared = bool(arenas)
@@ -234,7 +235,12 @@ class InProcessLink:
             if self._conn.closed:
                 raise ConnectionResetError("the peer closed the connection")
             try:
-                check_sizes(len(header), 0 if data is None else data.nbytes, limits)
+                # A frame that has no prelude is refused as by its prelude.
+                parse_prelude(
+                    prelude(len(header), 0 if data is None else data.nbytes),
+                    header_max=limits.header_bytes_max,
+                    payload_max=limits.payload_bytes_max,
+                )
                 self._listener.handler.frame(self._conn, header, data)
             except (ParamServeError, msgspec.MsgspecError) as error:
                 self._conn.refuse(as_refusable(error))
