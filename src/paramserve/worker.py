@@ -255,19 +255,57 @@ class Worker:
         consistency: Policy | None = None,
         dense: str = "servers",
     ) -> torch.optim.Optimizer:
-        """Let a torch optimizer step on the servers; see `paramserve.pytorch.optimizer.adopt`.
+        """Let a torch optimizer step on the servers; rank 0's model defines all ranks' values.
 
-        All ranks call this at the same point. When it returns, the model has rank 0's values. With
-        `ps.LocalSteps` and `ps.ElasticAverage` the optimizer makes the steps on this worker, and
-        exchanges values with the servers after some of them. Modules on tables that the model has
-        are found, and their rows go with each step.
+        All ranks call this at the same point. When it returns, the model has rank 0's values. State
+        that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
+        Modules on tables that the model has are found, and their rows go with each step; see
+        `paramserve.pytorch.tables`.
+
+        With two policies the optimizer makes the steps itself, on this worker; it may then be of
+        any class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker
+        has to be started again: it goes on with the servers' values and a fresh state. One clock is
+        `every` steps. Loaders and samplers of the worker know that when they are iterated after
+        this call; only where a step takes several batches they need `batches_per_step`, of a whole
+        clock.
+
+        - `ps.LocalSteps`: after each `every` steps the servers apply their `outer` rule to the mean
+          of what the steps have changed, and all go on from there. Steps that are left over at the
+          end of the run, or of a leased loader, are exchanged then.
+        - `ps.ElasticAverage`: this worker's values stay its own; at each exchange they and the
+          servers' values, the center, move towards each other by lr * rho of their distance, with
+          the lr of each parameter group. `Result.state_dict()` is the center, and it is what to
+          evaluate: the model here has this worker's own values, also at the end.
 
         Args:
-            consistency: the policy of this optimizer's group; None: the run's.
+            model: its parameters and buffers make up the result, under their names in it.
+            optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32
+                or float64. SGD, Adam and AdamW are compiled; the others run as themselves on the
+                servers.
+            name: of the group on the servers; another one for each optimizer of a worker. A
+                parameter is stepped by the last optimizer that it was given to: an earlier one that
+                has it too is refused at its next step, and its group keeps the values of that time.
+            overlap: return after the push, so that communication and the next gradient overlap. The
+                gradients of step k then come from the values after step k - 2. Not with own steps.
+            weight: number of samples behind each gradient, or a function that tells it at each
+                step; None: as the worker's loader knows it, else 1. Under `Sync` gradients are
+                multiplied by it; "mean" divides by their sum. LocalSteps adds it up over the steps
+                of an exchange.
+            clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this
+                worker's, before an own step its gradient; None: no clipping.
+            buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every
+                few steps and at the end; "local": they are not sent.
+            consistency: the policy of this optimizer's group, the same on all ranks; None: the
+                run's.
             dense: "servers": they step the dense layers. "local": the optimizer does, here, and
-                only rows of tables are sent; with several workers see `process_group`.
+                only rows of tables are sent; with several workers see `process_group` and
+                `paramserve.pytorch.hybrid`.
         Returns:
             The same object; its class is now a subclass of its own class.
+        Raises:
+            TypeError, ValueError: an argument is not supported. Nothing was defined.
+            DefineTimeout: rank 0 did not define the model in time.
+            DefineMismatch: the group was defined with another policy, or another rule.
         """
         from paramserve.pytorch.optimizer import adopt
 
@@ -319,8 +357,27 @@ class Worker:
             model = DistributedDataParallel(model)
             optimizer = worker.optimizer(model, optimizer, dense="local")
 
-        All ranks call it at the same point, with the same backend; a second call gives the same
-        group. It is ended with the worker. See `paramserve.pytorch.process_group.start`.
+        All ranks call it at the same point; a second call gives the same group. It is ended with
+        the worker. It listens on loopback where the whole cluster does, and otherwise on the
+        address by which this worker reaches the coordinator. What is sent in it is not protected:
+        between machines it needs a network that you trust. NCCL chooses its network by its own
+        variables (`NCCL_SOCKET_IFNAME`).
+
+        It stands as long as all its workers do: a worker that ends breaks it for the others, whose
+        next operation raises, and one that is started again, or added, cannot come in.
+
+        Args:
+            backend: as for `torch.distributed.init_process_group`, the same on all ranks. None:
+                "gloo" and, if each worker's present CUDA device is one of its own, NCCL for CUDA
+                tensors.
+            host: the address of this worker's host for the others; None: as said above.
+            timeout_s: until all workers are there, and then of each operation; the client's if
+                None.
+        Raises:
+            ParamServeError: this worker was started again, or came later than the others; or this
+                process has a process group already.
+            Timeout: not all workers came in time; the text names those who are missing. In both
+                cases there is no process group afterwards.
         """
         from paramserve.pytorch.process_group import start
 
@@ -344,20 +401,52 @@ class Worker:
         prefetch: KeysOf | None = None,
         **dataloader_options: Any,
     ) -> Iterable[Any]:
-        """This rank's batches. With static shares every rank gets the same number of them.
+        """This rank's batches, as many on every rank, or as each has the time for.
 
-        With `shards="dynamic"` a rank gets as many as it has the time for: the coordinator leases
-        the samples out on demand, and what a worker that died had not finished goes to another.
-        `adaptive_batch=(smallest, largest)` sizes each rank's batches by its speed; `batch_size` is
-        then their mean over the ranks. A step on the servers takes `batches_per_step` batches:
-        unless told 1, or as many as `ps.LocalSteps` or `ps.ElasticAverage` make own steps, if that
-        is the adopted optimizer's policy when the iteration begins. `prefetch=keys_of_batch` has
-        the rows of the next batch's keys on their way while this one is computed.
+        The order depends on the run's seed and the epoch only. A loader made again with the same
+        dataset and arguments goes on with the epochs that follow: in each round of a loop over
+        epochs all samples come, in a new order.
 
-        The order depends on the run's seed and the epoch only. In a worker that was started again,
-        the batches of the first `worker.clock` steps are left out. A loader made again with the
-        same dataset and arguments goes on with the next epoch. One that is used before the training
-        loader, and not for training, needs `resume=False`. See `pytorch.loader.load`.
+        A worker that was started again goes on where its older incarnation was: of the first
+        loaders with `resume` that it iterates, the batches of `worker.clock` steps are left out. So
+        a function that trains over one loader after another goes on in the right one, if each step
+        takes `batches_per_step` batches of such a loader.
+
+        With `shards="dynamic"` the coordinator leases ranges of each epoch to the workers as they
+        ask for them: a rank gets as many samples as it has the time for, and what a worker that
+        died had not finished goes to another. See `paramserve.pytorch.loader`.
+
+        Args:
+            dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
+            batch_size: samples in each batch of one rank.
+            epochs: passes over the dataset.
+            steps: number of batches instead of `epochs`: passes are added or cut as it needs.
+            shuffle: a new order for each epoch, from (seed, epoch).
+            batches_per_step: batches of one step on the servers, as where their gradients are added
+                up; None: 1, or as many as `ps.LocalSteps` or `ps.ElasticAverage` make own steps, if
+                that is the adopted optimizer's policy when the iteration begins. Left over batches
+                belong to no step, but own steps of a leased loader are exchanged at its end.
+            resume: with static shards, False for a loader that is not stepped with, as for
+                evaluation, if it is iterated before the training loader has come to its place.
+            shards: "static" (None) or "dynamic". With the latter `steps` is the mean over the
+                ranks.
+            adaptive_batch: smallest and largest batch of a rank. Shares batch_size x workers
+                samples by the measured speed of each. Implies "dynamic".
+            name: of a leased loader, the same on all ranks; None: by the order in which they are
+                made.
+            prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of
+                them. While one batch is computed the next one is loaded, and its rows are on their
+                way, one step older: see `paramserve.pytorch.batches.ahead`. On a table under
+                `ps.Sync` it gains nothing.
+            dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
+                `batch_sampler` and `drop_last`.
+        Raises:
+            TypeError: an unknown or excluded option, a number that is not an int, or a dataset
+                without length.
+            ValueError: a number is out of its range, or the dataset has no whole batch for every
+                worker (with "dynamic": for one).
+        Source: guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on Computers,
+            1987.
         """
         from paramserve.pytorch.loader import load
 
@@ -392,14 +481,20 @@ class Worker:
         shards: str = "static",
         **sharing: Any,
     ) -> torch.utils.data.Sampler[Any]:
-        """The sampler of `loader`, for a DataLoader of your own.
+        """This rank's part of a dataset, for a `DataLoader` of your own.
 
         Each iteration is the next epoch, also of a sampler that is made again with the same dataset
         and arguments; `set_epoch(number)` chooses another one.
 
-        Static, it goes into `sampler=`; with `shards="dynamic"`, `batch_size` and what else
-        `loader` takes of a leased one, it makes the batches, and goes into `batch_sampler=`.
-        `batches_per_step` is as for `loader`. See `paramserve.pytorch.loader.sampler`.
+        Args:
+            shuffle: a new order for each epoch, from (seed, epoch).
+            shards: "static": gives indices, for `sampler=`; "dynamic": gives batches of indices
+                that are leased to this rank, for `batch_sampler=`.
+            sharing: with "dynamic" `batch_size`, and `epochs`, `steps`, `batches_per_step`,
+                `adaptive_batch` and `name` as `loader` takes them.
+        Raises:
+            TypeError: the dataset has no length, or an argument belongs to the other kind.
+            ValueError: it has fewer samples than there are workers, or than a batch.
         """
         from paramserve.pytorch.loader import sampler
 

@@ -223,18 +223,7 @@ def sampler(
     shards: str = STATIC,
     **sharing: Any,
 ) -> RankSampler | leased.LeasedSampler:
-    """`worker.sampler`: this rank's part of a dataset, for a `DataLoader` of your own.
-
-    Args:
-        shuffle: a new order for each epoch, from (seed, epoch).
-        shards: "static": gives indices, for `sampler=`; "dynamic": gives batches of indices that
-            are leased to this rank, for `batch_sampler=`.
-        sharing: with "dynamic" `batch_size`, and `epochs`, `steps`, `batches_per_step`,
-            `adaptive_batch` and `name` as `load` takes them.
-    Raises:
-        TypeError: the dataset has no length, or an argument belongs to the other kind.
-        ValueError: it has fewer samples than there are workers, or than a batch.
-    """
+    """See `Worker.sampler`."""
     if _dynamic(shards, None):
         if "batch_size" not in sharing:
             raise TypeError('with shards="dynamic" the sampler makes the batches: give batch_size')
@@ -281,46 +270,7 @@ def load(
     prefetch: KeysOf | None = None,
     **dataloader_options: Any,
 ) -> Loader | leased.LeasedLoader:
-    """`worker.loader`: this rank's batches, as many on every rank, or as each has the time for.
-
-    A worker that was started again goes on where its older incarnation was: of the first loaders
-    with `resume` that it iterates, the batches of `worker.clock` steps are left out. So a function
-    that trains over one loader after another goes on in the right one, if each step takes
-    `batches_per_step` batches of such a loader.
-
-    A loader made again with the same dataset and arguments goes on with the epochs that follow: in
-    each round of a loop over epochs all samples come, in a new order.
-
-    With `shards="dynamic"` ranges of each epoch are leased to the workers as they ask for them;
-    what that means stands in `paramserve.pytorch.loader`.
-
-    Args:
-        dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
-        batch_size: samples in each batch of one rank.
-        epochs: passes over the dataset.
-        steps: number of batches instead of `epochs`: passes are added or cut as it needs.
-        shuffle: a new order for each epoch, from (seed, epoch).
-        batches_per_step: batches of one step on the servers, as where their gradients are added up;
-            None: as `worker.batches_per_step` says when the iteration begins. Left over batches
-            belong to no step, but own steps of a leased loader are exchanged at its end.
-        shards: "static" (None) or "dynamic". With the latter `steps` is the mean over the ranks.
-        adaptive_batch: smallest and largest batch of a rank. Shares batch_size x workers samples by
-            the measured speed of each. Implies "dynamic".
-        name: of a leased loader, the same on all ranks; None: by the order in which they are made.
-        resume: with static shards, False for a loader that is not stepped with, as for evaluation,
-            if it is iterated before the training loader has come to its place.
-        prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of them.
-            While one batch is computed the next one is loaded, and its rows are on their way, one
-            step older: see `batches.ahead`. On a table under `ps.Sync` it gains nothing.
-        dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
-            `batch_sampler` and `drop_last`.
-    Raises:
-        TypeError: an unknown or excluded option, a number that is not an int, or a dataset
-            without length.
-        ValueError: a number is out of its range, or the dataset has no whole batch for every worker
-            (with "dynamic": for one).
-    Source: guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on Computers, 1987.
-    """
+    """See `Worker.loader`."""
     passes = _Passes(batch_size, epochs, steps, shuffle, batches_per_step)
     if _dynamic(shards, adaptive_batch):
         sharing = {**passes._asdict(), "adaptive_batch": adaptive_batch, "name": name}

@@ -257,51 +257,7 @@ def adopt(
     consistency: Policy | None = None,
     dense: str = "servers",
 ) -> Optimizer:
-    """Let `optimizer` step on the servers; rank 0's model defines the values on all ranks.
-
-    All ranks call this at the same point. When it returns, the model has rank 0's values. State
-    that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
-    Modules on tables that the model has step with it; see `paramserve.pytorch.tables`.
-
-    With two policies the optimizer makes the steps itself, on this worker; it may then be of any
-    class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker has to
-    be started again: it goes on with the servers' values and a fresh state. One clock is `every`
-    steps. Loaders and samplers of the worker know that when they are iterated after this call; only
-    where a step takes several batches they need `batches_per_step`, of a whole clock.
-
-    - `ps.LocalSteps`: after each `every` steps the servers apply their `outer` rule to the mean of
-      what the steps have changed, and all go on from there. Steps that are left over at the end
-      of the run, or of a leased loader, are exchanged then.
-    - `ps.ElasticAverage`: this worker's values stay its own; at each exchange they and the servers'
-      values, the center, move towards each other by lr * rho of their distance, with the lr of each
-      parameter group. `Result.state_dict()` is the center, and it is what to evaluate: the model
-      here has this worker's own values, also at the end.
-
-    Args:
-        model: its parameters and buffers make up the result, under their names in it.
-        optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32 or
-            float64. SGD, Adam and AdamW are compiled; the others run as themselves on the servers.
-        name: of the group on the servers; another one for each optimizer of a worker. A parameter
-            is stepped by the last optimizer that it was given to: an earlier one that has it too
-            is refused at its next step, and its group keeps the values of that time.
-        overlap: return after the push, so that communication and the next gradient overlap. The
-            gradients of step k then come from the values after step k - 2. Not with own steps.
-        weight: number of samples behind each gradient, or a function that tells it at each step;
-            None: as the worker's loader knows it, else 1. Under `Sync` gradients are multiplied by
-            it; "mean" divides by their sum. LocalSteps adds it up over the steps of an exchange.
-        clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this worker's,
-            before an own step its gradient; None: no clipping.
-        buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every few
-            steps and at the end; "local": they are not sent.
-        consistency: the policy of this optimizer's group, the same on all ranks; None: the run's.
-        dense: "servers", or "local": the optimizer steps here; see `paramserve.pytorch.hybrid`.
-    Returns:
-        The same object.
-    Raises:
-        TypeError, ValueError: an argument is not supported. Nothing was defined.
-        DefineTimeout: rank 0 did not define the model in time.
-        DefineMismatch: the group was defined with another policy, or another rule.
-    """
+    """See `Worker.optimizer`."""
     model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
     adopted = _started(worker, model, optimizer, settings, dense)

@@ -64,26 +64,7 @@ def start(
     host: str | None = None,
     timeout_s: float | None = None,
 ) -> StartedGroup:
-    """Make the default process group of this process, with all workers of the run.
-
-    It listens on loopback where the whole cluster does, and otherwise on the address by which this
-    worker reaches the coordinator. What is sent in it is not protected: between machines it needs a
-    network that you trust. NCCL chooses its network by its own variables (`NCCL_SOCKET_IFNAME`).
-
-    It stands as long as all its workers do: a worker that ends breaks it for the others, whose next
-    operation raises, and one that is started again, or added, cannot come in.
-
-    Args:
-        backend: as for `torch.distributed.init_process_group`, the same on all ranks. None: "gloo"
-            and, if each worker's present CUDA device is one of its own, NCCL for CUDA tensors.
-        host: the address of this worker's host for the others; None: as said above.
-        timeout_s: until all workers are there, and then of each operation; the client's if None.
-    Raises:
-        ParamServeError: this worker was started again, or came later than the others; or this
-            process has a process group already.
-        Timeout: not all workers came in time; the text names those who are missing. In both
-            cases there is no process group afterwards.
-    """
+    """Make the default process group of this process; see `Worker.process_group`."""
     _check(client)
     limit_s = timeout_s if timeout_s is not None else client.timeout_s
     place = host if host is not None else own_host(client.connection.addresses)
