@@ -28,13 +28,11 @@ from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
 from paramserve.engine.prepared import (
-    STDERR,
-    STDOUT,
     Forked,
     Prepared,
     above_standard,
-    inherited,
     search_path,
+    start_python,
     surroundings,
 )
 
@@ -313,15 +311,8 @@ class LocalFleet:
 
     def _start(self, role: Role, source: BinaryIO, reports_fd: int) -> subprocess.Popen[bytes]:
         start = _START.format(source=source.fileno(), reports=reports_fd, driver=os.getpid())
-        return subprocess.Popen(
-            [self._python, "-c", start, f"paramserve {role.name}"],
-            stdin=subprocess.DEVNULL,
-            stdout=inherited(STDOUT),
-            stderr=inherited(STDERR),
-            pass_fds=(source.fileno(), reports_fd),
-            env={**os.environ, **role.environment},
-            process_group=0,
-        )
+        fds = (source.fileno(), reports_fd)
+        return start_python(self._python, start, role.name, role.environment, fds)
 
 
 def _parcel(role: Role) -> BinaryIO:

@@ -127,6 +127,25 @@ def above_standard(fd: int) -> int:
         os.close(fd)
 
 
+def start_python(
+    python: str, code: str, name: str, environment: Mapping[str, str], fds: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
+    """Run code in a fresh interpreter that leads a process group of its own and inherits `fds`.
+
+    Args:
+        environment: on top of this process's own.
+    """
+    return subprocess.Popen(
+        [python, "-c", code, f"paramserve {name}"],
+        stdin=subprocess.DEVNULL,
+        stdout=inherited(STDOUT),
+        stderr=inherited(STDERR),
+        pass_fds=fds,
+        env={**os.environ, **environment},
+        process_group=0,
+    )
+
+
 class Prepared:
     """A prepared process, from the driver's side. For any thread.
 
@@ -144,15 +163,7 @@ class Prepared:
         theirs = socket.socket(fileno=above_standard(other.detach()))
         start = _START.format(path=search_path(), control=theirs.fileno(), driver=os.getpid())
         try:
-            self._popen = subprocess.Popen(
-                [python, "-c", start, "paramserve prepared"],
-                stdin=subprocess.DEVNULL,
-                stdout=inherited(STDOUT),
-                stderr=inherited(STDERR),
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **environment},
-                process_group=0,
-            )
+            self._popen = start_python(python, start, "prepared", environment, (theirs.fileno(),))
         except BaseException:
             self._control.close()
             raise
