@@ -23,8 +23,12 @@ def as_table(address: str, status: Status) -> RenderableType:
     return Group(told, *parts)
 
 
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left")
+
+
 def _servers(status: Status) -> Table:
-    table = Table("shard", "state", "clients", "values", title="servers", title_justify="left")
+    table = _table("servers", "shard", "state", "clients", "values")
     for beat in status.servers:
         state = "silent" if beat.shard in status.silent_servers else "serving"
         table.add_row(str(beat.shard), state, str(beat.clients), in_bytes(beat.value_bytes))
@@ -32,16 +36,8 @@ def _servers(status: Status) -> Table:
 
 
 def _workers(status: Status) -> Table:
-    table = Table(
-        "rank",
-        "state",
-        "incarnation",
-        "clocks",
-        "pushes",
-        "staleness",
-        "dropped",
-        title="workers",
-        title_justify="left",
+    table = _table(
+        "workers", "rank", "state", "incarnation", "clocks", "pushes", "staleness", "dropped"
     )
     clocks: dict[int, dict[str, int]] = {}
     for beat in status.servers:
@@ -66,7 +62,8 @@ def _workers(status: Status) -> Table:
 
 
 def _groups(status: Status) -> Table:
-    table = Table(
+    table = _table(
+        "groups",
         "group",
         "policy",
         "version",
@@ -76,8 +73,6 @@ def _groups(status: Status) -> Table:
         "dropped",
         "buffered",
         "copies",
-        title="groups",
-        title_justify="left",
     )
     for name, group in sorted(by_group(status.servers).items()):
         policy = f"{group.policy}, then {group.coming}" if group.coming else group.policy
@@ -96,16 +91,7 @@ def _groups(status: Status) -> Table:
 
 
 def _tables(status: Status) -> Table:
-    table = Table(
-        "table",
-        "rows",
-        "memory",
-        "created",
-        "evicted",
-        "unadmitted",
-        title="tables",
-        title_justify="left",
-    )
+    table = _table("tables", "table", "rows", "memory", "created", "evicted", "unadmitted")
     for name, group in sorted(by_group(status.servers).items()):
         if group.table is not None:
             of = group.table
@@ -116,8 +102,7 @@ def _tables(status: Status) -> Table:
 
 
 def _leases(status: Status) -> Table:
-    title = "samples by lease"
-    table = Table("loader", "rank", "given", "done", "repeated", title=title, title_justify="left")
+    table = _table("samples by lease", "loader", "rank", "given", "done", "repeated")
     for loader in status.leases:
         for number, (rank, given, done) in enumerate(loader.ranks):
             of_all = (loader.loader, str(loader.repeated)) if number == 0 else ("", "")

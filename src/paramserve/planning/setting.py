@@ -27,8 +27,8 @@ class Network:
     latency_s: float = 50e-6
 
     def __post_init__(self) -> None:
-        check_number("worker_gbps of Network", self.worker_gbps, above=0.0)
-        check_number("server_gbps of Network", self.server_gbps, above=0.0)
+        for name in ("worker_gbps", "server_gbps"):
+            check_number(f"{name} of Network", getattr(self, name), above=0.0)
         check_number("latency_s of Network", self.latency_s)
 
 
@@ -55,13 +55,11 @@ class Compute:
     slow_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("step_s of Compute", self.step_s)
-        check_number("spread of Compute", self.spread)
-        check_number("jitter of Compute", self.jitter)
-        check_number("straggler_p of Compute", self.straggler_p)
-        check_number("straggler_factor of Compute", self.straggler_factor, above=0.0)
+        for name in ("step_s", "spread", "jitter", "straggler_p"):
+            check_number(f"{name} of Compute", getattr(self, name))
+        for name in ("straggler_factor", "slow_factor"):
+            check_number(f"{name} of Compute", getattr(self, name), above=0.0)
         check_count("slow of Compute", self.slow, least=0)
-        check_number("slow_factor of Compute", self.slow_factor, above=0.0)
         if self.straggler_p > 1.0:
             raise ValueError(f"straggler_p of Compute must be at most 1, not {self.straggler_p}")
 

@@ -40,24 +40,11 @@ def _read_sgd(group: ParamGroup) -> Options:
     )
 
 
-def _build_sgd(options: Options) -> Rule:
-    lr, momentum, dampening, weight_decay, nesterov, maximize = options
-    return SGD(
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
-
-
 def _read_adam(group: ParamGroup) -> Options:
     beta1, beta2 = group["betas"]
     return (
         float(group["lr"]),
-        float(beta1),
-        float(beta2),
+        (float(beta1), float(beta2)),
         float(group["eps"]),
         float(group["weight_decay"]),
         bool(group["decoupled_weight_decay"]),
@@ -65,20 +52,9 @@ def _read_adam(group: ParamGroup) -> Options:
     )
 
 
-def _build_adam(options: Options) -> Rule:
-    lr, beta1, beta2, eps, weight_decay, decoupled, maximize = options
-    return Adam(
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        maximize=maximize,
-    )
-
-
-_SGD = Kind(_read_sgd, _build_sgd)
-_ADAM = Kind(_read_adam, _build_adam)
+# Both read the options in the order of the rule's fields.
+_SGD = Kind(_read_sgd, lambda options: SGD(*options))
+_ADAM = Kind(_read_adam, lambda options: Adam(*options))
 _KERNELS: dict[type[Optimizer], Kind] = {
     torch.optim.SGD: _SGD,
     torch.optim.Adam: _ADAM._replace(torch="Adam"),

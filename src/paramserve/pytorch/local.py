@@ -23,7 +23,7 @@ from paramserve.pytorch.hyper import ParamGroup
 from paramserve.rules.sgd import SGD
 
 if TYPE_CHECKING:
-    from paramserve.client import Client
+    from paramserve.client import Client, Ticket
     from paramserve.core.partition import Block
     from paramserve.worker import Worker
 
@@ -146,21 +146,22 @@ class Local(Adopted[B]):
 
     @abstractmethod
     def _exchange(self) -> None:
-        """Push, tick and pull in one message to each shard; then `_exchanged`.
+        """Push, tick and pull in one message to each shard.
 
         Raises:
             NonFinite: this worker's values hold NaN or Inf. Nothing was sent or counted.
         """
 
-    def _note(self) -> dict[str, Any]:
-        """What the exchange tells of the schedulers, as an option of `client.dense.step`."""
+    def _send(self, push: Sequence[BlockPush]) -> Ticket:
+        """Push, tick and pull, and count from here. The ticket may still fail."""
         note = self._schedules.note()
-        return {"note": note} if note else {}
-
-    def _exchanged(self) -> None:
-        """The push was sent: count from here. The ticket may still fail."""
+        options: dict[str, Any] = {"note": note} if note else {}
+        ticket = self._client.dense.step(
+            self._settings.name, push, pull=self._blocks, weight=self._samples, **options
+        )
         self.since, self._samples = 0, 0.0
         self._schedules.sent()
+        return ticket
 
 
 def unscale(params: Sequence[Tensor], factor: float) -> None:
@@ -211,13 +212,8 @@ class LocalStepping(Local[StartedBlock]):
         ]
 
     def _exchange(self) -> None:
-        client = self._client
-        push = [part.difference(client) for part in self._parts]
-        ticket = client.dense.step(
-            self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
-        )
-        self._exchanged()
-        self._install(ticket, self._parts)
+        push = [part.difference(self._client) for part in self._parts]
+        self._install(self._send(push), self._parts)
 
 
 # --- ElasticAverage ----------------------------------------------------------------------------
@@ -289,14 +285,10 @@ class Elastic(Local[ElasticBlock]):
         return alpha
 
     def _exchange(self) -> None:
-        client = self._client
         alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
         alphas[None] = 0.0  # in no group any more: neither side moves
-        push = [part.own_values(client, alphas[part.group]) for part in self._parts]
-        ticket = client.dense.step(
-            self._settings.name, push, pull=self._blocks, weight=self._samples, **self._note()
-        )
-        self._exchanged()
+        push = [part.own_values(self._client, alphas[part.group]) for part in self._parts]
+        ticket = self._send(push)
         outcome = ticket.result()
         try:
             for part in self._parts:

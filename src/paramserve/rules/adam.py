@@ -56,14 +56,8 @@ class Adam(BuiltIn):
         super().__post_init__()
 
     def hyper(self) -> Hyper:
-        return (
-            float(self.lr),
-            *(float(beta) for beta in self.betas),
-            float(self.eps),
-            float(self.weight_decay),
-            float(self.decoupled),
-            float(self.maximize),
-        )
+        fields = (self.eps, self.weight_decay, self.decoupled, self.maximize)
+        return tuple(map(float, (self.lr, *self.betas, *fields)))
 
     @staticmethod
     def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:

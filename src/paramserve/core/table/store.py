@@ -18,11 +18,37 @@ from paramserve.core.table.compiled import index_kernels, row_kernels
 from paramserve.core.table.eviction import UseOrder
 from paramserve.core.table.hashing import Keys
 from paramserve.core.table.index import KEY_BYTES_MAX, PLACES, Index
-from paramserve.core.table.initial import drawing
 from paramserve.core.table.memory import Growing
-from paramserve.core.table.options import TableOptions
+from paramserve.core.table.options import Constant, Init, Normal, TableOptions, Uniform
 from paramserve.errors import TableFull
 from paramserve.rules.rows import RowLayout, RowView
+
+
+class Drawing(NamedTuple):
+    """What the kernels draw initial values from, besides the key: their first arguments."""
+
+    stream: np.uint64
+    kind: int
+    a: float
+    b: float
+    work: npt.NDArray[np.float64]
+    """Overwritten by each call, as is `line`."""
+    line: npt.NDArray[np.float32]
+
+
+def drawing(init: Init, stream: int, dim: int) -> Drawing:
+    """The numbers of an option, for a table whose stream (`hashing.stream_of`) is given."""
+    kernels = row_kernels()
+    kind, a, b = kernels.CONSTANT, 0.0, 0.0
+    if isinstance(init, Uniform):
+        kind, a, b = kernels.UNIFORM, init.low, init.high
+    elif isinstance(init, Normal):
+        kind, a, b = kernels.NORMAL, init.mean, init.std
+    elif isinstance(init, Constant):
+        a = init.value
+    work, line = np.empty((3, kernels.TILE)), np.empty(dim, np.float32)
+    return Drawing(np.uint64(stream), kind, a, b, work, line)
+
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint32]
