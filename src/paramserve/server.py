@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ import msgspec
 
 from paramserve.compiling import load_if_compiled, needed
 from paramserve.config import Credentials, ServerConfig
-from paramserve.consistency.registered import Registered, registered
+from paramserve.consistency.registry import Registered, registered
 from paramserve.consistency.registry import build as build_policy
 from paramserve.core.events import (
     ClientBye,
@@ -80,13 +79,6 @@ _decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | Bye).decod
 _decode_peer = decoder(PeerMessage).decode
 
 
-@dataclass
-class _Party:
-    """Who is on a connection: a client, or (client 0) another server."""
-
-    client: int
-
-
 class Control(Protocol):
     """What a server uses of its connection to the coordinator; see `transport.control`."""
 
@@ -129,7 +121,8 @@ class ServerRole:
         self._control = control
         self._loop = loop
         self._needed = needed
-        self._parties: dict[Connection, _Party] = {}
+        self._parties: dict[Connection, int] = {}
+        """By connection, its client; 0: another server; -1: nothing that it sends counts."""
         self._clients: dict[int, Connection] = {}
         self._peers = PeerLinks(config.shard, dial, loop)
         self._timer: Handle | None = None
@@ -163,7 +156,7 @@ class ServerRole:
         if hello.role == "attach":
             self._attach(conn, hello)
         elif hello.role == "server" and 0 <= hello.client < self.config.servers:
-            self._parties[conn] = _Party(0)
+            self._parties[conn] = 0
         elif hello.role == "client" and hello.client > 0:
             self._client(conn, hello)
         else:
@@ -180,9 +173,9 @@ class ServerRole:
             raise effects.refused
         older = self._clients.get(hello.client)
         if older is not None:
-            self._parties[older].client = -1
+            self._parties[older] = -1
             older.close()
-        self._parties[conn] = _Party(hello.client)
+        self._parties[conn] = hello.client
         self._clients[hello.client] = conn
         self._act(effects)
 
@@ -195,7 +188,7 @@ class ServerRole:
                 fix="connect first",
             )
         take_arenas(main, conn, self.config.limits)
-        self._parties[conn] = _Party(-1)
+        self._parties[conn] = -1
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
         try:
@@ -222,7 +215,7 @@ class ServerRole:
         if self._loading is not None:
             self._loading.append((conn, header, payload))
             return
-        client = self._parties[conn].client
+        client = self._parties[conn]
         if client == 0:
             self._happen(FromShard(_decode_peer(header)))
             return
@@ -243,7 +236,7 @@ class ServerRole:
                     fix="run the same version on both sides",
                 )
             for request in message.requests:
-                if self._parties[conn].client == client:  # not cut off by one before
+                if self._parties[conn] == client:  # not cut off by one before
                     self._request(conn, client, request, payload)
         else:
             self._request(conn, client, message, payload)
@@ -256,7 +249,7 @@ class ServerRole:
             self._happen(Requested(client, message, memory))
 
     def closed(self, conn: Connection) -> None:
-        client = self._parties.pop(conn).client
+        client = self._parties.pop(conn)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
             self._happen(ClientGone(client))

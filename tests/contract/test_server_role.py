@@ -106,7 +106,7 @@ def test_servers_find_each_other_again_when_their_link_breaks(make_cluster: Make
             def cut() -> None:
                 for running in cluster.servers:
                     for conn, party in list(running.role._parties.items()):
-                        if party.client == 0:
+                        if party == 0:
                             conn.close()
 
             cluster.on_server(cut)
