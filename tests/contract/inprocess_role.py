@@ -9,7 +9,7 @@ from typing import Any
 from tests.contract.inprocess import InProcessListener
 
 from paramserve.config import Credentials, ServerConfig
-from paramserve.consistency.registered import Registered
+from paramserve.consistency.registry import Registered
 from paramserve.messages import Hello
 from paramserve.server import ServerRole, new_shard
 from paramserve.transport.connection import Connection

@@ -33,7 +33,7 @@ from paramserve.config import (
 )
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.consistency.registered import Registered, registered
+from paramserve.consistency.registry import Registered, registered
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.coordination import Coordination

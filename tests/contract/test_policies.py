@@ -24,8 +24,7 @@ from paramserve.consistency.built_in import (
     LocalSteps,
     Sync,
 )
-from paramserve.consistency.registered import registered
-from paramserve.consistency.registry import spec
+from paramserve.consistency.registry import registered, spec
 from paramserve.errors import (
     DefineMismatch,
     NonFinite,

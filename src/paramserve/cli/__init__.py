@@ -16,7 +16,7 @@ from paramserve import __version__
 from paramserve.cli.cluster import COMMANDS, load_object
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
-from paramserve.consistency.registered import split
+from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
 
 INTERRUPTED = 130

@@ -18,7 +18,7 @@ import click
 from paramserve.cli.options import split_reference, tls_of, with_tls
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.config import Deadlines, Limits
-from paramserve.consistency.registered import split
+from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
 
 if TYPE_CHECKING:

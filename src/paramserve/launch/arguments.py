@@ -1,7 +1,7 @@
 """Checks what `run`, `start` and `Cluster` are given, before anything is started.
 
 Deadlines and limits are checked in `config.py`, policies and rules in
-`consistency/registered.py`.
+`consistency/registry.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ import cloudpickle
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.registered import check
-from paramserve.consistency.registry import build, spec
+from paramserve.consistency.registry import build, check, spec
 
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""

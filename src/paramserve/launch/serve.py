@@ -35,8 +35,7 @@ from paramserve.config import (
 )
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.consistency.registered import Registered, check
-from paramserve.consistency.registry import build, spec
+from paramserve.consistency.registry import Registered, build, check, spec
 from paramserve.coordinator import ROLES, CoordinatorRole
 from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING

@@ -158,16 +158,14 @@ def _check_class(kind: Any) -> None:
     if not isinstance(kind, type):
         raise TypeError(f"rules= takes classes, as in rules=[MyRule], not {kind!r}")
     where = f"rules=: {kind.__qualname__}"
-    settings: Any = getattr(kind, "__dataclass_params__", None)
-    if "__dataclass_params__" not in vars(kind) or not (settings.frozen and settings.eq):
-        raise TypeError(f"{where} has to be a frozen dataclass: put @dataclass(frozen=True) on it")
+    check_frozen(where, kind)
     if issubclass(kind, CustomRule):
         if kind.update is CustomRule.update:
             raise TypeError(
                 f"{where} has no update(): define update(self, value, gradient, state, push)"
             )
-        _check_signature(where, kind, "update", "(self, value, gradient, state, push)", 4)
-        _check_signature(where, kind, "init", "(self, name, size, dtype)", 3)
+        check_signature(where, kind, "update", "(self, value, gradient, state, push)", 4)
+        check_signature(where, kind, "init", "(self, name, size, dtype)", 3)
     else:
         _check_protocol(where, kind)
     described: Any = kind
@@ -206,10 +204,22 @@ def _check_protocol(where: str, kind: type[Any]) -> None:
         )
     for method, count in _SIGNATURES.items():
         signature = str(inspect.signature(getattr(Rule, method)))
-        _check_signature(where, kind, method, signature, count)
+        check_signature(where, kind, method, signature, count)
 
 
-def _check_signature(where: str, kind: type[Any], method: str, wanted: str, count: int) -> None:
+def check_frozen(where: str, kind: type[Any]) -> None:
+    """Raise `TypeError` unless a class is itself a frozen dataclass."""
+    settings: Any = vars(kind).get("__dataclass_params__")
+    if settings is None or not (settings.frozen and settings.eq):
+        raise TypeError(f"{where} has to be a frozen dataclass: put @dataclass(frozen=True) on it")
+
+
+def check_signature(where: str, kind: type[Any], method: str, wanted: str, count: int) -> None:
+    """Raise `TypeError` unless a method can be called with `count` arguments.
+
+    Args:
+        wanted: its signature, for the error.
+    """
     function = inspect.getattr_static(kind, method)
     try:
         inspect.signature(function).bind(None, *[None] * count)

@@ -11,7 +11,7 @@ clusters keep their invariants under it. Whether it trains well is not tested he
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -31,8 +31,7 @@ from paramserve.consistency.base import (
     Wait,
 )
 from paramserve.consistency.built_in import Buffered
-from paramserve.consistency.registered import check_registered
-from paramserve.consistency.registry import Registered, build, spec
+from paramserve.consistency.registry import build, check_registered, spec
 from paramserve.testing.drill import (
     Drill,
     PlainGroupView,
@@ -261,7 +260,7 @@ class PolicySuite:
             found.append(count)
         return found
 
-    def _known(self) -> Registered:
+    def _known(self) -> Mapping[str, Any]:
         return check_registered(self.registered, self.policy)
 
 

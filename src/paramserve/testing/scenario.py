@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, Literal
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.consistency.registered import check_registered
-from paramserve.consistency.registry import Registered
+from paramserve.consistency.registry import check_registered
 from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve.testing.network import Faults
 
@@ -53,7 +53,7 @@ class Scenario:
         return (self.consistency, *self.others, *scripted)
 
     @property
-    def registered(self) -> Registered:
+    def registered(self) -> Mapping[str, Any]:
         """Classes and functions of all policies that are not built in, as a run registers them."""
         found: dict[str, Any] = {}
         for policy in self.policies:

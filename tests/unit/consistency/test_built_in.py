@@ -34,8 +34,7 @@ from paramserve.consistency.built_in import (
     Polynomial,
     Sync,
 )
-from paramserve.consistency.registered import check_registered
-from paramserve.consistency.registry import BUILT_IN, build, spec, terms
+from paramserve.consistency.registry import BUILT_IN, build, check_registered, spec, terms
 from paramserve.errors import UnknownRule
 from paramserve.rules import SGD
 from paramserve.testing.policy_suite import PlainGroupView

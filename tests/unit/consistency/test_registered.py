@@ -8,7 +8,7 @@ import pytest
 
 from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import Async
-from paramserve.consistency.registered import check, check_registered, registered, split
+from paramserve.consistency.registry import check, check_registered, registered, split
 from paramserve.rules import SGD
 from paramserve.rules.custom import CustomRule
 

@@ -14,7 +14,7 @@ import pytest
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.consistency.registered import registered
+from paramserve.consistency.registry import registered
 from paramserve.launch import packing
 from paramserve.launch.packing import WithArguments, for_servers, pack
 from paramserve.rules.base import Rule
