@@ -1,18 +1,144 @@
-"""How Ray is imported, and calls of its control service that hold nobody up for long.
+"""How Ray is imported, this process's connection to it, and bounded calls of its control service.
 
-The service may hang with its node, and a process may leave the cluster at any time: neither is an
-error here. Who needs to know sees it elsewhere.
+The connection is made when it is needed first, and ended when the last user leaves. The control
+service may hang with its node, and a process may leave the cluster at any time: neither is an error
+here, and shows elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from paramserve.errors import ParamServeError
+
+DIAL_S = 3.0
+
+
+class Connection:
+    """This process's connection to Ray: who needs it, and whether it is ours to end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ours = False
+
+    def enter(
+        self,
+        ray: ModuleType,
+        address: str | None,
+        init: Mapping[str, Any],
+        *,
+        start: bool = True,
+    ) -> Callable[[], None]:
+        """Connect, unless this process is connected.
+
+        Args:
+            start: whether a new Ray may be started where no running one is meant; else it is
+                the one that runs on this machine.
+        Returns:
+            What says that the connection is needed no more; repeating is safe.
+        Raises:
+            ParamServeError: no connection to this address.
+        """
+        with self._lock:
+            if ray.is_initialized():
+                _check_same(ray, address)
+                self._ours = self._ours and self._users > 0
+            else:
+                _connect(ray, address, init, start)
+                self._ours = True
+            self._users += 1
+        left = threading.Event()
+
+        def leave() -> None:
+            with self._lock:
+                if left.is_set():
+                    return
+                left.set()
+                self._users -= 1
+                if self._users == 0 and self._ours:
+                    self._ours = False
+                    ray.shutdown()
+
+        return leave
+
+
+CONNECTION = Connection()
+
+
+def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any], start: bool) -> None:
+    named = named_cluster(address)
+    wanted = named if named is not None else "local" if start else "auto"
+    options: dict[str, Any] = {"logging_level": logging.WARNING}
+    if wanted == "local":
+        options["include_dashboard"] = False
+    try:
+        check_address(wanted)
+        _dial(wanted)
+        ray.init(address=wanted, **{**options, **init})
+    except Exception as error:
+        raise ParamServeError(
+            f"Ray could not be {'started' if wanted == 'local' else f'reached at {wanted!r}'}: "
+            f"{error}",
+            fix="give the address that `ray start --head` showed, with the same versions of Ray "
+            "and Python here and there"
+            + (", or address=None for a new Ray on this machine" if start else ""),
+        ) from error
+
+
+def named_cluster(address: str | None) -> str | None:
+    """The running cluster that is meant; None: a new one on this machine."""
+    found = address if address is not None else os.environ.get("RAY_ADDRESS")
+    return found if found and found != "local" else None
+
+
+def _check_same(ray: ModuleType, address: str | None) -> None:
+    """Raise unless the connection that there is goes to the cluster that is meant."""
+    if address is None or ":" not in address:
+        return
+    connected = ray.get_runtime_context().gcs_address
+    if _resolved(address) != _resolved(connected):
+        raise ParamServeError(
+            f"this process is connected to Ray at {connected}, not at {address}",
+            fix="leave address out to use that one, or call ray.shutdown() first",
+        )
+
+
+def _resolved(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host), port
+    return host, port
+
+
+def check_address(address: str) -> None:
+    """Raise `TypeError` or `ValueError` unless this names a cluster."""
+    if not isinstance(address, str):
+        raise TypeError(f"address must be a str or None, not {address!r}")
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"{address!r} is the address of a Ray Client, from which the processes of a cluster "
+            "cannot be reached; to fix: start the driver on a node of the cluster, with "
+            "`ray job submit`, and use address='auto'"
+        )
+    _, colon, port = address.rpartition(":")
+    if address not in ("auto", "local") and not (colon and port.isdecimal()):
+        raise ValueError(f"address must be 'auto' or 'host:port', not {address!r}")
+
+
+def _dial(address: str) -> None:
+    """Raise at once where nobody listens; Ray itself tries for long and then ends the process."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), timeout=DIAL_S).close()
+
 
 RAY_OLDEST = (2, 49)
 """The first whose placement groups have label selectors for bundles."""

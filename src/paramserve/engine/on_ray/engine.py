@@ -10,10 +10,9 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, get_args
 
 from paramserve.config import TLS, check_number
-from paramserve.engine.connecting import CONNECTION, check_address, named_cluster
 from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
-from paramserve.engine.on_ray.control import import_ray
+from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
 from paramserve.engine.on_ray.fleet import RayFleet
 from paramserve.engine.on_ray.room import Layout, reserve
 from paramserve.engine.placing import NOTHING, Needs, Servers, Workers, kind_of
