@@ -35,7 +35,7 @@ class Limits(Struct, frozen=True):
     send_buffer_bytes_max: int = 256 << 20
     """Replies that a peer has not read; past it nothing is read from the peer until it reads."""
     buffers_bytes_max: int = 512 << 20
-    """Memory that a listener keeps to receive payloads in again, while nobody uses it; a server
+    """Memory that a listener keeps to receive payloads in again, while it is unused; a server
     keeps as much for the values that it sends."""
     snapshots_max: int = 64
     """Snapshots kept for a reader; past it the oldest is dropped and counted."""
@@ -60,7 +60,7 @@ class Deadlines(Struct, frozen=True):
     stop_s: float = 1.0
     """From the wish to stop until the processes that remain are killed."""
     reconnect_s: float = 1.0
-    """A broken connection to a server or the coordinator is tried again this long where nobody
+    """A broken connection to a server or the coordinator is tried again this long where no process
     listens, and for `stall_s` where there is no answer; then that is gone."""
     resend_s: float = 0.25
     """A shard repeats what the lead shard has not answered."""

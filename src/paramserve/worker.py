@@ -76,7 +76,7 @@ class Worker:
     Attributes:
         client: the key-value API: define, push, pull, tick.
         seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
-            `rank`; a process that somebody else started does so itself.
+            `rank`; a process that `ps.connect` joined from does so itself.
         aliases: for each adopted optimizer's name, further names of tied tensors.
         stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
         finishers: called in order when the training function has returned.
@@ -376,7 +376,7 @@ class Worker:
         Raises:
             ParamServeError: this worker was started again, or came later than the others; or this
                 process has a process group already.
-            Timeout: not all workers came in time; the text names those who are missing. In both
+            Timeout: not all workers came in time; the text names the missing ones. In both
                 cases there is no process group afterwards.
         """
         from paramserve.pytorch.process_group import start

@@ -26,11 +26,11 @@ UNSENT = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 def make_certificates(directory: str | os.PathLike[str], hosts: Sequence[str] = ()) -> TLS:
     """Write ca.pem, cert.pem and key.pem: the same three files for servers and clients.
 
-    Copy the folder to every host and give each process the returned paths. Whoever holds key.pem
+    Copy the folder to every host and give each process the returned paths. A process with key.pem
     can join the cluster as far as TLS is concerned.
 
     Args:
-        directory: made if it is missing; nobody but its owner may enter it (0700).
+        directory: made if it is missing; only its owner may enter it (0700).
         hosts: names and addresses under which servers are dialled, also "*.name.domain".
             None given: `local_hosts()`.
     Returns:

@@ -140,7 +140,7 @@ def _silent(address: str) -> ParamServeError:
 def scale(address: str, workers: int, token_file: str | None, **options: Any) -> None:
     """Change how many workers a cluster has, while those that stay go on.
 
-    More: their processes may be started from now on, and nobody waits for them before they come.
+    More: their processes may be started from now on, and no worker waits for them before they come.
     Fewer: those with the highest ranks are told to end. For a run, use its `Job.scale`.
     """
     from paramserve.errors import rebuild

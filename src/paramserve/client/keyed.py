@@ -165,7 +165,7 @@ class Keyed:
             raise ValueError(f"table {table.name!r} was got from another client")
 
     def _check_hyper(self, block: Block, hyper: Hyper | None) -> None:
-        """As `check_row_hyper`; most steps bring those of the one before."""
+        """As `check_row_hyper`; most steps have those of the one before."""
         if hyper is not None and self._good_hyper.get(block.id) != hyper:
             check_row_hyper(block, hyper)
             self._good_hyper[block.id] = hyper

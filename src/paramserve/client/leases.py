@@ -175,11 +175,11 @@ class LeasedWork:
         """Wait until there is more to draw; False: the turn is over, or the worker is to end.
 
         For who has done all that was drawn, or can do no more of it. Own steps that were not
-        exchanged yet are, so that the samples behind them count. Until its next step nobody waits
-        for this worker.
+        exchanged yet are, so that the samples behind them count. Until its next step no worker
+        waits for this worker.
 
         Raises:
-            Timeout: those who hold the rest have not gone on for the client's `patience_s`.
+            Timeout: the ranks that hold the rest have not gone on for the client's `patience_s`.
             ParamServeError: as `Client.drain` or the exchange, or the coordinator's refusal.
         """
         if self.over:

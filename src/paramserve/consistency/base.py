@@ -71,7 +71,7 @@ class GroupView(Protocol):
 
     @property
     def step_s(self) -> float:
-        """Median time in which a worker brought its gradients of late, after the clock before;
+        """Median time from a clock's commit to a worker's next gradients, of late;
         0.0: not known yet."""
         ...
 
@@ -134,7 +134,7 @@ class Policy:
             sum times `scale` is applied on all shards, or on none. `on_push` is not asked.
         keeps_reads: the shard keeps what each worker read last, for `Apply.compensate`: up to three
             copies of the group's values for each worker.
-        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that sends NaN or Inf; "skip"
             applies nothing of it, and counts it.
     """
 

@@ -101,7 +101,8 @@ class Adaptive:
 
     Args:
         factor: of the median, above 0.
-        least_s: never sooner than this, in seconds. Until a median is known, nobody is left behind.
+        least_s: never sooner than this, in seconds. Until a median is known, no worker is left
+            behind.
     """
 
     factor: float = 2.0
@@ -128,10 +129,10 @@ class Sync(Policy):
     Args:
         reduce: "mean" or "sum" over the workers. Where the weights are samples, "mean" is the mean
             over the samples of all workers, and "sum" the sum over the samples.
-        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf, or in all
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that sends NaN or Inf, or in all
             where the gradients are finite and their sum (not a mean) overflows; "skip" applies
             nothing at that clock, on all shards alike, and counts it.
-        backup: a clock is decided when all but this many workers have brought theirs.
+        backup: a clock is decided when the gradients of all but this many workers are there.
         timeout_s: it is decided this long after its first gradients came, with those that are
             there; seconds, or `ps.Adaptive(...)`. None: it waits.
     Source: Chen, Pan, Monga, Bengio, Jozefowicz, *Revisiting Distributed Synchronous SGD*, 2016.
@@ -193,7 +194,7 @@ class Async(Policy):
     """Each gradient is applied when it arrives; no worker waits for another.
 
     Args:
-        on_nonfinite: "refuse" raises `NonFinite` in the worker that brings NaN or Inf; "skip"
+        on_nonfinite: "refuse" raises `NonFinite` in the worker that sends NaN or Inf; "skip"
             drops that gradient and counts it.
         damping: what the learning rate is multiplied by, from the gradient's staleness (an int):
             `ps.Inverse`, `ps.Exponential`, `ps.Polynomial`, or a function that was registered with
@@ -202,7 +203,7 @@ class Async(Policy):
         drop_after: a gradient of more staleness than this is dropped and counted. Each shard
             counts its own updates, so that one may drop its part where another applies it.
         momentum: "corrected": the rule's momentum is lowered by 1 - 1 / workers, which that many
-            asynchronous workers bring by themselves, not below 0; "given": it stays.
+            asynchronous workers cause by themselves, not below 0; "given": it stays.
     Source: momentum: Mitliagkas, Zhang, Hadjis, Re, *Asynchrony begets Momentum*, Allerton 2016.
     """
 
@@ -289,10 +290,10 @@ class Buffered(Policy):
     """The mean of each `size` gradients is applied as one update; no worker waits for another.
 
     What is in the buffer when the last worker leaves is applied then. In a cluster without workers
-    each gradient is applied at once: nobody would empty the buffer.
+    each gradient is applied at once: no worker would empty the buffer.
 
     Args:
-        size: gradients of one update, at least 1, whoever sends them.
+        size: gradients of one update, at least 1, from any workers.
         damping: what each counts for by its staleness, as for `Async`; `ps.Polynomial(0.5)` unless
             told. None: all count alike.
         on_nonfinite: as for `Async`.

@@ -187,7 +187,7 @@ class Coordination:
             members = self.membership.members.values()
             living = {each.client for each in members if each.state in (LIVE, RETIRING)}
             self.leases.changed(living, self.membership.number)
-        self._retry_waiting()  # joins may change the membership, but nobody ends there
+        self._retry_waiting()  # joins may change the membership, but no member ends there
         if self.membership.number != before:
             decided.members = self.membership.snapshot()
         return decided
@@ -437,7 +437,7 @@ class Coordination:
         )
 
     def _give_up_absent(self) -> None:
-        """End the wait for those who did not connect again in time."""
+        """End the wait for parties that did not connect again in time."""
         stall_s = self.config.deadlines.stall_s
         silent = self.membership.silent_servers(self._now, stall_s)
         absent, self._absent = self._absent, []

@@ -21,8 +21,8 @@ NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 DIM_MAX = 1 << 16
 """Values in a row of a table."""
 TABLE_POLICY = policy_spec(Async())
-"""Of a table that was defined without one: beside dense layers that step in Sync, nobody waits for
-the rows of others."""
+"""Of a table that was defined without one: beside dense layers that step in Sync, no worker waits
+for the rows of others."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
 
@@ -64,7 +64,7 @@ class Directory:
         """The block for these tensors, and the attempt with which this client must define it.
 
         Returns:
-            Attempt 0: it is defined. None: somebody else is defining it, or has to; ask again.
+            Attempt 0: it is defined. None: another client is defining it, or has to; ask again.
         Raises:
             DefineMismatch: a name is defined with another shape, dtype, rule or group, or its
                 group with another policy.
@@ -129,7 +129,7 @@ class Directory:
         return tuple(found) if wanted <= have else None
 
     def _check_policy(self, call: PlaceBlock) -> None:
-        """Whoever names no policy takes the group's."""
+        """Refuse another policy than the group's; a call without one takes the group's."""
         if call.consistency is None or call.group not in self._policies:
             return
         theirs = self._policies[call.group]
@@ -161,7 +161,7 @@ class Directory:
             raise _mismatch(call, entry.spec, "dtype", entry.spec.dtype, call.dtype)
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
-            # One that waits brings its hyper-parameters with each push.
+            # A client that waits sends its hyper-parameters with each push.
             same = theirs.name == ours.name and _texts(theirs) == _texts(ours)
         else:
             same = theirs == ours
@@ -235,7 +235,7 @@ def _is_table(call: PlaceBlock) -> bool:
 
 
 def _texts(rule: RuleSpec) -> dict[str, str]:
-    """The options that no push brings anew."""
+    """The options that no push sends anew."""
     return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 
 

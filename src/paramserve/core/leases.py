@@ -138,7 +138,7 @@ class Leases:
         """By client."""
         self._tally = tally
         self._fresh = samples
-        """Samples that nobody has had yet."""
+        """Samples that were never leased."""
         self._epoch = first_epoch
         self._position = 0
         self._back: list[Span] = []
@@ -238,7 +238,7 @@ class Leases:
         return self._fresh_span()
 
     def _fresh_span(self) -> Span | None:
-        """The rest of the epoch that nobody has had."""
+        """The rest of the epoch that was never leased."""
         if not self._fresh:
             return None
         stop = min(self._position + self._fresh, self.plan.size)
@@ -363,7 +363,7 @@ class LeaseBook:
             known = self._loaders[name] = _Loader(plan, workers)
         if known.plan != plan:
             raise ParamServeError(
-                f"rank {rank} brought another plan for loader {name!r} than a rank before: "
+                f"rank {rank} came with another plan for loader {name!r} than a rank before: "
                 f"{_described(plan)}; known: {_described(known.plan)}",
                 fix="give worker.loader and worker.sampler the same arguments, and make them in "
                 "the same order, on all ranks",
@@ -371,7 +371,7 @@ class LeaseBook:
         return known
 
     def holders(self, message: Lease) -> tuple[tuple[int, int], ...]:
-        """(rank, samples) of those who hold what is not finished in the turn asked about."""
+        """(rank, samples) of the holders of what is not finished in the turn asked about."""
         loader = self._loaders.get(message.loader)
         turn = loader.turns.get(message.turn) if loader is not None else None
         if turn is None:

@@ -1,12 +1,12 @@
-"""Who belongs to the cluster: servers, workers with their incarnations, other clients.
+"""Which processes belong to the cluster: servers, workers with their incarnations, other clients.
 
 A rank is *expected* until its worker joins, then *live*, and at the end *left* (by its own wish) or
 *dead*; between two lives it is *restarting*: a synchronous clock waits for it as for a live one.
 Each join of a rank is a new incarnation with a new client id; older ones are refused.
 
 The number of workers may change. Ranks that are added are open, and no members before they join:
-nobody waits for a process that starts. Those that are removed while they live are *retiring*: live
-in every way until they end.
+no worker waits for a process that starts. Those that are removed while they live are *retiring*:
+live in every way until they end.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Role:
         payload: what the entry is told. Only the process sees it.
         secret: the cluster's credentials, encoded. Only the process sees it.
         code: what the owner registered to run there (a training function, rules), pickled. It
-            reaches the process on a way that no stranger can write to.
+            reaches the process by a channel that only this user can write to.
         environment: set on top of the driver's environment before the interpreter starts.
         directory: a folder that the process removes if the driver dies; empty: none.
         imports: modules that it will need and that take long to import. An engine that forks

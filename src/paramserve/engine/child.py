@@ -112,7 +112,7 @@ class _DriverWatch:
                 self._poll.register(os.pidfd_open(driver), select.POLLIN)
             except OSError:
                 self._alive = False
-        # The parent is asked after the pidfd is open: before, the number may be a stranger's.
+        # The parent is asked after the pidfd is open: before, the number may be another process's.
         self._alive = self._alive and os.getppid() == driver
 
     def add(self, callback: Callable[[], None]) -> None:

@@ -172,7 +172,7 @@ class Host:
             told.payload,
             told.secret,
             self._report,
-            lambda callback: None,  # whoever started this process ends it with the driver
+            lambda callback: None,  # the cluster ends this process with the driver
             self._stopping.add,
             lambda: load(told.code),
             self._address,

@@ -157,7 +157,7 @@ class LocalProcess:
     def _reap(self) -> None:
         """Note the exit status if it has ended, and end what it left behind.
 
-        The process group is killed before the zombie is collected: until then nobody else can
+        The process group is killed before the zombie is collected: until then no other process can
         get its number. Without `waitid` (macOS before Python 3.13) it is killed right after.
         """
         with self._ended:

@@ -48,7 +48,7 @@ def publish(name: str, data: bytes) -> Callable[[], None]:
         nonlocal withdrawn
         if not withdrawn and os.getpid() == owner:
             withdrawn = True
-            os.ftruncate(fd, 0)  # Whoever opened it before the next line finds nothing in it.
+            os.ftruncate(fd, 0)  # A process that opened it before the next line finds it empty.
             if _is_at(path, fd):  # else it was tidied away, and the name may be another's by now
                 path.unlink(missing_ok=True)
             os.close(fd)
@@ -57,7 +57,7 @@ def publish(name: str, data: bytes) -> Callable[[], None]:
 
 
 def _locked(path: Path) -> int | None:
-    """The file, open and locked; None: somebody else has the lock."""
+    """The file, open and locked; None: another process has the lock."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -68,7 +68,7 @@ def _locked(path: Path) -> int | None:
             if _is_owned(fd):
                 os.close(fd)
                 return None
-        os.close(fd)  # Its publisher removed it between the two calls, or somebody looked at it.
+        os.close(fd)  # Its publisher removed it between the two calls, or a reader has locked it.
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -79,7 +79,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _is_owned(fd: int) -> bool:
-    """Whether a publisher has its lock; those who look share one for a moment."""
+    """Whether a publisher has its lock; readers share one for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,7 +104,7 @@ def _folder() -> Path:
     """The folder of this user's names, made if need be.
 
     Raises:
-        ParamServeError: it belongs to somebody else, or others may enter it.
+        ParamServeError: it belongs to another user, or others may enter it.
     """
     folder = Path(tempfile.gettempdir()) / f"paramserve-names-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

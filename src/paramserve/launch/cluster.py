@@ -118,7 +118,7 @@ class Cluster:
         """A new client; waits until the servers are up. It is closed with the cluster.
 
         Args:
-            rank: of a worker; None for a client that holds up nobody.
+            rank: of a worker; None for a client that no worker waits for.
         Raises:
             ClientClosed: the cluster was closed.
             ServerGone, CoordinatorGone: one of its processes has ended.

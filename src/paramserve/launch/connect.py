@@ -18,7 +18,7 @@ from paramserve.transport.auth import credentials_of
 from paramserve.worker import Worker
 
 HANDLE_CONNECT_S = 5.0
-"""A handle is made of a cluster that is up: whoever does not answer it for this long is gone."""
+"""A handle is made of a cluster that is up: a coordinator that is silent for this long is gone."""
 ADDRESS = "PARAMSERVE_ADDRESS"
 TOKEN_FILE = "PARAMSERVE_TOKEN_FILE"
 TLS_FILES = ("PARAMSERVE_TLS_CERTIFICATE", "PARAMSERVE_TLS_KEY", "PARAMSERVE_TLS_AUTHORITY")
@@ -95,13 +95,13 @@ class Handle:
 
         Args:
             rank: of a worker: the cluster waits for it as for its own; None: a client that reads,
-                assigns and, in Async, pushes, and holds up nobody.
+                assigns and, in Async, pushes, and that no worker waits for.
             workers: how many workers there should be; checked against the cluster.
         Returns:
             A `Worker` for a rank, otherwise a `Client`. Both are context managers that leave the
             cluster at the end.
         Raises:
-            CoordinatorGone: nobody answers: the cluster has ended, or cannot be reached from here.
+            CoordinatorGone: no answer: the cluster has ended, or cannot be reached from here.
             ClientClosed: it was closed, in this process.
             RankTaken: a living worker has this rank.
             ParamServeError: the cluster is being ended, has no such rank, or has another number of
@@ -180,7 +180,7 @@ def connect(
         seed: for the loader's order; the same number on all ranks.
         timeout_s: until the cluster answers and is complete; `deadlines.start_s` if None.
     Raises:
-        ConnectTimeout: nobody answered there, or the cluster was not complete in time.
+        ConnectTimeout: no answer from there, or the cluster was not complete in time.
         NotAuthenticated: the token or a certificate does not match.
         RankTaken: a living worker has this rank. It is free again when that has left or died.
         ParamServeError: the cluster has no such rank, or another number of workers. Nothing was

@@ -95,7 +95,7 @@ class Entry:
     def complains(self) -> bool:
         """Whether it fell because another process is gone.
 
-        It says so, or it is a server that ended in order though nobody asked it to: that is what
+        It says so, or it is a server that ended in order without being asked to: that is what
         one does when the coordinator is gone.
         """
         if self.failure is not None:
@@ -162,7 +162,7 @@ def worker_failed(entry: Entry) -> WorkerFailed | CannotPlace:
     if unplaced is not None:
         return unplaced
     fix = (
-        "mend the training function, or use on_worker_death='continue' to go on without it, or "
+        "fix the training function, or use on_worker_death='continue' to go on without it, or "
         "ps.Restart() to start it again"
     )
     if entry.failure is None and entry.silent:
@@ -185,7 +185,7 @@ def worker_failed(entry: Entry) -> WorkerFailed | CannotPlace:
 
 
 def stopped(seconds: float, *, workers: bool) -> ClientClosed:
-    """The error for whoever uses a run, or a cluster without workers, that was ended by wish."""
+    """The error for the users of a run, or of a cluster without workers, that was stopped."""
     what = "run was stopped" if workers else "cluster was closed"
     return ClientClosed(
         f"the {what} after {seconds:.1f} s",

@@ -35,7 +35,7 @@ class Plan:
 
     Attributes:
         workers: worker processes to start.
-        ranks: workers that somebody else brings; for a cluster without worker processes.
+        ranks: workers that other programs start; for a cluster without worker processes.
         worker_payload: what the worker of a rank is told, given the coordinator's addresses; None
             where there are no workers.
         worker_code: the training function with its arguments, pickled.
@@ -75,7 +75,7 @@ class Plan:
         Args:
             directory: for Unix sockets, and removed by each process if the driver dies; empty
                 where the processes do not share this machine.
-            addresses: the coordinator's; nobody asks for them for the coordinator itself.
+            addresses: the coordinator's; not used for the coordinator itself.
         """
         payload, code = {
             "coordinator": (self._coordinator, b""),

@@ -22,7 +22,7 @@ class Processes(Mapping[Process, Key]):
     A process whose place another one has taken is none of them any more.
 
     Args:
-        fleet: opened and closed by somebody else.
+        fleet: opened and closed by the supervisor.
         overview: by which the coordinator hears of workers that have ended.
 
     Attributes:
@@ -110,7 +110,7 @@ class Processes(Mapping[Process, Key]):
                 process.kill()
                 incarnation = self._roster.entries[key].incarnation
                 self._overview.mark_dead(key.number, incarnation=incarnation)
-        for entry in decision.gone:  # most have left; those who were killed have not
+        for entry in decision.gone:  # most have left, killed ones have not
             self._overview.mark_dead(entry.key.number, incarnation=entry.incarnation)
             if entry.key.number >= self._roster.wanted:
                 self.give_back([entry.key])

@@ -117,7 +117,7 @@ class Job:
 
         Returns when it is agreed upon and new processes are launched, not when they are up. New
         ranks follow the present ones. Each runs the training function and takes part from its
-        first step on; nobody waits for it before (for a rank that comes back: before it has
+        first step on; no worker waits for it before (for a rank that comes back: before it has
         connected). Those with the highest ranks retire:
         `worker.retiring` is True, loops over `worker.loader` end, and the function has
         `Deadlines.retire_s` to return; then its process is ended. Neither that nor any other end

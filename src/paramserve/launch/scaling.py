@@ -23,7 +23,7 @@ from paramserve.messages import Failed
 
 @dataclass
 class _Change:
-    """Another number of workers, that somebody waits for."""
+    """Another number of workers, that a caller waits for."""
 
     workers: int
     done: Future[None] = field(default_factory=Future)
@@ -102,11 +102,11 @@ class Scaling:
 
     @property
     def under_way(self) -> bool:
-        """Whether somebody waits for a change."""
+        """Whether a caller waits for a change."""
         return bool(self._changes)
 
     def go_on(self, now: float) -> None:
-        """One step of the change that somebody waits for."""
+        """One step of the change that is under way."""
         if not self._changes:
             return
         change = self._changes[0]
@@ -123,8 +123,9 @@ class Scaling:
             change.done.set_result(None)
 
     def refuse(self) -> None:
-        """The run is over, and `why_not` says so already: nobody may wait for it."""
-        with self._changes_lock:  # who was let in before that has been added now
+        """The run is over, and `why_not` says so already: fail the changes that callers wait
+        for."""
+        with self._changes_lock:  # a caller that passed `require_open` has added its change by now
             waiting = tuple(self._changes)
         for change in waiting:
             try:

@@ -1,4 +1,4 @@
-"""A server that somebody starts by itself: `paramserve serve`, or `serve()` in a program.
+"""A server that is started by itself: `paramserve serve`, or `serve()` in a program.
 
 The first one of a cluster is its coordinator as well, on the same port. The others join it and get
 a shard each. They run until they are stopped, the coordinator is gone or, if that is wanted, until
@@ -358,7 +358,7 @@ def serve(
 
     Args:
         bind: `host:port` to listen on; port 0: any free one. Beyond loopback, use TLS or a network
-            that you trust: the token keeps strangers out, but hides nothing.
+            that you trust: the token keeps other peers out, but hides nothing.
         token_file: the cluster's token; see `paramserve token`.
         join: `host:port` of the first server; None: this is it.
         servers, workers: of the whole cluster. Only the first server is told.
@@ -377,7 +377,7 @@ def serve(
         UnknownRule: this server joins a cluster whose policy it does not know.
         ParamServeError: the port is taken, the cluster is complete already, or it is gone.
         NotAuthenticated: the token or a certificate does not match.
-        ConnectTimeout: nobody answers at `join`.
+        ConnectTimeout: no answer from `join`.
     """
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)

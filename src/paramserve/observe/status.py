@@ -47,7 +47,7 @@ class GroupStatus:
     Attributes:
         version: updates applied.
         clock: steps that every live worker has finished.
-        steps: steps of all workers together, also of those who have left.
+        steps: steps of all workers together, also of workers that have left.
         skipped: clocks or gradients that were not applied because they held NaN or Inf.
         staleness: of all workers' pushes that were applied or buffered.
         policy: name of the consistency policy that holds for the slowest worker; empty: not told.
@@ -174,7 +174,7 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
     behind = min(shards, key=lambda report: report.version)
     clocks = dict(behind.clocks)
     dropped = dict(behind.dropped)
-    # Those who left are in it.
+    # Workers that have left are in it.
     steps = {rank: pushes + dropped.get(rank, 0) for rank, pushes, _, _ in behind.staleness}
     for rank, clock in clocks.items():
         steps[rank] = max(clock, steps.get(rank, 0))

@@ -246,7 +246,7 @@ def fit(policy: Policy, model_bytes: float, measured: Measured, cores: int) -> F
         fitted = solved("message_s", MESSAGE_S, measured.small_4_s, WORKERS, 1, SMALL_BYTES)
         fitted = solved("latency_s", LATENCY_S, measured.small_1_s, 1, 1, SMALL_BYTES)
     fitted = solved("byte_s", BYTE_S, measured.large_4_s, WORKERS, 1, model_bytes)
-    # What two servers bring over one is what counts, not how well the pass fits a single worker.
+    # What two servers gain over one is what counts, not how well the pass fits a single worker.
     alone_s = fitted.step_s(policy, 1, 1, model_bytes)
     goal_s = alone_s * measured.split_s / measured.large_1_s
     return solved("contention", CONTENTION, goal_s, 1, SHARDS, model_bytes)

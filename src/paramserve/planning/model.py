@@ -222,7 +222,7 @@ class Shard:
         self.steps: dict[int, Worker] = {}
         """By rank, whose gradients of the clock under way are here."""
         self.early: list[Worker] = []
-        """They bring a later clock, of which this shard does not know yet."""
+        """Their gradients are of a later clock, which this shard does not know yet."""
         self.told = False
         """Whether the lead knows that this shard is ready."""
         self.since = 0.0
@@ -326,7 +326,7 @@ class Model:
         self._answers: dict[tuple[int, int], Admission] = {}
         """By clock and slowest clock, what a built-in policy said to a pull."""
         self._ready: dict[int, tuple[frozenset[int], float]] = {}
-        """At the lead, by shard: who has brought gradients, and since when it is so."""
+        """At the lead, by shard: whose gradients are there, and since when it is so."""
         total = clocks if clocks is not None else clocks_of(setting)
         self._last = total * setting.workers
         self._warm = max(1, round(WARM * total)) * setting.workers

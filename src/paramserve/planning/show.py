@@ -116,10 +116,10 @@ EXPLAINED = (
     "waiting: held back because of other workers. staleness: mean, 95%, largest. use: of a link, "
     "in each direction. server: use of its processor. needs: the smallest number of shards with "
     "which a step is within 10% of one with servers without limits; best: none is, and more would "
-    "cost more than they bring."
+    "cost more than they gain."
 )
 ONE_WAY = (
-    "By hand, one way. Links are full duplex. Where nobody waits (Async), one worker's push and "
+    "By hand, one way. Links are full duplex. Where no worker waits (Async), one worker's push and "
     "another's pull overlap: a step takes at least this. In Sync the values come back after the "
     "last push: twice this, and the slowest worker's compute."
 )

@@ -221,7 +221,7 @@ class Adopted(ABC, Generic[B]):
     # --- whose a parameter is ---------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Bring to its end what a step has left outstanding: no other one follows."""
+        """Finish what a step has left outstanding: no other step follows."""
 
     def _takes(self, plans: Sequence[Plan[B]]) -> dict[Adopted[Any], str]:
         """The other optimizers that had some of these parameters so far, with one's name.

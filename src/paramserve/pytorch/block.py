@@ -278,7 +278,7 @@ def _in_memory_order(param: Tensor) -> Tensor:
 
 
 class ServedBlock(AdoptedBlock):
-    """A block whose gradients are pushed, and whose values are nobody's but the servers'.
+    """A block whose gradients are pushed, and whose values only the servers change.
 
     Attributes:
         watches: `changed_outside` will be asked. It looks at what torch counts, and, since writes

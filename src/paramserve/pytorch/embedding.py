@@ -94,7 +94,7 @@ class Rows(torch.nn.Parameter):
         """
         gradient = leaf.grad
         assert gradient is not None, "called when it is there"
-        leaf.grad = None  # a second backward through the same graph brings its own part only
+        leaf.grad = None  # a second backward through the same graph adds its own part only
         new = Gradients(keys, gradient.detach()[: len(keys)])
         if self.apart:
             new = self._finite(new)
@@ -105,7 +105,7 @@ class Rows(torch.nn.Parameter):
         """What was collected since the last call, in float32 on the CPU; yours, and gone from here.
 
         Raises:
-            RuntimeError: somebody has put a gradient of another shape here.
+            RuntimeError: other code has put a gradient of another shape here.
         """
         held = self._held()
         self.drop()
@@ -526,7 +526,7 @@ def from_embedding(
         ValueError: it has options that a table cannot follow (`max_norm`, `scale_grad_by_freq`), a
             padding row that is not zeros, or a weight that float32 does not hold exactly by its
             dtype, as float64. Nothing was defined.
-        DefineTimeout: rank 0 did not bring its rows in time.
+        DefineTimeout: rank 0 did not put its rows in time.
         ParamServeError: as `client.table` and `Table.put`.
     """
     _check(embedding)

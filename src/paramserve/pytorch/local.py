@@ -262,7 +262,7 @@ class Elastic(Local[ElasticBlock]):
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[ElasticBlock]]:
         self._lrs[index] = _lr_of(index, group)
         self._alpha(index)  # checked
-        # Each push brings its own rate, so workers of different lr can share a block.
+        # Each push has its own rate, so workers of different lr can share a block.
         rule = moving(0.0)
         return [
             Plan(layout, rule, partial(ElasticBlock, layout=layout))

@@ -333,7 +333,7 @@ def _patched_by_scheduler(optimizer: Optimizer) -> bool:
     """Whether a learning rate scheduler has put its own `step` on the instance.
 
     Raises:
-        TypeError: somebody else has; adoption would silently go past it.
+        TypeError: other code has; adoption would silently bypass it.
     """
     patched = vars(optimizer).get("step")
     if patched is None:

@@ -102,7 +102,7 @@ class Tables:
         return list(found.values())
 
     def adopt(self, found: Sequence[Stepped], groups: Sequence[ParamGroup]) -> None:
-        """Step these tables from now on; show their rows to whoever looks at the optimizer.
+        """Step these tables from now on; show their rows to users of the optimizer.
 
         Args:
             groups: what the optimizer has been given, or one more group of it.

@@ -15,7 +15,7 @@ from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
 from paramserve.rules.built_in import FINITE, FLAG, Allowed, check_hyper
 
 INSTANCES_KEPT = 256
-"""Copies of a rule with the hyper-parameters of a push: a schedule brings one for each step."""
+"""Copies of a rule with the hyper-parameters of a push: a schedule makes one for each step."""
 
 
 class HyperNames:

@@ -84,7 +84,8 @@ def _fence(typing_context: Any) -> Any:
 
 _copy_line_to: Any = intrinsic(_copy_line)
 fence: Any = intrinsic(_fence)
-"""Called in a kernel after `stream_row`: the rows are there for whoever hears of them then."""
+"""Called in a kernel after `stream_row`: the rows are visible to a reader that is told of them
+then."""
 
 
 @inlined
@@ -119,7 +120,7 @@ def _borrowed(typing_context: Any, array: Any) -> Any:
 
 
 borrowed: Any = intrinsic(_borrowed)
-"""Called in a kernel with an array: the same, kept alive by nobody. Who called the kernel holds it.
+"""Called in a kernel with an array: the same, without a reference. The kernel's caller holds it.
 
 Numba counts references for each slice of an array with locked instructions, which wait until all
 earlier writes have reached the cache. That undoes what rows far apart were asked for ahead.

@@ -331,7 +331,7 @@ class TorchRule:
 
 
 def _take(new: Any, place: torch.Tensor) -> None:
-    """Bring a state to its place, unless the step has changed it there."""
+    """Copy a state to its place, unless the step has changed it there."""
     if isinstance(new, torch.Tensor) and new.shape == place.shape:
         if new.data_ptr() != place.data_ptr():
             place.copy_(new)

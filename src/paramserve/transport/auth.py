@@ -1,4 +1,4 @@
-"""Who is the peer: the uid behind a Unix socket, a mutual HMAC over TCP.
+"""Which peer this is: the uid behind a Unix socket, a mutual HMAC over TCP.
 
 Over TCP both sides prove that they hold the cluster's token without showing it, in three messages
 of fixed size, before anything of variable size is read:
@@ -8,10 +8,10 @@ of fixed size, before anything of variable size is read:
     server: HMAC(token, "server" s c)   or `REFUSAL`
 
 Under TLS all but the first line is within it. The first line tells a client at once what it lacks;
-who changes it on the path gains nothing, because a client with TLS settings takes nothing else.
+an attacker who changes it gains nothing, because a client with TLS settings takes nothing else.
 
-Pure functions over bytes, apart from `peer_uid`. The token keeps strangers out; it neither hides
-nor protects what follows from somebody on the path (that takes TLS).
+Pure functions over bytes, apart from `peer_uid`. The token keeps unknown peers out; it neither
+hides nor protects what follows from an attacker on the path (that takes TLS).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_greeting(data: bytes) -> bool:
     """Whether TLS begins behind the server's first message.
 
     Raises:
-        ProtocolError: whoever listens there is no paramserve, or one of another version.
+        ProtocolError: the listener is no paramserve, or one of another version.
     """
     magic, version, tls = _GREETING.unpack(data)
     if magic != AUTH_MAGIC:

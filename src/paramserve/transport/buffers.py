@@ -2,7 +2,7 @@
 
 A buffer comes back by itself when nothing refers to it any more, wherever that was, and is given
 out again then and not before. What is kept meanwhile has a bound; what is in use is bounded by
-those who send and hold it.
+its senders and holders.
 """
 
 from __future__ import annotations

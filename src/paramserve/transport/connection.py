@@ -46,7 +46,7 @@ class Connection(Protocol):
     hello: Hello
     kind: Kind
     arenas: dict[int, ByteArray]
-    """The peer's shared memory by number; a handler may add what an "attach" connection brought."""
+    """The peer's shared memory by number; a handler may add those of an "attach" connection."""
     shared: bool
     """Whether payloads can lie in shared memory."""
     reset: bool
@@ -67,7 +67,7 @@ class Connection(Protocol):
 
 
 class Handler(Protocol):
-    """Whoever listens. All calls come one at a time, from the loop that listens."""
+    """What a listener calls. All calls come one at a time, from the loop that listens."""
 
     def opened(self, conn: Connection, hello: Hello) -> None:
         """A peer that belongs here said hello. What is sent now arrives behind `Welcome`.
@@ -84,7 +84,7 @@ class Handler(Protocol):
         """
 
     def closed(self, conn: Connection) -> None:
-        """Called once for each opened connection after its end, whoever ended it and why.
+        """Called once for each opened connection after its end, however it ended.
 
         Never from within another call to the handler.
         """
@@ -378,13 +378,13 @@ class StreamConnection:
         self._on_end(self)
 
 
-def take_arenas(main: Connection, brought: Connection, limits: Limits) -> None:
-    """Move the arenas that one connection brought along to the client's main connection.
+def take_arenas(main: Connection, attached: Connection, limits: Limits) -> None:
+    """Move the arenas of another connection to the client's main connection.
 
     Raises:
         Overloaded: the client would have too many, or too much mapped. Nothing was moved.
     """
-    both = {**main.arenas, **brought.arenas}
+    both = {**main.arenas, **attached.arenas}
     total = sum(arena.nbytes for arena in both.values())
     if total > limits.arena_bytes_max or len(both) > limits.arenas_max:
         raise Overloaded(
@@ -392,4 +392,4 @@ def take_arenas(main: Connection, brought: Connection, limits: Limits) -> None:
             f"arenas_max is {limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
             fix="use smaller blocks or fewer outstanding steps, or raise the limit",
         )
-    main.arenas.update(brought.arenas)
+    main.arenas.update(attached.arenas)

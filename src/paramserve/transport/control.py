@@ -50,7 +50,7 @@ ATTEMPT_S = 2.0
 """For one attempt to connect again to a coordinator that does not answer; a process that is told to
 end ends no later than this."""
 HURRY_S = 0.25
-"""The same for the first one, and where nobody listens or this side is about to end."""
+"""The same for the first one, and where no process listens or this side is about to end."""
 HURRIED_IO_S = 1.0
 """Where this side is about to end: for how long the coordinator may take nothing of a message."""
 AGAIN_S = 0.02
@@ -104,10 +104,10 @@ class ControlLink:
         timeout_s: float,
         lost_s: float = LOST_S,
     ) -> ControlLink:
-        """Connect, trying again while nobody listens there yet.
+        """Connect, trying again while no process listens there yet.
 
         Raises:
-            ConnectTimeout: nobody answered in `timeout_s`.
+            ConnectTimeout: no answer in `timeout_s`.
             NotAuthenticated: the coordinator does not take these credentials.
         """
         dial = partial(
@@ -131,8 +131,8 @@ class ControlLink:
     def restore(
         self, timeout_s: float | None = None, *, ended: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Make a broken connection anew, and say who comes: where nobody listens it is tried for
-        `reconnect_s`, where there is no answer for `stall_s`.
+        """Make a broken connection anew, and say who this is: where no process listens it is tried
+        for `reconnect_s`, where there is no answer for `stall_s`.
 
         Args:
             timeout_s: how long at most, also for another thread's call; None: such a call sees to

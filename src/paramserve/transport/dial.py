@@ -23,7 +23,7 @@ class NoConnection(TimeoutError):
 
 
 def listens(error: BaseException | None) -> bool:
-    """Whether somebody listens where this was raised, and has only not finished the handshake: it
+    """Whether a process listens where this was raised, and has only not finished the handshake: it
     is busy, or crowded by others."""
     if isinstance(error, ConnectionRefusedError | NoConnection):
         return False
@@ -86,9 +86,9 @@ def dial(
     `deadline` is a time of `time.monotonic`. The socket comes back with a timeout set.
 
     Raises:
-        NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one; or one side
+        NotAuthenticated, ProtocolError: a side does not know the other; or one side
             has no token or no TLS where the other has.
-        OSError: nobody there, or no answer in time.
+        OSError: no listener there, or no answer in time.
     """
     place = address.partition(":")[2]
     if is_unix(address):
@@ -126,7 +126,7 @@ def _dial_unix(path: str, deadline: float) -> socket.socket:
     try:
         sock.settimeout(remaining(deadline))
         sock.connect(unix_name(path))
-        # A name outside the file system is anybody's, once its owner is gone.
+        # A name outside the file system is free for any user, once its owner is gone.
         uid, own = auth.peer_uid(sock), os.geteuid()
         if uid != own:
             raise NotAuthenticated(

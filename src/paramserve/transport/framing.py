@@ -24,7 +24,7 @@ PRELUDE: Final = struct.Struct("<4sHHIQ")
 """Magic, protocol version, 0, header bytes, payload bytes."""
 PRELUDE_BYTES: Final = PRELUDE.size
 BUFFER_BYTES: Final = 64 << 10
-"""What one read may bring; a longer header gets a buffer of its own while it arrives."""
+"""What one read may take; a longer header gets a buffer of its own while it arrives."""
 IO_PARTS_MAX: Final = 64
 """Pieces of memory in one scatter-gather call (Linux allows 1024)."""
 

@@ -46,7 +46,7 @@ def greet(sock: socket.socket, *, tls: bool) -> None:
 
 
 async def secure(sock: TlsSocket, tls: TLS) -> None:
-    """Bring the TLS handshake to its end, which includes the check of the client's certificate.
+    """Complete the TLS handshake, which includes the check of the client's certificate.
 
     Raises:
         ParamServeError, ConnectionError: it failed; the client has been told as far as TLS does.

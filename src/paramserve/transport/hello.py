@@ -20,7 +20,7 @@ _ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Refused)
 
 
 def hello_frame(hello: Hello, arenas: Sequence[Arena], bytes_max: int) -> bytes:
-    """The frame of a hello that brings these arenas along.
+    """The frame of a hello with these arenas.
 
     Raises:
         ProtocolError: it would be longer than `bytes_max`.
@@ -46,7 +46,7 @@ def write_nonce(arenas: Sequence[Arena]) -> bytes:
 
 
 def check_answer(reply: bytes, nonce: bytes) -> None:
-    """Whether the answer to a hello is a welcome by somebody who has read this nonce.
+    """Whether the answer to a hello is a welcome by a peer that has read this nonce.
 
     Raises:
         ProtocolError: it is no answer, or the memory is not shared.

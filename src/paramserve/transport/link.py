@@ -108,7 +108,7 @@ class Link:
     ) -> Link:
         """Reach a peer at one of its addresses, over a Unix socket if that can be done.
 
-        While nobody answers it tries again, all addresses in turn, until `timeout_s`. Why a Unix
+        Without an answer it tries again, all addresses in turn, until `timeout_s`. Why a Unix
         address was passed over is logged once. The hello's `arenas` and `nonce` are set here.
 
         Args:
@@ -121,8 +121,8 @@ class Link:
             lost_s: a TCP connection ends when the peer's host is silent for about this long.
         Raises:
             ValueError: an address that is none, or TCP with a token that is too short.
-            ConnectTimeout: nobody answered. Nothing was applied.
-            NotAuthenticated, ProtocolError: the peer is a stranger, or takes us for one; or a TCP
+            ConnectTimeout: no answer. Nothing was applied.
+            NotAuthenticated, ProtocolError: a side does not know the other; or a TCP
                 address was about to be dialled without a token, or without TLS where it is spoken.
             ParamServeError: the peer refused the hello; this is its error.
         """

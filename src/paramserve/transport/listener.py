@@ -108,8 +108,8 @@ class Listener:
         self._buffers.close()
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child: there the parent's peers must not find anybody
-        when the parent is gone."""
+        """Close the descriptors in a forked child: there the parent's peers must not find a
+        listener when the parent is gone."""
         self._closed = True
         self._sock.close()
         for sock in self._handshakes.values():

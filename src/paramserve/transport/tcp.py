@@ -138,7 +138,7 @@ class LostHosts:
         return sock in self._lost
 
     def watch(self, sock: socket.socket, lost_s: float) -> None:
-        """End this connection when its peer is lost: `shutdown`, which wakes whoever waits."""
+        """End this connection when its peer is lost: `shutdown`, which wakes a waiting reader."""
         if not hasattr(socket, "TCP_INFO"):
             return
         if os.getpid() != self._pid:  # A fork has no thread, and its sockets are the parent's.

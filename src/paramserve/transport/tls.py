@@ -150,7 +150,7 @@ def _renegotiation() -> ConnectionAbortedError:
 
 @functools.lru_cache(maxsize=8)
 def server_context(tls: TLS) -> ssl.SSLContext:
-    """For those who listen. The files are read once per process.
+    """For a listener. The files are read once per process.
 
     Raises:
         ParamServeError: a file cannot be read, or holds something else; it is named.
@@ -158,7 +158,7 @@ def server_context(tls: TLS) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _prepare(context, tls)
     context.verify_mode = ssl.CERT_REQUIRED
-    # Connections last: nobody comes back with a ticket.
+    # Connections last: no peer returns with a ticket.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
     return context
@@ -166,7 +166,7 @@ def server_context(tls: TLS) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=8)
 def client_context(tls: TLS) -> ssl.SSLContext:
-    """For those who dial; as `server_context`."""
+    """For a client; as `server_context`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = tls.check_host
     _prepare(context, tls)

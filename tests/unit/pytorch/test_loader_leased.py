@@ -711,5 +711,5 @@ def test_sampler_bad_use_is_refused() -> None:
 def test_leased_other_plan_on_another_rank_is_refused() -> None:
     one, two = FakeCluster(2).workers
     train(one, load(one, tensors(20), batch_size=5, **DYNAMIC), steps=1)
-    with pytest.raises(ParamServeError, match="rank 1 brought another plan"):
+    with pytest.raises(ParamServeError, match="rank 1 came with another plan"):
         next(iter(load(two, tensors(20), batch_size=4, **DYNAMIC)))

@@ -30,7 +30,7 @@ class UseOrder:
         use_kernels().add(self._links.array, self._ends, rows, clock)
 
     def touch(self, rows: Keys, clock: int) -> None:
-        """Bring rows to the front; -1 is left out."""
+        """Move rows to the front; -1 is left out."""
         use_kernels().touch(self._links.array, self._ends, rows, clock)
 
     def oldest(self, limit: int, before: int = EVER) -> Keys:

@@ -57,8 +57,8 @@ def zeros(rows: int, columns: int) -> npt.NDArray[np.int64]:
 class Growing:
     """An array [capacity, columns] of zeros that gets more rows.
 
-    Whoever keeps `array` over a `reserve` keeps the memory that was: what is read there is old, and
-    what is written there is lost.
+    A caller that keeps `array` over a `reserve` keeps the old memory: what it reads there is old,
+    and what it writes there is lost.
 
     Args:
         columns: of a row; 0 for an array of one dimension.
@@ -101,7 +101,7 @@ class Growing:
             self._memory.resize(size)
             _advise(self._memory)
         except (BufferError, SystemError, ValueError):
-            # Somebody still holds the array, as a traceback does, or there is no mremap here.
+            # Something still holds the array, as a traceback does, or there is no mremap here.
             old, self._memory = self._memory, _map(size)
             self._memory[: len(old)] = old[:]
 

@@ -57,7 +57,7 @@ def add(links: Array, ends: Array, rows: Array, clock: int) -> None:
 
 @kernel
 def touch(links: Array, ends: Array, rows: Array, clock: int) -> None:
-    """Bring rows of the list to its front, in their order; -1 is left out."""
+    """Move rows of the list to its front, in their order; -1 is left out."""
     for i in range(rows.size):
         if i + AHEAD < rows.size and rows[i + AHEAD] >= 0:
             prefetch(np.uint64(links.ctypes.data + rows[i + AHEAD] * LINK_BYTES))

@@ -134,7 +134,8 @@ def check_address(address: str) -> None:
 
 
 def _dial(address: str) -> None:
-    """Raise at once where nobody listens; Ray itself tries for long and then ends the process."""
+    """Raise at once where no process listens; Ray itself tries for long and then ends the
+    process."""
     host, _, port = address.rpartition(":")
     if host:
         socket.create_connection((host, int(port)), timeout=DIAL_S).close()

@@ -148,7 +148,7 @@ class RayProcess:
         with self._lock:
             if self._status is not None:
                 return
-            if not ray.is_initialized():  # somebody has called ray.shutdown: the actors are gone
+            if not ray.is_initialized():  # after ray.shutdown the actors are gone
                 self.why = "this process has left the Ray cluster"
                 self._status = self._final if self._final is not None else KILLED
                 return

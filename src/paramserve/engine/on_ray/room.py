@@ -49,7 +49,7 @@ class Layout:
 
 
 class Place(NamedTuple):
-    """A bundle that is kept for a role, whoever plays it."""
+    """A bundle that is kept for a role, whichever process has it."""
 
     group: PlacementGroup
     bundle: int
@@ -75,7 +75,7 @@ def reserve(
 
     Args:
         taken: nodes that groups which are to be apart must not be on.
-        closed: whether nobody needs it any more.
+        closed: whether it is needed no more.
     Raises:
         CannotPlace: there is none after `place_s`.
         RuntimeError: it was closed meanwhile.
