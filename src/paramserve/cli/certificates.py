@@ -7,6 +7,7 @@ make a new one for other hosts. For lasting use, take the certificates of your o
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -16,11 +17,10 @@ from pathlib import Path
 
 from paramserve.config import TLS
 from paramserve.errors import ParamServeError
+from paramserve.transport.tcp import UNSENT4, UNSENT6, way_to
 
 VALID_DAYS = 365
 """A set to try things with is not meant to outlive this; trustme's default is the year 3000."""
-UNSENT = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that no host has (RFC 5737, RFC 3849), to ask the kernel for the way out."""
 
 
 def make_certificates(directory: str | os.PathLike[str], hosts: Sequence[str] = ()) -> TLS:
@@ -81,13 +81,9 @@ def local_hosts() -> list[str]:
     except OSError:  # the name is known to this machine only
         named = []
     found += [str(address[0]).partition("%")[0] for *_, address in named]
-    for family, unsent in UNSENT.items():
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as way_out:
-                way_out.connect((unsent, 9))  # datagrams: this sends nothing
-                found.append(way_out.getsockname()[0])
-        except OSError:  # no way out in this family
-            continue
+    for unsent in (UNSENT4, UNSENT6):
+        with contextlib.suppress(OSError):  # no way out in this family
+            found.append(way_to(unsent))
     return list(dict.fromkeys(found))
 
 

@@ -122,23 +122,7 @@ class Supervisor:
         self._scaling = Scaling(
             self._processes, self.roster, self.overview, plan.deadlines.request_s, self._why_fixed
         )
-        watch = threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True)
-        try:
-            watch.start()
-        except BaseException:
-            self._abandoned = True
-            self._begun.set()  # it may run all the same
-            self._fleet.close()
-            raise
-        try:
-            self._begin()
-            atexit.register(self.abandon)
-            self._begun.set()
-        except BaseException:
-            self._abandoned = True
-            self._begun.set()
-            self.ended.wait()
-            raise
+        self._start()
 
     # --- for any thread -------------------------------------------------------------------------
 
@@ -218,6 +202,26 @@ class Supervisor:
         self.ended.wait()
 
     # --- the start --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the thread that watches, then the processes."""
+        watch = threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True)
+        try:
+            watch.start()
+        except BaseException:
+            self._abandoned = True
+            self._begun.set()  # it may run all the same
+            self._fleet.close()
+            raise
+        try:
+            self._begin()
+            atexit.register(self.abandon)
+            self._begun.set()
+        except BaseException:
+            self._abandoned = True
+            self._begun.set()
+            self.ended.wait()
+            raise
 
     def _begin(self) -> None:
         """Start what can be started before anything is up."""

@@ -122,8 +122,6 @@ class Cores:
 class Processor:
     """One process. Without `cores` it has a core of its own."""
 
-    __slots__ = ("_clock", "_cores", "_free_at", "active", "busy_s", "jobs")
-
     def __init__(self, clock: VirtualClock, cores: Cores | None) -> None:
         self._clock = clock
         self._cores = cores
@@ -152,23 +150,7 @@ class Processor:
 
 
 class Worker:
-    __slots__ = (
-        "_compute",
-        "_mean_s",
-        "_source",
-        "answers",
-        "base",
-        "clock",
-        "cpu",
-        "down_at",
-        "freed_at",
-        "had_at",
-        "next",
-        "rank",
-        "skipped",
-        "up_at",
-        "whole_at",
-    )
+    """A modelled worker: how far it is, and when its link will be free."""
 
     def __init__(
         self, rank: int, compute: Compute, source: random.Random, cpu: Processor, shards: int
@@ -197,19 +179,7 @@ class Worker:
 
 
 class Shard:
-    __slots__ = (
-        "cpu",
-        "early",
-        "first_at",
-        "in_at",
-        "number",
-        "out_at",
-        "since",
-        "standing",
-        "steps",
-        "told",
-        "waiting",
-    )
+    """A modelled shard: whom it waits for, and when its link will be free."""
 
     def __init__(self, number: int, cpu: Processor, workers: int) -> None:
         self.number = number

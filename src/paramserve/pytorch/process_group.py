@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 )
 
 from paramserve.errors import DefineTimeout, ParamServeError, Timeout
-from paramserve.transport.tcp import reached_at, split_place
+from paramserve.transport.tcp import reached_at, split_place, way_to
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -142,19 +142,11 @@ def own_host(addresses: Sequence[str]) -> str:
     first, *others = addresses
     if first.startswith("tcp:"):
         host, _ = split_place(first.removeprefix("tcp:"))
-        return _way_to(host)
+        return way_to(host)
     for address in others:
         if address.startswith("tcp:"):
             return reached_at(split_place(address.removeprefix("tcp:"))[0])
     return LOOPBACK
-
-
-def _way_to(host: str) -> str:
-    """The address that this host has on its way to another one."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way_out:
-        way_out.connect(address)  # datagrams: this sends nothing
-        return str(way_out.getsockname()[0])
 
 
 def _bind_gloo(host: str) -> bool:

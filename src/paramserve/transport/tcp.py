@@ -35,7 +35,7 @@ _UNACKED: Final = 8 + 4
 _LAST_ACK_RECEIVED_MS: Final = 8 + 12
 """Fields of `struct tcp_info` (linux/tcp.h, kernel ABI): packets without an acknowledgement, and
 how long ago one came."""
-_UNSENT: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+UNSENT4, UNSENT6 = "192.0.2.1", "2001:db8::1"
 """Addresses that no host has (RFC 5737, RFC 3849), to ask the kernel for the way out."""
 
 
@@ -68,11 +68,21 @@ def reached_at(host: str) -> str:
     """
     if host not in ("0.0.0.0", "::"):
         return host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way_out:
-        way_out.connect((_UNSENT[family], 9))  # datagrams: this sends nothing
-        return str(way_out.getsockname()[0])
+    with contextlib.suppress(OSError):
+        return way_to(UNSENT6 if ":" in host else UNSENT4)
     return "::1" if ":" in host else "127.0.0.1"
+
+
+def way_to(host: str) -> str:
+    """The address of this machine from which it reaches a host.
+
+    Raises:
+        OSError: there is no way.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way_out:
+        way_out.connect(address)  # datagrams: this sends nothing
+        return str(way_out.getsockname()[0])
 
 
 def warn_if_open(bind: str, tls: TLS | None) -> None:
