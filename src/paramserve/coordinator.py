@@ -166,6 +166,5 @@ async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
 
 
 def main(boot: Bootstrap) -> None:
-    """Entry of the coordinator's process."""
     config = msgspec.msgpack.decode(boot.payload, type=CoordinatorConfig)
     asyncio.run(_serve(boot, config))

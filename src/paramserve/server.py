@@ -520,6 +520,5 @@ def prepare_process() -> None:
 
 
 def main(boot: Bootstrap) -> None:
-    """Entry of a server's process."""
     config = msgspec.msgpack.decode(boot.payload, type=ServerConfig)
     asyncio.run(_serve(boot, config))

@@ -202,7 +202,6 @@ def load_script(script: Path, argv: Sequence[str]) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the command; returns its exit code."""
     try:
         outcome = cli.main(
             args=list(argv) if argv is not None else None,

@@ -29,7 +29,6 @@ TINY = (Case("8 KB", 8 << 10, 100), Case("1 MB", 1 << 20, 10))
 
 
 def main(*, tiny: bool = False) -> None:
-    """Measure and print the table."""
     table = Table("float32", "push_pull, median", "99%", "GB/s both ways", "of two memcpys")
     with Cluster(servers=1) as cluster:
         client = cluster.client()

@@ -54,7 +54,6 @@ def train(worker: Worker) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Train twice and print a table."""
     console = Console()
     console.print(
         f"Linear regression, {FEATURES} weights on 2 servers, {WORKERS} workers, {STEPS} steps each"

@@ -158,7 +158,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def part_rows(dim: int, width: int) -> int:
-    """Rows of one part."""
     return max(1, min(ROWS_MAX, PART_BYTES // (8 + 4 * dim + 4 * max(width, 0) + 4)))
 
 
@@ -168,7 +167,6 @@ def _list_array(pa: Any, rows: Array | None) -> Any:
 
 
 def state_width(table: Table) -> int:
-    """Elements of the rule's state in a row."""
     return table.reports()[0].width
 
 

@@ -31,7 +31,7 @@ from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
 from paramserve.core.partition import Block
-from paramserve.core.table import routing
+from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import Records, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError
 from paramserve.messages import Put, Scan, ShardRequest, TableReport
@@ -312,7 +312,7 @@ class Keyed:
         width = -1 if records.state is None else records.state.shape[1]
         kept = width if width >= 0 else None
         shards = len(self._exchange.shards)
-        owner = routing.shards_of(records.keys, shards)
+        owner = shard_of(records.keys, shards)
         with self._lock:
             counts = [int((owner == shard).sum()) for shard in range(shards)]
             sizes = [records_bytes(count, dim, kept) for count in counts]

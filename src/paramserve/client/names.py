@@ -172,7 +172,6 @@ class Names:
         return name in self._found
 
     def pieces(self, block: Block) -> list[NamedPiece]:
-        """The block's tensors, in order."""
         return self._pieces[block.id]
 
     def _only(self, name: str) -> tuple[Block, NamedPiece]:

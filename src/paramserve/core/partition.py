@@ -105,7 +105,6 @@ class Block:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Element offset of each piece, and the end of the last."""
         return borders(self.pieces)
 
     @cached_property

@@ -69,7 +69,6 @@ class Bootstrap:
 
     @property
     def credentials(self) -> Credentials:
-        """What opens the cluster's ports."""
         return Credentials.decode(self.secret)
 
 

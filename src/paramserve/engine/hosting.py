@@ -158,7 +158,6 @@ class Host:
         threading.Event().wait()
 
     def stop(self) -> None:
-        """End the entry in order."""
         self._stopping.stop()
 
     def _report(self, kind: str, body: bytes) -> None:

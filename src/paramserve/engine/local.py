@@ -211,7 +211,6 @@ class LocalFleet:
         self._closed = False
 
     def launch(self, role: Role) -> LocalProcess:
-        """Start a child; returns without waiting for it to be up."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this fleet is closed")

@@ -203,5 +203,4 @@ def _number_of(role: str) -> int:
 
 
 def describe(groups: Sequence[Group]) -> str:
-    """All groups in words, for an error."""
     return "; ".join(str(group) for group in groups)

@@ -108,7 +108,6 @@ class Overview:
 
     @property
     def beats(self) -> tuple[ServerBeat, ...]:
-        """The last report of each server."""
         return self.status.servers if self.status is not None else ()
 
     def tick(self, now: float) -> None:
@@ -234,7 +233,6 @@ class Overview:
         return found
 
     def close(self) -> None:
-        """Close the connection."""
         if self._link is not None:
             self._link.close()
 

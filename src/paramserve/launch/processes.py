@@ -57,7 +57,6 @@ class Processes(Mapping[Process, Key]):
         return len(self._keys)
 
     def workers(self) -> list[Process]:
-        """Those that run the training function."""
         return [process for process, key in self._keys.items() if key.kind == "worker"]
 
     def events(self, timeout_s: float) -> list[tuple[Key, Event]]:

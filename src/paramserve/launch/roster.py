@@ -99,7 +99,6 @@ class Roster:
         return all(entry.ready for entry in self._of("coordinator", "server"))
 
     def workers(self) -> list[Entry]:
-        """The workers, by rank."""
         return self._of("worker")
 
     def worker_states(self) -> dict[int, str]:

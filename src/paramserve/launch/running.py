@@ -263,7 +263,6 @@ class Job:
             self._table_files = reader.save_tables(self._save_tables)
 
     def _forget(self) -> None:
-        """Let go of closed clients and their memory."""
         self._reader = None
         for watching in self._watching:
             watching.forget()

@@ -134,7 +134,6 @@ class Supervisor:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The coordinator's; empty: not known yet."""
         return self._processes.addresses
 
     def wait_until_serving(self) -> None:

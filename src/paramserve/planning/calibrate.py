@@ -269,7 +269,6 @@ def solve(rises: Callable[[float], float], goal: float, bounds: tuple[float, flo
 
 
 def show_calibration(name: str, found: Calibration, console: Console) -> None:
-    """Print what was measured, fitted and predicted."""
     fitted = found.fitted
     table = Table("workers x servers", box=SIMPLE, title=f"{name} on {fitted.cores} cores")
     for column in ("bytes", "compute", "measured", "modelled", "off", "used for"):

@@ -48,7 +48,6 @@ class Row:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print it all."""
     console.print(table(rows))
     console.print(links(rows))
     console.print(EXPLAINED, highlight=False, soft_wrap=True)
@@ -153,7 +152,6 @@ def bars(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def curve(row: Row) -> Iterator[str]:
-    """Step time by number of shards."""
     if row.sweep is None:
         return
     longest_s = max(each.step_s for each in row.sweep.points)
@@ -165,7 +163,6 @@ def curve(row: Row) -> Iterator[str]:
 
 
 def label(row: Row) -> str:
-    """A row's name."""
     return f"{row.policy}, {row.prediction.workers} x {row.prediction.shards}"
 
 

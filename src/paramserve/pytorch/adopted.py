@@ -327,7 +327,6 @@ class Adopted(ABC, Generic[B]):
         return lay_out(self._names, index, dense)
 
     def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
-        """Define what `start` has planned."""
         self._define(plans)
 
     def _define(self, plans: Sequence[Plan[B]]) -> None:

@@ -335,7 +335,6 @@ class ServedBlock(AdoptedBlock):
             raise
 
     def scatter(self, values: npt.NDArray[Any]) -> None:
-        """Copy the block's values [size] into the parameters."""
         super().scatter(values)
         if self.watches:
             self._versions = [param._version for param in self._params]

@@ -108,7 +108,6 @@ class Untrained:
         self._warned: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._kept)
 
     def start(self, *, define: bool, take: bool) -> None:

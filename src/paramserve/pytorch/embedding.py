@@ -119,7 +119,6 @@ class Rows(torch.nn.Parameter):
         return bad if bad is not None else torch.empty(0, dtype=torch.int64)
 
     def drop(self) -> None:
-        """Forget what was collected."""
         self._keys = None
         self.grad = None
 

@@ -165,7 +165,6 @@ class Local(Adopted[B]):
 
 
 def unscale(params: Sequence[Tensor], factor: float) -> None:
-    """Multiply the gradients of these parameters by a factor."""
     with torch.no_grad():
         for param in params:
             if param.grad is not None:

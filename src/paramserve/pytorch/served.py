@@ -51,7 +51,6 @@ class Served(Adopted[ServedBlock]):
         super().add_group(index, group)
 
     def settle(self) -> None:
-        """Install what is outstanding."""
         self.install_pending()
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[ServedBlock]]:

@@ -73,7 +73,6 @@ class Tables:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the tables' groups."""
         return tuple(each.table.group for each in self._stepped.values())
 
     def steps(self, param: Tensor) -> bool:

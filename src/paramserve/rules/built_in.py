@@ -117,16 +117,13 @@ class BuiltIn(ABC):
         return tuple(float(getattr(self, name)) for name in self.hyper_names)
 
     def check(self, hyper: Hyper) -> None:
-        """As `Rule.check`."""
         check_hyper(self.name, self.allowed, hyper)
 
     def states(self, hyper: Hyper) -> tuple[str, ...]:
-        """As `Rule.states`."""
         at = self._needs_state
         return self.state_names if at < 0 or hyper[at] != 0.0 else ()
 
     def init_state(self, size: int, dtype: np.dtype[Any]) -> State:
-        """As `Rule.init_state`."""
         if self.whole_rows:
             raise ValueError(NO_ROWS.format(self.name))
         states = self.states(self.hyper())
@@ -148,7 +145,6 @@ class BuiltIn(ABC):
         return {0, most} if self.state_if else {most}
 
     def prepare(self, dtype: np.dtype[Any]) -> None:
-        """As `Rule.prepare`."""
         from paramserve.kernel_cache import load
 
         load(self.block_kernels(dtype))
@@ -193,12 +189,10 @@ class BuiltIn(ABC):
         )
 
     def row_kernels(self) -> Kernels:
-        """As `RowRule.row_kernels`."""
         rows, types = compiled_rows(), compiled_rows().row_types(len(self.hyper_names))
         return {rows.row_kernel(type(self), states): types for states in self._numbers_of_states()}
 
     def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
-        """As `RowRule.apply_rows`."""
         rows, states, needs = compiled_rows(), len(view.layout.widths), self._needs_state
         if needs >= 0 and hyper[needs] == 0.0:
             states = 0

@@ -8,7 +8,6 @@ from types import ModuleType
 
 @cache
 def compiled() -> ModuleType:
-    """The module `paramserve.rules.kernels`."""
     from paramserve.rules import kernels
 
     return kernels
@@ -16,7 +15,6 @@ def compiled() -> ModuleType:
 
 @cache
 def compiled_rows() -> ModuleType:
-    """The module `paramserve.rules.row_kernels`."""
     from paramserve.rules import row_kernels
 
     return row_kernels

@@ -47,7 +47,6 @@ class RowLayout:
 
     @property
     def value_words(self) -> int:
-        """Words of the values."""
         return (self.dim + 1) // 2 if self.half else self.dim
 
     @property
@@ -68,7 +67,6 @@ class RowLayout:
 
     @property
     def words(self) -> int:
-        """Of the whole row."""
         return self.value_words + self.state_words + int(self.counted)
 
 

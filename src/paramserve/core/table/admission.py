@@ -43,7 +43,6 @@ class _Generation:
         return counts
 
     def reserve(self, more: int) -> None:
-        """Have room for so many more keys."""
         self.counts.reserve(len(self) + more)
         self.index.reserve(more)
 
@@ -75,7 +74,6 @@ class Candidates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both generations."""
         return self._young.nbytes + self._old.nbytes
 
     def admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:

@@ -78,11 +78,9 @@ class KeyedBlock(ShardStorage):
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
         return self.table.dim
 
     def report(self) -> TableReport:
-        """What it has and has done."""
         store = self.store
         return TableReport(
             len(store),

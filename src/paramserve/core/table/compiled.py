@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 @cache
 def index_kernels() -> ModuleType:
-    """The module `paramserve.core.table.kernels`."""
     from paramserve.core.table import kernels
 
     return kernels
@@ -20,7 +19,6 @@ def index_kernels() -> ModuleType:
 
 @cache
 def row_kernels() -> ModuleType:
-    """The module `paramserve.core.table.row_kernels`."""
     from paramserve.core.table import row_kernels
 
     return row_kernels
@@ -28,7 +26,6 @@ def row_kernels() -> ModuleType:
 
 @cache
 def use_kernels() -> ModuleType:
-    """The module `paramserve.core.table.use_kernels`."""
     from paramserve.core.table import use_kernels
 
     return use_kernels

@@ -46,5 +46,4 @@ class UseOrder:
         return late
 
     def drop(self, rows: Keys) -> None:
-        """Forget rows."""
         use_kernels().drop(self._links.array, self._ends, rows)

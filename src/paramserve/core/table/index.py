@@ -51,7 +51,6 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both arrays."""
         return self._new.nbytes + self._old.nbytes
 
     def move(self, entries: int) -> None:
@@ -78,14 +77,6 @@ class Index:
             absent = index_kernels().find(self._new, keys, rows, self.secret)
         return int(absent)
 
-    def reserve(self, more: int) -> None:
-        """Have room for so many more keys: entering them then needs no memory.
-
-        Raises:
-            MemoryError: the system has no memory for a larger array. All keys are as they were.
-        """
-        self._make_room(more)
-
     def insert(self, keys: Keys, rows: Keys) -> None:
         """Enter keys that are not there, each once.
 
@@ -105,7 +96,12 @@ class Index:
         """Take keys out; one that is not there is left out."""
         self._size -= int(index_kernels().remove(self._new, self._old, keys, self.secret))
 
-    def _make_room(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Have room for so many more keys: entering them then needs no memory.
+
+        Raises:
+            MemoryError: the system has no memory for a larger array. All keys are as they were.
+        """
         if self._moving and not fits(self._in_old + more, self._old.shape[0], OLD_FULL):
             self.move(self._old.shape[0])
         if fits(self._size + more, self._new.shape[0], FULL):
@@ -116,7 +112,7 @@ class Index:
         self._old, self._mark, self._in_old = self._new, 0, self._size
         self._new = larger
         self.move(MOVED_PER_KEY * more)
-        self._make_room(more)
+        self.reserve(more)
 
 
 def fits(keys: int, places: int, full: tuple[int, int]) -> bool:

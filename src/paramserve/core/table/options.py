@@ -224,12 +224,10 @@ class TableOptions:
 
     @property
     def ttl(self) -> TTL | None:
-        """The TTL in `evict`."""
         return self.evict.ttl if isinstance(self.evict, Evict) else _if(self.evict, TTL)
 
     @property
     def lru(self) -> LRU | None:
-        """The LRU in `evict`."""
         return self.evict.lru if isinstance(self.evict, Evict) else _if(self.evict, LRU)
 
     def check_dtype(self, dtype: str) -> None:

@@ -1,7 +1,7 @@
 """A table's keys and gradients on their way to the shards: which goes where, and what is summed.
 
 The client writes them straight to where the shards read them; a shard sums what several workers
-brought.
+sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.table.hashing import own_secret, shard_of
+from paramserve.core.table.hashing import own_secret
 from paramserve.core.table.parts import RowGradient, gradient_bytes, keys_bytes, padded
 
 Array = npt.NDArray[Any]
@@ -35,11 +35,6 @@ def counts_of(keys: Array, shards: int) -> list[int]:
     counts = np.zeros(shards, np.int64)
     routing_kernels().count_shards(keys, shards, counts)
     return [int(count) for count in counts]
-
-
-def shards_of(keys: Array, shards: int) -> Array:
-    """The shard that holds each key, int64 [n]."""
-    return shard_of(keys, shards)
 
 
 def distinct(keys: Array) -> tuple[Array, Array]:

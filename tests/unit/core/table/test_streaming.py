@@ -9,6 +9,7 @@ import pytest
 from paramserve.compiling import load_routing
 from paramserve.core.table import routing
 from paramserve.core.table.compiled import prepare, row_kernels
+from paramserve.core.table.hashing import shard_of
 from paramserve.rules.intrinsics import LINE, STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]
@@ -86,7 +87,7 @@ def test_laid_gradients_are_the_sums_in_order(
     sums = np.zeros((found.size, dim), np.float32)
     np.add.at(sums, numbers, values)
     for shard, (offset, many) in enumerate(zip(offsets, counts, strict=True)):
-        of_shard = routing.shards_of(found, 2) == shard
+        of_shard = shard_of(found, 2) == shard
         part = laid[offset:]
         assert np.array_equal(part[: 8 * many].view(np.int64), found[of_shard])
         rows = part[routing.padded(8 * many) :][: 4 * many * dim].view(np.float32)
