@@ -2,10 +2,10 @@
 
 `starting` checks what it is given, with `arguments`, and makes a plan of it; `running` is what it
 returns. `roster` decides what the ends and reports of processes mean, from the `entries` of what
-is known of each, and `endings` puts it into words. `plan` says which processes there are,
-`processes` starts and ends them, `scaling` changes their number, `supervisor` is the one thread
-that watches them, `overview` its line to the coordinator. `reading` reads values from outside,
-`result` is what is left, and `outcome` makes it; `packing` carries the function.
+is known of each. `plan` says which processes there are, `processes` starts and ends them, `scaling`
+changes their number, `supervisor` is the one thread that watches them, `overview` its line to the
+coordinator. `reading` reads values from outside, `result` is what is left; `packing` carries the
+function.
 """
 
 from paramserve.launch.reading import Snapshot

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from paramserve.consistency.base import Admission, Buffer, Drop, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import is_built_in
-from paramserve.planning.prediction import Prediction, predict
+from paramserve.planning.prediction import Prediction, staleness_figures
 from paramserve.planning.setting import GBPS, Compute, Setting
 from paramserve.virtual import VirtualClock
 
@@ -320,19 +320,36 @@ class Model:
                 f"{self.policy!r} holds all {self.setting.workers} workers for ever after "
                 f"{self._steps} steps"
             )
-        now, then = self._shares(), self._mark
-        count = now.steps - then.steps
-        seconds = now.since_s - then.since_s
-        return predict(
-            self.setting,
-            every=self._every,
-            rounds_s=count / seconds,
-            waiting_s=(now.waiting_s - then.waiting_s) / count,
-            compute_s=(now.compute_s - then.compute_s) / count,
+        return self._prediction(self._mark, self._shares())
+
+    def _prediction(self, then: Shares, now: Shares) -> Prediction:
+        """Figures from what was counted between two moments."""
+        setting, network = self.setting, self.setting.network
+        workers, shards = setting.workers, setting.shards
+        count, seconds = now.steps - then.steps, now.since_s - then.since_s
+        rounds_s = count / seconds  # exchanges a second of all workers
+        round_s = workers / rounds_s
+        step_bytes = setting.model_bytes / self._every
+        # In a short play the computing of the last steps counts, but not all of their exchange.
+        compute = min(1.0, (now.compute_s - then.compute_s) / count / round_s)
+        waiting = min(1.0 - compute, (now.waiting_s - then.waiting_s) / count / round_s)
+        skipped = (now.skipped - then.skipped) / count
+        pushed_s = rounds_s * setting.model_bytes
+        return Prediction(
+            workers=workers,
+            shards=shards,
+            step_s=round_s / self._every,
+            steps_per_s=rounds_s * self._every,
+            compute_share=compute,
+            waiting_share=waiting,
+            exchange_share=1.0 - compute - waiting,
+            dropped_share=min(1.0, skipped + self._dropped / max(1, self._pushed)),
+            staleness=staleness_figures(self._staleness),
+            worker_bytes=step_bytes,
+            server_bytes=step_bytes * workers / shards,
+            worker_link_use=pushed_s / workers / (network.worker_gbps * GBPS),
+            server_link_use=pushed_s / shards / (network.server_gbps * GBPS),
             server_use=(now.server_s - then.server_s) / seconds,
-            skipped=(now.skipped - then.skipped) / count,
-            dropped=self._dropped / max(1, self._pushed),
-            staleness=self._staleness,
             events=self.clock.events,
         )
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
-
-from paramserve.planning.setting import GBPS, Setting
 
 
 class StalenessFigures(NamedTuple):
@@ -86,56 +83,3 @@ def staleness_figures(counts: Mapping[int, int]) -> StalenessFigures:
     seen = accumulate(counts[staleness] for staleness in ordered)
     p95 = next(s for s, pushes in zip(ordered, seen, strict=True) if pushes >= 0.95 * total)
     return StalenessFigures(mean, p95, max(counts))
-
-
-def predict(
-    setting: Setting,
-    *,
-    every: int,
-    rounds_s: float,
-    waiting_s: float,
-    compute_s: float,
-    server_use: float,
-    skipped: float,
-    dropped: float,
-    staleness: Counter[int],
-    events: int,
-) -> Prediction:
-    """Figures from what was counted.
-
-    Args:
-        every: own steps in one exchange.
-        rounds_s: exchanges a second of all workers.
-        waiting_s, compute_s: of one worker in one exchange, on average.
-        skipped, dropped: of the gradients, by clock and by shard.
-    """
-    workers, shards = setting.workers, setting.shards
-    round_s = workers / rounds_s
-    step_bytes = setting.model_bytes / every
-    steps_per_s = rounds_s * every
-    # In a short play the computing of the last steps counts, but not all of their exchange.
-    compute = min(1.0, compute_s / round_s)
-    waiting = min(1.0 - compute, waiting_s / round_s)
-    return Prediction(
-        workers=workers,
-        shards=shards,
-        step_s=round_s / every,
-        steps_per_s=steps_per_s,
-        compute_share=compute,
-        waiting_share=waiting,
-        exchange_share=1.0 - compute - waiting,
-        dropped_share=min(1.0, skipped + dropped),
-        staleness=staleness_figures(staleness),
-        worker_bytes=step_bytes,
-        server_bytes=step_bytes * workers / shards,
-        worker_link_use=rounds_s
-        / workers
-        * setting.model_bytes
-        / (setting.network.worker_gbps * GBPS),
-        server_link_use=rounds_s
-        * setting.model_bytes
-        / shards
-        / (setting.network.server_gbps * GBPS),
-        server_use=server_use,
-        events=events,
-    )
