@@ -46,7 +46,7 @@ PAUSE_S = 0.5
 something held its loop up."""
 
 ROLES = frozenset({"join", "register", "driver"})
-"""Who belongs to the coordinator; the other roles of `Hello` belong to a shard."""
+"""Roles of `Hello` that belong to the coordinator; the others belong to a shard."""
 
 _decode = decoder(CoordinatorRequest | CoordinatorNotice).decode
 

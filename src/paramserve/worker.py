@@ -82,7 +82,7 @@ class Worker:
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
-        ended: the groups that step no more, as another optimizer took parameters of theirs over.
+        ended: groups that no longer step, since another optimizer took over parameters of theirs.
         passes: what loaders and samplers of one dataset have in common.
         leased: the leased loader whose batches the steps take at present, if there is one.
     """
@@ -364,7 +364,7 @@ class Worker:
         variables (`NCCL_SOCKET_IFNAME`).
 
         It stands as long as all its workers do: a worker that ends breaks it for the others, whose
-        next operation raises, and one that is started again, or added, cannot come in.
+        next operation raises, and one that is started again, or added, cannot join it.
 
         Args:
             backend: as for `torch.distributed.init_process_group`, the same on all ranks. None:

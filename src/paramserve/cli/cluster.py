@@ -60,7 +60,7 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
     """Run a server, the first one or one that joins it, until it is stopped.
 
     The first one is told --servers, --workers and --consistency for the whole cluster. On stderr it
-    says who comes, leaves, dies and is refused.
+    logs which members come, leave, die and are refused.
     """
     from paramserve.launch.serve import serve as run
 

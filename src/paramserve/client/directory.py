@@ -106,7 +106,7 @@ class Directory:
         return block
 
     def _give_up(self, block: Block, attempt: int, limit: float) -> None:
-        """The shards refused a define: its names are free again, here and for everybody.
+        """The shards refused a define: its names are free again, here and for all clients.
 
         The shards that took it forget it first: the next define may give its group another policy.
         """

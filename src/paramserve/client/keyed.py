@@ -300,7 +300,7 @@ class Keyed:
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
             found, after = done(operation)[shard].counts
-            # The slot may be given out again when the lock is let go of.
+            # The slot may be given out again when the lock is released.
             lying = records_at(slot.bytes, 0, rows, dim, kept)
             return lying.first(found), after
 

@@ -174,8 +174,8 @@ class LeasedWork:
     def more(self) -> bool:
         """Wait until there is more to draw; False: the turn is over, or the worker is to end.
 
-        For who has done all that was drawn, or can do no more of it. Own steps that were not
-        exchanged yet are, so that the samples behind them count. Until its next step no worker
+        For a loop that has done all that was drawn, or can do no more of it. Own steps that were
+        not exchanged yet are, so that the samples behind them count. Until its next step no worker
         waits for this worker.
 
         Raises:
@@ -241,7 +241,7 @@ class LeasedWork:
             0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken
         )
         self._lease = self._control.call(message, Leased, timeout_s=wait_s)
-        if not idle:  # else the one who waits counts it
+        if not idle:  # else the caller that waits counts it
             self._waited_s += self._clock() - before_s
         self.over = self._lease.over
         self._seen = max(self._seen, self._lease.lease)

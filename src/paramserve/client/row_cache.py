@@ -155,7 +155,7 @@ class RowCache:
         self._read_at[places] = NEVER
 
     def _make_room(self, count: int, clock: int) -> Array:
-        """Places for new copies, int64 [count]; those that were there before are let go of."""
+        """Places for new copies, int64 [count]; the copies that were there are dropped."""
         begun = min(count, self._keys.size - self._begun)
         fresh = np.arange(self._begun, self._begun + begun, dtype=np.int64)
         self._begun += begun

@@ -94,7 +94,7 @@ class ConnectionLost(NamedTuple):
 
 
 class TimePassed(NamedTuple):
-    """Look at deadlines and at who has been silent."""
+    """Look at deadlines and at silent processes."""
 
 
 class ProcessPaused(NamedTuple):
@@ -119,7 +119,7 @@ class Decided:
 
 @dataclass
 class Party:
-    """Who speaks on a connection."""
+    """The process at the other end of a connection."""
 
     client: int = 0
     rank: int = NO_RANK
@@ -147,7 +147,7 @@ class Coordination:
         self.leases = LeaseBook()
         self._parties: dict[int, Party] = {}
         self._absent: list[tuple[Party, float]] = []
-        """Whose connection was reset, and when: they may come on another one."""
+        """Parties whose connection was reset, and when: they may connect again."""
         self._waiting: list[_Waiting] = []
         self._records: deque[tuple[int, Record]] = deque()
         """Each with its size."""
@@ -311,7 +311,7 @@ class Coordination:
         return self.leases.take(message, party.client, party.rank, sharing, workers)
 
     def _require_live(self, party: Party) -> None:
-        """A worker that counts as dead must not be the one for whose define the others wait."""
+        """Refuse a worker that counts as dead: the others must not wait for its define."""
         member = self.membership.members.get(party.rank)
         lives = member is not None and member.state in (LIVE, RETIRING)
         if member is None or (member.client == party.client and lives):
@@ -330,7 +330,7 @@ class Coordination:
             )
         member = self.membership.members.get(message.number)
         if member is not None and 0 < message.incarnation < member.incarnation:
-            return  # late news: the one that ended has a successor
+            return  # late report: the worker that ended has a successor
         if message.final:
             self._ended(message.number, DEAD)
         else:
@@ -412,7 +412,7 @@ class Coordination:
             self._decided.members = self.membership.snapshot()
 
     def _known(self, message: Reconnect) -> Party:
-        """Who this is, if it is still waited for."""
+        """The party that reconnects, if it is still waited for."""
         parties = [*self._parties.values(), *(party for party, _ in self._absent)]
         if message.shard >= 0:
             entry = self.membership.servers.get(message.shard)

@@ -87,7 +87,7 @@ class Directory:
 
     def defined(self, block: int, attempt: int) -> None:
         """The definer has the values on all shards; or, with the attempt's number below 0, some
-        shard refused them: then the names are free for the next define, whatever it says."""
+        shard refused them: then the names are free for the next define."""
         if not (0 <= block < len(self._entries) and self._entries[block].attempt == abs(attempt)):
             return
         entry = self._entries[block]
@@ -113,7 +113,7 @@ class Directory:
             self._loads[shard] += sign * (high - low) * itemsize
 
     def client_gone(self, client: int) -> None:
-        """What this client was defining is open to the next one who asks."""
+        """What this client was defining is open to the next client that asks."""
         for entry in self._entries:
             if entry.stage is Stage.DEFINING and entry.definer == client:
                 entry.stage = Stage.OPEN
@@ -171,7 +171,7 @@ class Directory:
 
     def _check_order(self, call: PlaceBlock) -> None:
         """Refuse other names than those that another rank has for the same block: the ones that are
-        asked for would be waited for in vain."""
+        asked for would never be defined."""
         for entry in self._entries:
             spec = entry.spec
             same = call.nth >= 0 and (spec.group_name, entry.nth) == (call.group, call.nth)

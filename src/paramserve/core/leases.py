@@ -1,4 +1,5 @@
-"""Who gets which samples, by lease: ranges of an epoch's common order, cut to each worker's share.
+"""Which worker gets which samples, by lease: ranges of an epoch's common order, cut to each
+worker's share.
 
 A range goes to a worker when it asks, smaller ones towards the end of an epoch: guided
 self-scheduling (Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(12), 1987), with
@@ -226,7 +227,7 @@ class Leases:
         self.holders.clear()
 
     def _nothing_to_come(self) -> bool:
-        """Whether all who hold something wait for more of it, as this one does."""
+        """Whether all holders wait for more samples, as this one does."""
         return all(
             not holder.grants or (holder.idle and holder.ended is None)
             for holder in self.holders.values()

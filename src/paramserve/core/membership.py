@@ -1,6 +1,6 @@
 """Which processes belong to the cluster: servers, workers with their incarnations, other clients.
 
-A rank is *expected* until its worker joins, then *live*, and at the end *left* (by its own wish) or
+A rank is *expected* until its worker joins, then *live*, and at the end *left* (in order) or
 *dead*; between two lives it is *restarting*: a synchronous clock waits for it as for a live one.
 Each join of a rank is a new incarnation with a new client id; older ones are refused.
 
@@ -34,7 +34,7 @@ class ServerEntry:
 
 
 class Membership:
-    """The coordinator's knowledge of who is there, as a value that changes only through calls."""
+    """The coordinator's knowledge of its members, as a value that changes only through calls."""
 
     def __init__(self, servers: int, workers: int) -> None:
         self.expected_servers = servers
@@ -178,8 +178,8 @@ class Membership:
     def scale(self, workers: int) -> None:
         """From now on there are to be this many workers.
 
-        Ranks below may join, those above retire: who lives is asked to end, who has not come is
-        waited for no more. One that is retiring already keeps on, and its rank is free after it.
+        Ranks below may join, those above retire: live workers are asked to end, missing ones are
+        no longer waited for. One that is retiring already keeps on, and its rank is free after it.
 
         Raises:
             ParamServeError: less than 1. Nothing was changed.

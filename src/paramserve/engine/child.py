@@ -181,7 +181,7 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
 
 
 def call_soon(loop: AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Have a loop call this, from any thread; a loop that has ended needs it no more."""
+    """Have a loop call this, from any thread; a loop that has ended does not need it."""
     with contextlib.suppress(RuntimeError):  # closed
         loop.call_soon_threadsafe(callback)
 

@@ -147,7 +147,7 @@ def _without_a_place(entry: Entry) -> CannotPlace | None:
 
 
 def gone(entry: Entry) -> ParamServeError:
-    """The error for a coordinator or server that is no more."""
+    """The error for a coordinator or server that has ended."""
     unplaced = _without_a_place(entry)
     if unplaced is not None:
         return unplaced

@@ -1,4 +1,4 @@
-"""What the driver knows of a run through the coordinator: status, log records, who is silent.
+"""What the driver knows of a run through the coordinator: status, log records, silent processes.
 
 It never waits: a request is sent when it is due, and its answer is taken when it has come. So the
 thread that watches the processes is never held up by a coordinator that hangs.
@@ -215,7 +215,7 @@ class Overview:
         return self._answers.pop(call) if self._answers.get(call) is not None else None
 
     def forget(self, call: int) -> None:
-        """The answer to a call is wanted no more."""
+        """The answer to a call is no longer wanted."""
         self._answers.pop(call, None)
 
     def silent(self, now: float) -> dict[Key, int]:

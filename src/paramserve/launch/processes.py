@@ -19,7 +19,7 @@ from paramserve.launch.roster import Decision, Roster
 class Processes(Mapping[Process, Key]):
     """The processes that count, and which of the run's each one is. For one thread.
 
-    A process whose place another one has taken is none of them any more.
+    A process that was replaced is not among them.
 
     Args:
         fleet: opened and closed by the supervisor.
@@ -87,15 +87,15 @@ class Processes(Mapping[Process, Key]):
             self._keys[self._fleet.launch(self._role(key))] = key
 
     def kill(self, keys: Iterable[Key]) -> None:
-        """End the processes of workers at once, and hear of them no more."""
+        """End the processes of workers at once, and forget them."""
         wanted = set(keys)
         for process in [each for each, key in self._keys.items() if key in wanted]:
             process.kill()
             del self._keys[process]
 
     def carry_out(self, decision: Decision) -> None:
-        """Start again who died, end who is to go and does not, start anew in the places of those
-        who went; the coordinator is told of each end.
+        """Restart dead workers, end those that do not retire in time, start ranks whose processes
+        have ended; the coordinator is told of each end.
 
         Raises:
             OSError, ParamServeError: a process could not be started. The rest was not done.

@@ -37,7 +37,7 @@ class Scaling:
 
     Args:
         request_s: how long the coordinator may take to answer.
-        why_not: says why the number can be changed no more; empty: it can.
+        why_not: says why the number can no longer be changed; empty: it can.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ ATTEMPT_S = 2.0
 DONE_POLL_S = 0.2
 """How often is looked whether all workers have left."""
 MISSING_TOLD_S = 60.0
-"""How often is told who has not come or left yet."""
+"""Between two lines about the workers that have not come or left yet."""
 STATES = {
     EXPECTED: "is expected",
     LIVE: "has come",
@@ -98,7 +98,7 @@ class Settings:
 class _Both:
     """A `transport.Handler` that serves a coordinator and a shard on one port.
 
-    Who a peer wants is told by its role: those of the two are all different.
+    A peer's role tells which one it wants: the two have no role in common.
     """
 
     def __init__(self, coordinator: CoordinatorRole) -> None:
@@ -121,7 +121,7 @@ class _Both:
 
 
 class _Log:
-    """Tells in one line each who comes and goes, by the logger "paramserve"."""
+    """Logs one line for each member that comes or goes, to the logger "paramserve"."""
 
     def __init__(self, servers: int, workers: int) -> None:
         self._expected = servers
@@ -149,7 +149,7 @@ class _Log:
         logger.warning("refused: %s", answer.failed)
 
     def tell_missing(self) -> None:
-        """Who is waited for until all are done."""
+        """Log the workers that have not come or left yet."""
         ranks: dict[str, list[str]] = {}
         for rank, member in sorted(self._members.items()):
             ranks.setdefault(member.state, []).append(str(rank))
@@ -250,7 +250,7 @@ class _Running:
         return listeners
 
     async def until_done(self) -> None:
-        """Wait for the end; the caller cancels this to end it by its own wish.
+        """Wait for the end; the caller cancels this to end it early.
 
         Raises:
             ServerGone: another server of the cluster is gone before all workers have left.

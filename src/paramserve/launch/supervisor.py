@@ -61,7 +61,7 @@ class Supervisor:
         roster: what is known of each process.
         failures: of workers that the run went on without, by rank.
         restarts: of each restart, how the worker had ended.
-        reports: what processes told besides, as (who, kind, body), in order.
+        reports: all other reports of processes, as (key, kind, body), in order.
         addresses: the coordinator's; empty: not known yet.
         credentials: what opens them.
     """
@@ -79,7 +79,7 @@ class Supervisor:
         Args:
             collect: called in a thread of its own when all workers are done, while the servers
                 still run.
-            forget: called at the very end, to let go of clients.
+            forget: called at the very end, to release clients.
             prepare: called in a thread of its own when the servers are up.
         Raises:
             OSError, ParamServeError: a process could not be started. None is left.
@@ -331,7 +331,7 @@ class Supervisor:
                     process.kill()  # it is fenced off already, and must not stay behind
 
     def _why_fixed(self) -> str:
-        """Why the number of workers can be changed no more; empty: it can."""
+        """Why the number of workers can no longer be changed; empty: it can."""
         trains = self.state in ("starting", "running")
         if trains and not (self._over or self._abandoned or self._stop_at is not None):
             return ""

@@ -115,7 +115,7 @@ def _worker(rank: int, group: GroupStatus) -> str:
 def watch(
     watched: Watched, *, every_s: float = 1.0, console: Console | None = None
 ) -> Iterator[None]:
-    """Show how a run gets on, for the length of the `with` block.
+    """Show the progress of a run, for the length of the `with` block.
 
     Args:
         watched: a job.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat, TableReport
 
 RETIRED = ("retiring", "retired")
-"""States of workers that a run does without by its own wish."""
+"""States of workers that `Job.scale` has removed."""
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 

@@ -174,12 +174,12 @@ class Worker:
         self.skipped = False
 
     def draw(self) -> float:
-        """How long its next step takes: the same one whatever the others do."""
+        """How long its next step takes: independent of the other workers."""
         return self._compute.draw(self._mean_s, self._source)
 
 
 class Shard:
-    """A modelled shard: whom it waits for, and when its link will be free."""
+    """A modelled shard: what it waits for, and when its link will be free."""
 
     def __init__(self, number: int, cpu: Processor, workers: int) -> None:
         self.number = number

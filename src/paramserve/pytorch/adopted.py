@@ -116,7 +116,7 @@ class Adopted(ABC, Generic[B]):
     """One adopted optimizer's blocks: defined together, and stepped in one group.
 
     Args:
-        worker: its `rank` decides who defines; it gets the aliases and the final call.
+        worker: rank 0 defines; it gets the aliases and the final call.
         apart: see `Tables`.
     """
 
@@ -252,7 +252,7 @@ class Adopted(ABC, Generic[B]):
         return taken
 
     def _take_over(self, taken: Mapping[Adopted[Any], str]) -> None:
-        """The other optimizers step no more: their values would overwrite this one's."""
+        """Stop the other optimizers: their values would overwrite this one's."""
         for other, name in taken.items():
             other._taken = name, self._settings.name
             self._worker.ended.add(other._settings.name)

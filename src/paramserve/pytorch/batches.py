@@ -97,7 +97,7 @@ KeysOf = Callable[[Any], Mapping[Any, npt.ArrayLike] | Iterable[tuple[Any, npt.A
 KEPT_MAX = 4
 """Datasets of a worker that are kept in memory because nothing can refer to them weakly (a list,
 slots); the one whose loader was made longest ago goes first. The others go when the training
-function has let go of them."""
+function has dropped them."""
 
 Kept = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
 """By the identity of a dataset: what it is known by (weak references, which drop the entry, or the

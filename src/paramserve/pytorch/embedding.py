@@ -73,7 +73,7 @@ class Rows(torch.nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """False, whatever it was set to: no gradient ever comes here by itself."""
+        """Always False: autograd never accumulates a gradient here."""
         return False
 
     @requires_grad.setter

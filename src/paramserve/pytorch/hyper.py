@@ -158,7 +158,7 @@ class HyperReader:
         """The group's rule with its options as they are now.
 
         Args:
-            group: None: the optimizer has it no more, and its last options count.
+            group: None: the optimizer no longer has it, and its last options count.
         Raises:
             ValueError: an option is out of its range, or needs state that the block does not
                 have. Nothing was sent.

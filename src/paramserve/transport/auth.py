@@ -30,7 +30,7 @@ from paramserve.messages import PROTOCOL_VERSION
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 TOKEN_BYTES_MIN: Final = 16
-"""128 bits: who listens in on a handshake must not find the token by trying."""
+"""128 bits: an eavesdropper on a handshake must not find the token by trying."""
 AUTH_MAGIC: Final = b"PSRA"
 _GREETING: Final = struct.Struct("<4sHH")
 GREETING_BYTES: Final = _GREETING.size

@@ -41,7 +41,7 @@ _READ_AT_ONCE: Final = 4 << 20
 
 
 class Connection(Protocol):
-    """What a handler sees of a peer, whatever carries it."""
+    """What a handler sees of a peer, over any transport."""
 
     hello: Hello
     kind: Kind
@@ -73,7 +73,7 @@ class Handler(Protocol):
         """A peer that belongs here said hello. What is sent now arrives behind `Welcome`.
 
         May raise `ParamServeError`: the peer gets it as `Refused` with number 0 and is closed, and
-        the handler hears no more of it.
+        the handler is not called for it again.
         """
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:

@@ -45,7 +45,8 @@ R = TypeVar("R")
 REPLY_SLACK_S = 5.0
 """How much longer than the coordinator's own deadline a caller waits for its answer."""
 LOOK_S = 1.0
-"""How often one who waits for an answer looks whether another thread has ended the connection."""
+"""How often a thread that waits for an answer looks whether another thread has ended the
+connection."""
 ATTEMPT_S = 2.0
 """For one attempt to connect again to a coordinator that does not answer; a process that is told to
 end ends no later than this."""
@@ -118,7 +119,7 @@ class ControlLink:
         return control
 
     def identify(self, identity: Reconnect, deadlines: Deadlines) -> None:
-        """From now on a broken connection is made anew, with this to say who comes; the calls that
+        """From now on a broken connection is made anew, and this is sent first; the calls that
         follow must be such that repeating them is safe."""
         self._identity, self._deadlines = identity, deadlines
 
@@ -137,7 +138,7 @@ class ControlLink:
         Args:
             timeout_s: how long at most, also for another thread's call; None: such a call sees to
                 it by itself.
-            ended: whether it is wanted no more.
+            ended: whether it is no longer wanted.
         Returns:
             Whether there is a connection.
         """
@@ -172,13 +173,13 @@ class ControlLink:
     def _reconnect(
         self, limit_s: float, until: float, ended: Callable[[], bool]
     ) -> BaseException | None:
-        """One attempt; what it failed with. Only for who holds `_lock`."""
+        """One attempt; what it failed with. The caller holds `_lock`."""
         assert self._identity is not None
         assert self._dial is not None
         self._call += 1
         try:
             link = self._dial(limit_s)
-            with self._io:  # before any heartbeat: the coordinator must know whose it is
+            with self._io:  # before any heartbeat: the coordinator must know the sender
                 self._link, self._poll = link, select.poll()
                 if self._hurried:
                     link.io_timeout_s = HURRIED_IO_S
@@ -310,7 +311,7 @@ class ControlLink:
                 pass
 
     def _receive(self, timeout_s: float) -> bytes | None:
-        """The next header; None: not in time, or not in `LOOK_S`. Only for who holds `_lock`."""
+        """The next header; None: not in time, or not in `LOOK_S`. The caller holds `_lock`."""
         timeout_s = min(timeout_s, LOOK_S)
         # Frames that came together are held by the link: it is asked before the socket is.
         header = self._take(timeout_s)

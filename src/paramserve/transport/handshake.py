@@ -2,7 +2,7 @@
 
 Nothing of variable size is read before the peer's uid or token is checked, nothing is decoded
 before its size is. It works on the raw socket, because asyncio drops descriptors, and reads exactly
-what it needs: whatever the peer sends behind its hello stays in the kernel for the connection.
+what it needs: what the peer sends behind its hello stays in the kernel for the connection.
 """
 
 from __future__ import annotations

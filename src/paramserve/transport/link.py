@@ -50,7 +50,7 @@ _told: set[tuple[str, str]] = set()
 _RETRY_S: Final = 0.02
 """Between attempts to reach a peer that is not there yet."""
 _LOOK_S: Final = 0.5
-"""How often one who waits looks whether another thread has changed `io_timeout_s`."""
+"""How often a waiting thread looks whether another one has changed `io_timeout_s`."""
 
 
 class Link:

@@ -1,7 +1,7 @@
 """One server's links to the others: what is sent to them is kept until a connection stands.
 
-Nothing is sent again: of a connection that breaks, what it had taken may be lost. Who sends sees to
-it that what must arrive is repeated.
+Nothing is sent again: of a connection that breaks, what it had taken may be lost. The sender sees
+to it that what must arrive is repeated.
 """
 
 from __future__ import annotations

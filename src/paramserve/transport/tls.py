@@ -1,7 +1,7 @@
 """TLS on a TCP connection: contexts from a `TLS`, and a socket that is used as a plain one is.
 
 Both sides show a certificate and check the other's. What the errors of OpenSSL mean is said here:
-which certificate was refused, by whom, and what to do.
+which certificate was refused, by which side, and what to do.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DIAL_S = 3.0
 
 
 class Connection:
-    """This process's connection to Ray: who needs it, and whether it is ours to end."""
+    """This process's connection to Ray: its users, and whether this package is to end it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Connection:
             start: whether a new Ray may be started where no running one is meant; else it is
                 the one that runs on this machine.
         Returns:
-            What says that the connection is needed no more; repeating is safe.
+            What ends this use of the connection; repeating is safe.
         Raises:
             ParamServeError: no connection to this address.
         """
@@ -144,7 +144,7 @@ def _dial(address: str) -> None:
 RAY_OLDEST = (2, 49)
 """The first whose placement groups have label selectors for bundles."""
 CONTROL_S = 1.0
-"""How long a call to Ray's own control service may hold up the one who makes it."""
+"""How long a call to Ray's own control service may hold up its caller."""
 LOOK_S = 0.25
 """How often a wait looks up: for Ctrl-C, and for ends that another thread has seen."""
 RETRY_S = 0.1

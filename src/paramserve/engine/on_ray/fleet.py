@@ -122,7 +122,7 @@ class RayFleet:
             if self._closed:
                 return
             self._closed = True
-        with self._room_lock:  # who makes room sees `_closed` soon
+        with self._room_lock:  # a caller of `make_room` sees `_closed` soon
             pass
         everyone = [*self._running, *self._waiting.values()]
         try:

@@ -1,4 +1,4 @@
-"""What is published under a name: a named actor keeps it while the one who made that lives."""
+"""What is published under a name: a named actor keeps it while its creator lives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paramserve.engine.on_ray.room import what_there_is
 from paramserve.errors import CannotPlace, NameTaken, ParamServeError
 
 NAME_S = 5.0
-"""Ray needs moments to notice that the one who had a name is dead."""
+"""Ray needs moments to notice that the owner of a name is dead."""
 
 
 class Published:

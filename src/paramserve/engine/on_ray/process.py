@@ -136,7 +136,7 @@ class RayProcess:
             return found
 
     def forget(self) -> None:
-        """Ask Ray no more."""
+        """Stop asking Ray."""
         with self._lock:
             self._status = self._status if self._status is not None else KILLED
             self._pending = None

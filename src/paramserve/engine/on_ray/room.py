@@ -1,4 +1,4 @@
-"""Room in the cluster: reserved for all who come together, or for none, and given back.
+"""Room in the cluster: reserved for a whole group, or not at all, and given back.
 
 What is asked for is decided in `placing`; here Ray is asked.
 """
@@ -75,7 +75,7 @@ def reserve(
 
     Args:
         taken: nodes that groups which are to be apart must not be on.
-        closed: whether it is needed no more.
+        closed: whether it is no longer needed.
     Raises:
         CannotPlace: there is none after `place_s`.
         RuntimeError: it was closed meanwhile.
