@@ -1,5 +1,4 @@
-"""Which worker gets which samples, by lease: ranges of an epoch's common order, cut to each
-worker's share.
+"""Which worker gets which samples, by lease: parts of an epoch's common order.
 
 A range goes to a worker when it asks, smaller ones towards the end of an epoch: guided
 self-scheduling (Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(12), 1987), with

@@ -7,6 +7,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -77,53 +78,38 @@ class Plan:
                 where the processes do not share this machine.
             addresses: the coordinator's; not used for the coordinator itself.
         """
-        payload, code = {
-            "coordinator": (self._coordinator, b""),
-            "server": (self._server, self.server_code),
-            "worker": (self._worker, self.worker_code),
-        }[key.kind]
+        code = {"coordinator": b"", "server": self.server_code, "worker": self.worker_code}
         threads = self.threads_per_worker if key.kind == "worker" else 1
         return Role(
             name=str(key),
             entry=f"paramserve.{key.kind}:main",
-            payload=payload(key.number, directory, addresses),
+            payload=self._payload(key, directory, addresses),
             secret=credentials.encode(),
-            code=code,
+            code=code[key.kind],
             environment=dict.fromkeys(THREADS, str(threads)),
             directory=directory,
             imports=self.worker_imports if key.kind == "worker" else (),
         )
 
-    def _coordinator(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
-        config = CoordinatorConfig(
-            self.servers,
-            self.workers + self.ranks,
-            directory,
-            consistency=self.consistency,
-            restarts=isinstance(self.on_worker_death, Restart),
-            cluster=self.cluster,
-            limits=self.limits,
-            deadlines=self.deadlines,
-        )
+    def _payload(self, key: Key, directory: str, addresses: tuple[str, ...]) -> bytes:
+        """What the entry of a process is told."""
+        if key.kind == "worker":
+            assert self.worker_payload is not None, "a plan with workers has what they do"
+            return self.worker_payload(key.number, addresses)
+        common: dict[str, Any] = {
+            "servers": self.servers,
+            "workers": self.workers + self.ranks,
+            "directory": directory,
+            "consistency": self.consistency,
+            "cluster": self.cluster,
+            "limits": self.limits,
+            "deadlines": self.deadlines,
+        }
+        if key.kind == "coordinator":
+            restarts = isinstance(self.on_worker_death, Restart)
+            return msgspec.msgpack.encode(CoordinatorConfig(**common, restarts=restarts))
+        config = ServerConfig(shard=key.number, coordinator=addresses, **common)
         return msgspec.msgpack.encode(config)
-
-    def _server(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
-        config = ServerConfig(
-            shard=number,
-            servers=self.servers,
-            workers=self.workers + self.ranks,
-            coordinator=addresses,
-            directory=directory,
-            consistency=self.consistency,
-            cluster=self.cluster,
-            limits=self.limits,
-            deadlines=self.deadlines,
-        )
-        return msgspec.msgpack.encode(config)
-
-    def _worker(self, number: int, directory: str, addresses: tuple[str, ...]) -> bytes:
-        assert self.worker_payload is not None, "a plan with workers has what they do"
-        return self.worker_payload(number, addresses)
 
 
 def addresses_in(directory: str) -> tuple[str, ...]:
