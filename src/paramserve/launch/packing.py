@@ -19,7 +19,7 @@ import cloudpickle
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.registry import build, check, spec
+from paramserve.consistency.registry import Registered, build, check, spec
 
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""
@@ -97,13 +97,20 @@ def for_servers(
             pickled; the text says which and why.
         ValueError: the policy cannot work with this many workers, or with its options.
     """
+    described, registered = checked(consistency, workers, rules, policies)
+    return ForServers(described, _pack(tuple(registered.all.values())))
+
+
+def checked(
+    consistency: Policy, workers: int, rules: Sequence[type[Any]], policies: Sequence[Any]
+) -> tuple[ConsistencySpec, Registered]:
+    """A policy as it travels, and all that servers may run with it; raises as `for_servers`."""
     described = spec(consistency)
     registered = check(rules, policies, consistency)
     build(described, registered.all)
     if workers:
         consistency.check(workers)
-    things = tuple(registered.all.values())
-    return ForServers(described, _pack(things))
+    return described, registered
 
 
 def _pack(things: Sequence[Any]) -> bytes:

@@ -35,12 +35,13 @@ from paramserve.config import (
 )
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.consistency.registry import Registered, build, check, spec
+from paramserve.consistency.registry import Registered
 from paramserve.coordinator import ROLES, CoordinatorRole
 from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.launch.connect import full_address
+from paramserve.launch.packing import checked
 from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
 from paramserve.server import ServerRole, process_role, register
 from paramserve.transport.auth import credentials_of
@@ -382,7 +383,7 @@ def serve(
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
-    described, registered = _described(policy, workers, rules, policies)
+    described, registered = checked(policy, workers, rules, policies)
     if servers < 1 or workers < 0:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
     if until_done and join is None and not workers:
@@ -416,17 +417,6 @@ def _check_advertise(host: str) -> None:
         raise ValueError(
             f"advertise must be a host without a port (the port is that of bind), not {host!r}"
         ) from None
-
-
-def _described(
-    policy: Policy, workers: int, rules: Sequence[type[Any]], policies: Sequence[Any]
-) -> tuple[ConsistencySpec, Registered]:
-    """A policy as it travels, and what this server may run, after a check of both."""
-    described, registered = spec(policy), check(rules, policies, policy)
-    build(described, registered.all)
-    if workers:
-        policy.check(workers)
-    return described, registered
 
 
 def _deadlines(deadlines: Deadlines | None, restart_s: float | None) -> Deadlines:
