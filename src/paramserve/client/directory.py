@@ -28,6 +28,7 @@ from paramserve.errors import (
     UnknownName,
 )
 from paramserve.messages import (
+    BlockSpec,
     Define,
     Defined,
     Found,
@@ -92,18 +93,32 @@ class Directory:
         call = PlaceBlock(
             0, group, dtype.name, described, pieces, True, limit, whole, policy, nth=nth
         )
-        placed = self._control.call(call, Placed, timeout_s=limit)
-        block = self._know(Block(placed.spec))
-        if placed.attempt:
-            try:
-                with self._lock:
-                    self._send_values(block, values, placed.attempt, limit)
-            except ParamServeError as error:
-                if not isinstance(error, Timeout | ServerGone | ClientClosed):
-                    self._give_up(block, placed.attempt, limit)
-                raise
-            self._control.call(Defined(0, block.id, placed.attempt), Ok, timeout_s=limit)
+        block, attempt = self._place(call)
+        if attempt:
+            self._define(block, attempt, limit, values)
         return block
+
+    def _place(self, call: PlaceBlock) -> tuple[Block, int]:
+        """The block of a call, and the attempt with which this client must define it; 0: it is
+        defined."""
+        placed = self._control.call(call, Placed, timeout_s=call.wait_s)
+        return self._know(Block(placed.spec)), placed.attempt
+
+    def _define(
+        self, block: Block, attempt: int, limit: float, values: Sequence[Tensor] = ()
+    ) -> None:
+        """Define a block on the shards, with its values unless it is a table."""
+        try:
+            with self._lock:
+                if block.table is not None:
+                    self._steps.ask_all("define", Define(0, block.spec, attempt, 0, 0), limit)
+                else:
+                    self._send_values(block, values, attempt, limit)
+        except ParamServeError as error:
+            if not isinstance(error, Timeout | ServerGone | ClientClosed):
+                self._give_up(block, attempt, limit)
+            raise
+        self._control.call(Defined(0, block.id, attempt), Ok, timeout_s=limit)
 
     def _give_up(self, block: Block, attempt: int, limit: float) -> None:
         """The shards refused a define: its names are free again, here and for all clients.
@@ -168,8 +183,7 @@ class Directory:
         call = PlaceBlock(
             0, group, kind.name, described, pieces, False, limit, whole, policy, nth=nth
         )
-        placed = self._control.call(call, Placed, timeout_s=limit)
-        return self._know(Block(placed.spec))
+        return self._place(call)[0]
 
     def _know(self, block: Block) -> Block:
         with self._lock:
@@ -208,9 +222,8 @@ class Directory:
                 if not isinstance(name, str):
                     raise TypeError(f"a name is a str, got {name!r}")
             names = list(names)
-        call = Lookup(0, None if names is None else tuple(missing), 0.0)
-        found = self._control.call(call, Found, timeout_s=self._connection.timeout_s)
-        known = [self._know(Block(spec)) for spec in found.blocks]
+        found = self._look_up(None if names is None else tuple(missing))
+        known = [self._know(Block(spec)) for spec in found]
         for block in known:
             if block.table is not None and names is not None:
                 raise UnknownName(
@@ -265,21 +278,10 @@ class Directory:
         call = PlaceBlock(
             0, name, "float32", described, pieces, True, limit, False, policy, table=spec
         )
-        placed = self._control.call(call, Placed, timeout_s=limit)
-        block = self._know(Block(placed.spec))
-        if placed.attempt:
-            self._send_table(block, placed.attempt, limit)
+        block, attempt = self._place(call)
+        if attempt:
+            self._define(block, attempt, limit)
         return block
-
-    def _send_table(self, block: Block, attempt: int, limit: float) -> None:
-        try:
-            with self._lock:
-                self._steps.ask_all("define", Define(0, block.spec, attempt, 0, 0), limit)
-        except ParamServeError as error:
-            if not isinstance(error, Timeout | ServerGone):
-                self._give_up(block, attempt, limit)
-            raise
-        self._control.call(Defined(0, block.id, attempt), Ok, timeout_s=limit)
 
     def find_table(self, name: str) -> Block:
         """The block of a table that was defined, by any client.
@@ -292,22 +294,23 @@ class Directory:
             fix="define it first: client.table(name, dim=..., rule=...)",
         )
         try:
-            found = self._control.call(
-                Lookup(0, (name,), 0.0), Found, timeout_s=self._connection.timeout_s
-            )
+            found = self._look_up((name,))
         except UnknownName:
             raise unknown from None
-        for spec in found.blocks:
+        for spec in found:
             if spec.table is not None and spec.group_name == name:
                 return self._know(Block(spec))
         raise unknown
 
     def tables(self) -> list[Block]:
         """All tables of the cluster, in the order in which they were defined."""
-        found = self._control.call(
-            Lookup(0, None, 0.0), Found, timeout_s=self._connection.timeout_s
-        )
-        return [self._know(Block(spec)) for spec in found.blocks if spec.table is not None]
+        found = self._look_up(None)
+        return [self._know(Block(spec)) for spec in found if spec.table is not None]
+
+    def _look_up(self, names: tuple[str, ...] | None) -> Sequence[BlockSpec]:
+        """Blocks with these names (None: all), as the coordinator knows them."""
+        timeout_s = self._connection.timeout_s
+        return self._control.call(Lookup(0, names, 0.0), Found, timeout_s=timeout_s).blocks
 
 
 def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
