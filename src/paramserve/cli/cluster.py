@@ -9,26 +9,55 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from paramserve.cli.options import split_reference, tls_of, with_tls
 from paramserve.cli.policies import POLICY_HELP, policy_of
-from paramserve.config import Deadlines, Limits
+from paramserve.config import TLS, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
 
 if TYPE_CHECKING:
     from paramserve.messages import Status
 
+
+F = TypeVar("F", bound=Callable[..., Any])
 TOKEN_BYTES = 32
 PIPED_COLUMNS = 160
 """Of `paramserve status` where it is no terminal that shows it."""
 STATUS_S = 5.0
 """A cluster that does not answer `paramserve status` or `scale` for this long is not there."""
+
+
+def with_tls(command: F) -> F:
+    """Adds the three options that make `tls_of`."""
+    for name, text in (
+        ("authority", "Who must have signed the other side's certificate; PEM."),
+        ("key", "This side's private key; PEM."),
+        ("certificate", "This side's certificate; PEM. With it, all connections use TLS."),
+    ):
+        command = click.option(
+            f"--tls-{name}", type=click.Path(exists=True, dir_okay=False), help=text
+        )(command)
+    return command
+
+
+def tls_of(options: dict[str, Any]) -> TLS | None:
+    """Takes the three options out of `options`.
+
+    Raises:
+        click.UsageError: some are given and some are not.
+    """
+    names = ("tls_certificate", "tls_key", "tls_authority")
+    files = [options.pop(name) for name in names]
+    if not any(files):
+        return None
+    if not all(files):
+        raise click.UsageError("TLS needs --tls-certificate, --tls-key and --tls-authority")
+    return TLS(files[0], files[1], files[2])
 
 
 @click.command()
@@ -196,18 +225,15 @@ def certs(directory: str, hosts: tuple[str, ...]) -> None:
     )
 
 
-def load_object(target: str, form: str = "MODULE:NAME, as in training:MyRule") -> Any:
+def load_object(target: str) -> Any:
     """What MODULE:NAME names; modules of the present folder can be imported.
 
-    Args:
-        form: what an error says that it should be.
     Raises:
         click.BadParameter: there is no such module or name.
     """
-    try:
-        module, name = split_reference(target, form)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    module, colon, name = target.partition(":")
+    if not (module and colon and name.isidentifier()):
+        raise click.BadParameter(f"{target!r} is not MODULE:NAME, as in training:MyRule")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

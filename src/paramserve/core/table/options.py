@@ -1,7 +1,7 @@
 """What a user chooses for a table: how rows begin, who gets one, and which go.
 
-Objects that are checked when they are built, and compose. What they mean is in `initial`,
-`admission`, `eviction` and `store`.
+Objects that are checked when they are built, and compose. What they mean is in `admission` and
+`store`.
 """
 
 from __future__ import annotations

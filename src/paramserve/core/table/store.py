@@ -14,14 +14,27 @@ import numpy.typing as npt
 
 from paramserve.core.table.admission import BYTES_MAX as CANDIDATE_BYTES_MAX
 from paramserve.core.table.admission import CANDIDATES_MAX, Candidates
-from paramserve.core.table.compiled import index_kernels, row_kernels
-from paramserve.core.table.eviction import UseOrder
+from paramserve.core.table.compiled import index_kernels, row_kernels, use_kernels
 from paramserve.core.table.hashing import Keys
 from paramserve.core.table.index import KEY_BYTES_MAX, PLACES, Index
 from paramserve.core.table.memory import Growing
 from paramserve.core.table.options import Constant, Init, Normal, TableOptions, Uniform
 from paramserve.errors import TableFull
 from paramserve.rules.rows import RowLayout, RowView
+
+Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.uint32]
+Positions = npt.NDArray[np.int32]
+
+ROWS_MAX = 1 << 31
+"""Of one shard; the limit of its index is twice as high."""
+SWEPT_PER_KEY = 4
+"""Rows past their TTL that a request removes for each of its keys."""
+SWEPT_MIN = 1024
+"""Rows past their TTL that a request removes at least."""
+CANDIDATES_SHARE = 8
+"""At most an eighth of `max_bytes` is for keys that have no row yet."""
+EVERYWHERE = np.empty(0, np.int32)
 
 
 class Drawing(NamedTuple):
@@ -48,21 +61,6 @@ def drawing(init: Init, stream: int, dim: int) -> Drawing:
         a = init.value
     work, line = np.empty((3, kernels.TILE)), np.empty(dim, np.float32)
     return Drawing(np.uint64(stream), kind, a, b, work, line)
-
-
-Floats = npt.NDArray[np.float32]
-Counts = npt.NDArray[np.uint32]
-Positions = npt.NDArray[np.int32]
-
-ROWS_MAX = 1 << 31
-"""Of one shard; the limit of its index is twice as high."""
-SWEPT_PER_KEY = 4
-"""Rows past their TTL that a request removes for each of its keys."""
-SWEPT_MIN = 1024
-"""Rows past their TTL that a request removes at least."""
-CANDIDATES_SHARE = 8
-"""At most an eighth of `max_bytes` is for keys that have no row yet."""
-EVERYWHERE = np.empty(0, np.int32)
 
 
 class Purpose(Enum):
@@ -423,3 +421,44 @@ def _candidates_max(options: TableOptions) -> int:
     if not options.max_bytes:
         return CANDIDATES_MAX
     return max(1, min(CANDIDATES_MAX, options.max_bytes // CANDIDATES_SHARE // CANDIDATE_BYTES_MAX))
+
+
+EVER = np.iinfo(np.int64).max
+"""A clock after all others."""
+
+
+class UseOrder:
+    """The rows of a table in the order of their last use. Within a request: that of its keys."""
+
+    row_bytes = 24
+
+    def __init__(self) -> None:
+        self._links = Growing(3, np.int64)
+        self._ends = np.full(2, -1, np.int64)
+
+    def reserve(self, rows: int) -> None:
+        """Have room for row numbers below `rows`."""
+        self._links.reserve(rows)
+
+    def add(self, rows: Keys, clock: int) -> None:
+        """Put new rows in front."""
+        use_kernels().add(self._links.array, self._ends, rows, clock)
+
+    def touch(self, rows: Keys, clock: int) -> None:
+        """Move rows to the front; -1 is left out."""
+        use_kernels().touch(self._links.array, self._ends, rows, clock)
+
+    def oldest(self, limit: int, before: int = EVER) -> Keys:
+        """At most `limit` rows last used before a clock, the oldest first. They stay."""
+        taken = np.empty(limit, np.int64)
+        found = use_kernels().oldest(self._links.array, self._ends, before, taken)
+        return taken[:found]
+
+    def used_before(self, rows: Keys, clock: int) -> Keys:
+        """Those of `rows` (-1 is left out) that were last used before a clock, each once."""
+        there = np.unique(rows[rows >= 0])
+        late: Keys = there[self._links.array[there, 2] < clock]
+        return late
+
+    def drop(self, rows: Keys) -> None:
+        use_kernels().drop(self._links.array, self._ends, rows)
