@@ -53,41 +53,6 @@ def test_pull_of_new_keys_gives_them_rows_with_their_first_values(cluster: RoleC
     assert bool(table)
 
 
-def test_pull_without_create_leaves_no_trace_and_reads_the_same(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    table = users(client, init=Uniform(-1.0, 1.0))
-    before = table.pull(EDGES, create=False)
-    assert (len(table), table.keys().size) == (0, 0)
-    assert np.array_equal(table.pull(EDGES), before)
-    assert len(table) == EDGES.size
-    assert np.array_equal(table.pull(EDGES, create=False), before)
-    assert np.unique(before).size == before.size
-
-
-def test_push_sums_the_gradients_of_equal_keys(cluster: RoleCluster) -> None:
-    table = users(cluster.client())
-    outcome = table.push([7, 8, 7, 7], np.array([[1.0], [2.0], [4.0], [8.0]]) * ones(1)).result()
-    assert outcome.version == 1
-    assert table.pull([8, 7])[:, 0].tolist() == [1.0 - 1.0, 1.0 - 6.5]
-
-
-def test_push_runs_the_rule_once_for_a_key_with_many_gradients(cluster: RoleCluster) -> None:
-    """Adagrad of a sum is not that of its parts."""
-    table = users(cluster.client(), rule=Adagrad(lr=1.0), init=Zeros())
-    table.push([7] * 3, ones(3)).result()
-    np.testing.assert_allclose(table.pull([7])[0], -1.0, rtol=1e-6)
-    _, _, state, counts = whole(table)
-    assert (state.tolist(), counts.tolist()) == ([[9.0] * DIM], [0])
-
-
-def test_push_of_keys_never_pulled_creates_them(cluster: RoleCluster) -> None:
-    table = users(cluster.client())
-    table.push(EDGES, np.arange(float(EDGES.size * DIM)).reshape(-1, DIM)).result()
-    expected = 1.0 - 0.5 * np.arange(float(EDGES.size * DIM)).reshape(-1, DIM)
-    assert np.array_equal(table.pull(EDGES), expected)
-    assert np.array_equal(np.sort(table.keys()), np.sort(EDGES))
-
-
 def test_keys_of_any_shape_give_rows_of_that_shape(cluster: RoleCluster) -> None:
     table = users(cluster.client())
     keys = np.array([[1, 2, 3], [3, 2, 9]], np.int32)
@@ -162,15 +127,6 @@ def test_large_batches_reach_every_shard_and_come_back(cluster: RoleCluster) -> 
     assert min(shares) > 0.45 * 20_000 / len(shares) * 2 * 0.9
 
 
-def test_hyper_of_one_push_is_for_that_push_only(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), init=Zeros())
-    usual = SGD(0.5).hyper()
-    table.push([1, 2], ones(2), hyper=SGD(2.0).hyper()).result()
-    table.push([2], ones(1)).result()
-    table.push([2], ones(1), hyper=usual).result()
-    assert table.pull([1, 2])[:, 0].tolist() == [-2.0, -3.0]
-
-
 # --- the same bits everywhere -----------------------------------------------------------------
 
 
@@ -209,22 +165,6 @@ def test_every_transport_and_number_of_shards_gives_the_same_bits(
 # --- whole tables -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 3, 1000])
-def test_scan_meets_every_row_once_in_parts_of_any_size(cluster: RoleCluster, rows: int) -> None:
-    table = users(cluster.client(), rule=Adam(lr=0.1))
-    keys = np.arange(-15, 15)
-    table.push(keys, np.outer(keys, np.ones(DIM))).result()
-    table.push(keys[:3], ones(3)).result()
-    parts = list(table.scan(rows, state=True))
-    assert max(part.keys.size for part in parts) <= rows
-    found, values, state, counts = whole(table, rows)
-    assert np.array_equal(found, keys)
-    assert np.array_equal(values, table.pull(keys))
-    assert (state.shape, state.dtype) == ((30, 2 * DIM), np.float32)
-    assert counts.tolist() == [2] * 3 + [1] * 27
-    assert all(part.state is None and part.counts is None for part in table.scan(rows))
-
-
 def test_scan_parts_are_the_callers_to_keep(cluster: RoleCluster) -> None:
     table = users(cluster.client(), rule=Add())
     table.put(np.arange(10), np.outer(np.arange(10), np.ones(DIM)))
@@ -248,40 +188,6 @@ def test_scan_while_rows_are_created_meets_those_that_were_there(cluster: RoleCl
     assert len(met) == len(set(met))
     assert set(before) <= set(met)
     assert len(met) > 400, "rows that were created meanwhile are met, too"
-
-
-def test_put_overwrites_creates_and_takes_the_last_of_equal_keys(cluster: RoleCluster) -> None:
-    table = users(cluster.client())
-    table.pull([1, 2])
-    table.put([2, 3, 3], np.array([[5.0], [6.0], [7.0]]) * np.ones(DIM))
-    assert table.pull([1, 2, 3], create=False)[:, 0].tolist() == [1.0, 5.0, 7.0]
-    assert len(table) == 3
-
-
-def test_put_without_state_keeps_that_of_rows_and_begins_that_of_new_ones(
-    cluster: RoleCluster,
-) -> None:
-    table = users(cluster.client(), rule=Adagrad(lr=1.0, initial_accumulator_value=0.25))
-    table.push([1], 2 * ones(1)).result()
-    table.put([1, 2], 3 * ones(2))
-    _, values, state, _ = whole(table)
-    assert values[:, 0].tolist() == [3.0, 3.0]
-    assert state[:, 0].tolist() == [4.25, 0.25]
-
-
-def test_put_of_a_scan_with_state_goes_on_as_the_first_table_would(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    first = users(client, rule=Adam(lr=0.1), init=Normal())
-    draw = np.random.default_rng(2)
-    keys = draw.integers(0, 50, 200)
-    first.push(keys, draw.standard_normal((200, DIM))).result()
-    second = client.table("copy", dim=DIM, rule=Adam(lr=0.1), init=Zeros())
-    for part in first.scan(13, state=True):
-        second.put(*part)
-    for table in (first, second):
-        table.push(keys, np.sin(np.arange(200.0 * DIM)).reshape(200, DIM)).result()
-    for one, other in zip(whole(first), whole(second), strict=True):
-        assert np.array_equal(one, other)
 
 
 def test_memory_bytes_and_reports_tell_of_rows_and_their_state(cluster: RoleCluster) -> None:

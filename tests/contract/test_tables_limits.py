@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
-from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
+from tests.contract.test_tables import MakeCluster, ones, users, whole
 
 from paramserve.client.table import Table
 from paramserve.consistency.built_in import Buffered, Sync
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import LRU, TTL, MinCount, Uniform
-from paramserve.errors import ParamServeError, TableFull
-from paramserve.rules import SGD, Adagrad, Add
+from paramserve.errors import TableFull
+from paramserve.rules import SGD
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
@@ -30,10 +30,6 @@ def keys_of(cluster: RoleCluster, shard: int, n: int, start: int = 0) -> np.ndar
     """The first `n` keys from `start` on that a shard holds."""
     keys = np.arange(start, start + 8 * n + 64)
     return keys[shard_of(keys, len(cluster.servers)) == shard][:n]
-
-
-def halves(*of: int) -> np.ndarray:
-    return np.array([[0.5 * n] for n in of], np.float32)
 
 
 def first_values(table: Table) -> dict[int, float]:
@@ -131,20 +127,6 @@ def test_full_table_drops_a_buffer_that_it_has_no_room_for(make_cluster: MakeClu
 # --- evicted ------------------------------------------------------------------------------------
 
 
-def test_lru_lets_the_rows_go_that_were_used_least_lately(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), rule=Adagrad(lr=1.0), evict=LRU(rows=8 * len(cluster.servers)))
-    keys = keys_of(cluster, 0, 12)
-    table.push(keys[:8], ones(8)).result()
-    table.pull(keys[:4])
-    table.pull(keys[4:8], create=False)
-    table.push(keys[8:], ones(4)).result()
-    found, values, state, _ = whole(table)
-    assert found.tolist() == [*keys[:4], *keys[8:]]
-    assert (np.unique(values).size, np.unique(state).tolist()) == (1, [1.0])
-    assert table.pull(keys[4:5]).tolist() == [[1.0] * DIM], "state and value have gone together"
-    assert sum(report.evicted for report in table.reports()) == 5
-
-
 def test_lru_of_max_bytes_keeps_the_table_below_it(cluster: RoleCluster) -> None:
     table = users(cluster.client(), max_bytes=SMALL, evict=LRU())
     for start in range(0, 4000, 100):
@@ -184,59 +166,7 @@ def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster, 
     assert 0 < sum(report.evicted for report in table.reports()) <= 15
 
 
-def test_ttl_counts_from_the_clock_at_which_a_row_is_put(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("unix", servers=1, workers=1)
-    client = cluster.client(0)
-    table = users(client, evict=TTL(clocks=1))
-    for _ in range(2):
-        client.tick("users").result()
-    table.put([7], 5 * ones(1))  # at clock 2
-    client.tick("users").result()
-    table.push([8], ones(1)).result()
-    assert sorted(table.keys()) == [7, 8]
-    client.tick("users").result()
-    table.push([8], ones(1)).result()
-    assert table.keys().tolist() == [8]
-
-
-def test_ttl_and_lru_hold_together(cluster: RoleCluster) -> None:
-    shards = len(cluster.servers)
-    table = users(cluster.client(), evict=TTL(clocks=1) | LRU(rows=4 * shards))
-    keys = keys_of(cluster, 0, 6)
-    table.pull(keys[:4])
-    table.pull(keys[4:5])
-    assert int(keys[0]) not in table.keys().tolist()
-    assert len(table) == 4
-
-
 # --- admitted -----------------------------------------------------------------------------------
-
-
-def test_min_count_gives_a_row_at_the_nth_push_and_counts_what_it_drops(
-    cluster: RoleCluster,
-) -> None:
-    table = users(cluster.client(), admit=MinCount(3), init=Uniform())
-    keys = np.array([1, 2, 3, 1])
-    start = table.pull(keys)
-    assert len(table) == 0, "a pull admits nobody"
-    for n in range(2):
-        table.push(keys, ones(4)).result()
-        assert np.array_equal(table.pull(keys), start)
-        assert sum(report.unadmitted for report in table.reports()) == 3 * (n + 1)
-    assert len(table) == 0
-    table.push([2, 1], ones(2)).result()
-    assert sorted(table.keys()) == [1, 2]
-    assert np.array_equal(table.pull([1, 2, 3]), start[:3] - halves(1, 1, 0))
-    table.push([3, 1], ones(2)).result()
-    assert np.array_equal(table.pull([1, 2, 3]), start[:3] - halves(1, 1, 1) - halves(1, 0, 0))
-    assert sum(report.unadmitted for report in table.reports()) == 6
-
-
-def test_min_count_admits_what_is_put(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), admit=MinCount(3))
-    table.put([7], 4 * ones(1))
-    table.push([7], ones(1)).result()
-    assert table.pull([7]).tolist() == [[3.5] * DIM]
 
 
 def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster, kind: str) -> None:
@@ -253,16 +183,3 @@ def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster, kind: 
             ticket.result()
         assert len(tables[0]) == (clock > 0)
     assert tables[1].pull([5])[0, 0] == 1.0 - 2 * 2.0
-
-
-def test_options_of_one_table_are_no_other_tables(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    small = client.table("small", dim=2, rule=Add(), evict=LRU(rows=len(cluster.servers)))
-    large = client.table("large", dim=3, rule=Add())
-    for key in range(50):
-        small.pull([key])
-        large.pull([key])
-    assert len(small) == len(cluster.servers)
-    assert len(large) == 50
-    with pytest.raises(ParamServeError):
-        client.table("small", dim=2, rule=Add())

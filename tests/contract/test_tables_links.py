@@ -9,13 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from msgspec import structs
-from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
-from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
+from tests.contract.role_cluster import DEADLINES, RoleCluster
+from tests.contract.test_tables import DIM, ones, users, whole
 
 from paramserve.client.table import TablePush
-from paramserve.consistency.built_in import Sync
 from paramserve.core.table.options import MinCount, Zeros
-from paramserve.errors import PushTimeout, ServerGone, WorkerFenced
+from paramserve.errors import ServerGone
 from paramserve.rules import Add
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
@@ -47,26 +46,6 @@ class Cuts:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-
-
-def test_pipelined_pushes_are_applied_once_through_reconnects(cluster: RoleCluster) -> None:
-    client = cluster.client(deadlines=PATIENT)
-    table = users(client, rule=Add(), init=Zeros())
-    before = cluster.connects
-    draw = np.random.default_rng(1)
-    expected = np.zeros(50)
-    tickets = []
-    with Cuts(cluster, client):
-        for _ in range(60):
-            keys = draw.integers(0, 50, 40)
-            np.add.at(expected, keys, 1.0)
-            tickets.append(table.push(keys, ones(40)))
-            time.sleep(0.001)
-        versions = [ticket.result().version for ticket in tickets]
-    assert versions == list(range(1, 61))
-    assert np.array_equal(table.pull(np.arange(50)), np.outer(expected, np.ones(DIM)))
-    assert np.array_equal(cluster.client().table("users").pull([7])[:, 0], expected[[7]])
-    assert cluster.connects > before + 3
 
 
 def test_pulls_scans_and_puts_go_on_over_the_next_connection(cluster: RoleCluster) -> None:
@@ -111,37 +90,6 @@ def test_min_count_counts_a_push_that_was_sent_twice_once(cluster: RoleCluster) 
     assert table.pull([1, 2, 3])[:, 0].tolist() == [11.0] * 3
 
 
-def test_sync_clocks_survive_reconnects_of_every_rank(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
-    policy = Sync(reduce="sum")
-    ranks = [cluster.client(rank, deadlines=PATIENT) for rank in range(2)]
-    tables = [users(c, rule=Add(), init=Zeros(), consistency=policy) for c in ranks]
-    keys = np.arange(40)
-
-    def work(rank: int) -> None:
-        for _ in range(20):
-            tables[rank].push(keys, ones(40))
-            ranks[rank].tick("users").result()
-
-    with Cuts(cluster, ranks[0]), Cuts(cluster, ranks[1]):
-        in_threads(lambda: work(0), lambda: work(1))
-    assert (cluster.client().table("users").pull(keys) == 40.0).all()
-
-
-def test_arena_that_grows_after_a_cut_comes_with_the_next_connection(
-    cluster: RoleCluster,
-) -> None:
-    client = cluster.client()
-    table = users(client, dim=64, rule=Add())
-    table.pull([1])
-    for shard in range(len(cluster.servers)):
-        cluster.cut(client, shard)
-    keys = np.arange(20_000)
-    assert (table.pull(keys) == 1.0).all()
-    table.push(keys, ones(20_000, 64)).result()
-    assert (table.pull(keys) == 2.0).all()
-
-
 def test_server_that_ends_is_gone_for_every_call_of_a_table(remote: RoleCluster) -> None:
     client = remote.client()
     table = users(client)
@@ -167,33 +115,3 @@ def test_server_that_ends_is_gone_for_every_call_of_a_table(remote: RoleCluster)
     client.close()
     assert time.monotonic() - start < SOON_S
     assert (rows == 1.0).all()
-
-
-def test_timeout_of_a_push_frees_nothing_and_result_can_be_called_again(
-    remote: RoleCluster,
-) -> None:
-    table = users(remote.client())
-    with remote.frozen():
-        ticket = table.push([1, 2], ones(2))
-        for _ in range(2):
-            with pytest.raises(PushTimeout, match=r"push timed out.*Applied: unknown"):
-                ticket.result(0.01)
-    assert ticket.result().version == 1
-    assert table.pull([1, 2])[:, 0].tolist() == [0.5, 0.5]
-
-
-def test_older_incarnation_of_a_rank_changes_no_row(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=1, restarts=True)
-    old = cluster.client(0)
-    table = users(old, rule=Add(), init=Zeros())
-    table.push([1], ones(1)).result()
-    old.tick("users").result()
-    cluster.mark_dead(0)
-    with pytest.raises((WorkerFenced, ServerGone)):
-        table.push([1], ones(1)).result()
-    new = cluster.client(0)
-    again = users(new, rule=Add(), init=Zeros())
-    assert new.clock("users") == 1
-    again.push([1], ones(1)).result()
-    new.tick("users").result()
-    assert again.pull([1]).tolist() == [[2.0] * DIM]

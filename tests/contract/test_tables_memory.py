@@ -18,11 +18,6 @@ from paramserve.rules import Add
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
 
-def shared_bytes(client: Client) -> int:
-    """Of all arenas of a client."""
-    return sum(arena.nbytes for arena in client.connection.exchange._arenas.values())
-
-
 def in_use(client: Client) -> int:
     """Slots in use, when what was given back later has been taken back."""
     client.connection.exchange.give_back([client.connection.exchange.take(64)])
@@ -81,35 +76,6 @@ def test_slot_goes_back_with_the_last_view_of_its_rows(cluster: RoleCluster) -> 
     del corner, other
     gc.collect()
     assert in_use(client) == 0
-
-
-def test_arena_does_not_grow_over_pulls_of_varying_size(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    table = users(client, dim=16)
-    draw = np.random.default_rng(0)
-    keys = draw.integers(0, 1000, 3000)
-
-    def rounds() -> None:
-        for _ in range(60):
-            batch = keys[: int(draw.integers(900, 1100))]
-            rows = table.pull(batch)
-            table.push(batch, 0 * rows).result()
-
-    rounds()
-    before = shared_bytes(client)
-    rounds()
-    assert shared_bytes(client) == before
-    assert in_use(client) <= 1
-
-
-def test_arena_stays_small_when_batches_take_every_size(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    table = users(client, dim=16)
-    draw = np.random.default_rng(0)
-    for _ in range(100):
-        keys = draw.integers(0, 2000, int(draw.integers(1, 2000)))
-        table.push(keys, 0 * table.pull(keys)).result()
-    assert shared_bytes(client) <= 40 * 2000 * 16 * 4
 
 
 def test_pull_that_timed_out_gives_its_slots_back_when_it_is_answered(
@@ -183,16 +149,6 @@ def test_pull_of_a_subset_is_served_and_one_of_other_keys_is_not(cluster: RoleCl
     table.pull([4])
     table.pull([1])
     assert requests_of(client) == sent
-
-
-def test_push_after_a_prefetch_is_not_in_it_and_the_next_pull_has_it(
-    make_cluster: MakeCluster,
-) -> None:
-    table = users(make_cluster("unix").client())  # others: `test_tables_machine`
-    table.prefetch([1, 2])
-    table.push([1], ones(1)).result()
-    assert table.pull([1, 2])[:, 0].tolist() == [1.0, 1.0]
-    assert table.pull([1, 2])[:, 0].tolist() == [0.5, 1.0]
 
 
 def test_prefetched_rows_that_nobody_pulls_are_let_go(cluster: RoleCluster) -> None:
