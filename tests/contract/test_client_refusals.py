@@ -80,10 +80,12 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
     "int": (lambda c: c.push("w", np.ones(LARGE, int)), DtypeMismatch, r"float64, got int64"),
     "complex": (lambda c: c.push("w", ONES * 1j), DtypeMismatch, "got complex128"),
     "text": (lambda c: c.push("w", np.full(LARGE, "x")), DtypeMismatch, "got <U1"),
+    "bool": (lambda c: c.push("w", np.ones(LARGE, bool)), DtypeMismatch, "got bool"),
     "ragged": (lambda c: c.push("w", [[1.0], [1.0, 2.0]]), ValueError, "inhomogeneous"),
     "none": (lambda c: c.push("w"), TypeError, "no value was given for 'w'"),
     "empty": (lambda c: c.push({}), ValueError, "names nothing"),
     "number": (lambda c: c.push(7, ONES), TypeError, "a name is"),
+    "no name": (lambda c: c.push("", ONES), TypeError, "a name is"),
     "number in mapping": (lambda c: c.push({7: ONES}), TypeError, "a name is a str"),
     "both": (lambda c: c.push({"w": ONES}, ONES), TypeError, "either one name"),
     "one of two wrong": (
@@ -162,6 +164,7 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
         "one dtype, got float32, float64",
     ),
     "float16": (lambda c: c.define("x", np.ones(2, np.float16)), TypeError, "got float16"),
+    "bool value": (lambda c: c.define("x", True), TypeError, "got bool"),
     "objects": (lambda c: c.define("x", np.array([None])), TypeError, "got object"),
     "int with a rule": (
         lambda c: c.define("x", np.ones(2, int), rule=Add()),

@@ -49,21 +49,6 @@ def test_cache_pulls_just_the_rows_that_are_not_there(cluster: RoleCluster) -> N
     assert np.array_equal(table.pull(np.arange(40)), expected), "copies are not the caller's"
 
 
-def test_cache_holds_no_more_rows_than_it_may_and_every_row_is_right(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    table = users(client, init=ps.Uniform(-1.0, 1.0))
-    expected = table.pull(np.arange(2000))
-    table.cache_rows(150, clocks=3)
-    draw = np.random.default_rng(0)
-    for _ in range(60):
-        keys = np.minimum(draw.zipf(1.3, 300), 2000) - 1
-        assert np.array_equal(table.pull(keys), expected[keys])
-        step(table)
-    report = table.cache_report()
-    assert 100 < report.rows <= 150
-    assert report.hits > report.misses
-
-
 def test_cache_row_that_was_pushed_to_or_put_is_read_anew(cluster: RoleCluster) -> None:
     table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9)
     table.pull(np.arange(6))

@@ -18,7 +18,6 @@ from paramserve.config import ConsistencySpec, Deadlines, Limits
 from paramserve.core.client_session import Operation
 from paramserve.errors import (
     ClientClosed,
-    ConnectTimeout,
     Overloaded,
     ServerGone,
     WorkerFenced,
@@ -26,7 +25,6 @@ from paramserve.errors import (
 from paramserve.messages import Done, Fetch, Joined, Refused, ServerBeat, Waiting
 
 ADDRESSES = (("unix:0",), ("unix:1",))
-GONE = ConnectTimeout("nobody", fix="none")
 
 
 class Bench:
@@ -75,16 +73,6 @@ def in_thread(do: Callable[[], object]) -> tuple[threading.Thread, list[BaseExce
 # --- windows ----------------------------------------------------------------------------------
 
 
-def test_operation_is_complete_when_every_shard_has_answered(bench: Bench) -> None:
-    operation = bench.submit()
-    bench.answer(1, 0)
-    assert not bench.exchange.poll(operation)
-    bench.answer(1, 1)
-    assert bench.exchange.wait(operation, 1.0)
-    assert bench.completed == [operation]
-    assert bench.links.said(0) == bench.links.said(1) == [1]
-
-
 def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Bench) -> None:
     for _ in range(4):
         assert bench.exchange.has_room()
@@ -98,13 +86,6 @@ def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Benc
     assert bench.exchange.wait_for_room(1.0, 1)
     bench.submit()
     assert bench.links.said(1) == [1, 2, 3, 4, 5]
-
-
-def test_wait_that_times_out_can_be_repeated(bench: Bench) -> None:
-    operation = bench.submit()
-    assert not bench.exchange.wait(operation, 0.0)
-    bench.answer(1)
-    assert bench.exchange.wait(operation, 1.0)
 
 
 def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,19 +178,6 @@ def test_answer_that_is_repeated_changes_nothing(bench: Bench) -> None:
     assert bench.completed == [first, second]
 
 
-def test_shard_that_is_gone_ends_everything_at_once(bench: Bench) -> None:
-    operation = bench.submit()
-    bench.links.refuses["unix:1"] = GONE
-    bench.links[1].break_off()
-    assert bench.exchange.wait(operation, 1.0)
-    assert isinstance(operation.error, ServerGone)
-    assert operation.error.applied == "unknown"
-    with pytest.raises(ServerGone, match="Applied: no"):
-        bench.exchange.has_room()
-    with pytest.raises(ServerGone):
-        bench.exchange.reports(1.0)
-
-
 def test_refusal_of_the_connection_is_the_error_of_what_was_sent(bench: Bench) -> None:
     operation = bench.submit()
     bench.links.refuses["unix:0"] = WorkerFenced("dead", fix="end")
@@ -217,22 +185,6 @@ def test_refusal_of_the_connection_is_the_error_of_what_was_sent(bench: Bench) -
     assert bench.exchange.wait(operation, 1.0)
     assert isinstance(operation.error, WorkerFenced)
     assert operation.error.applied == "unknown"  # it may have been applied before
-
-
-def test_question_lost_with_its_link_is_asked_again(bench: Bench) -> None:
-    bench.links[0].broken = True
-
-    def answer_both() -> None:
-        while len(bench.links.made["unix:0"]) < 2 or not bench.links[0].sent:
-            pass
-        for shard in (0, 1):
-            bench.links[shard].reply(ServerBeat(shard, ()))
-
-    thread, errors = in_thread(answer_both)
-    reports = bench.exchange.reports(2.0)
-    thread.join()
-    assert [report.shard for report in reports] == [0, 1]
-    assert errors == []
 
 
 def test_questions_of_several_threads_each_get_their_own_answers(bench: Bench) -> None:
@@ -265,17 +217,6 @@ def test_questions_of_several_threads_each_get_their_own_answers(bench: Bench) -
 # --- several threads --------------------------------------------------------------------------
 
 
-def test_one_of_several_waiting_threads_reads_for_all(bench: Bench) -> None:
-    first, second = bench.submit(), bench.submit()
-    threads = [in_thread(lambda op=op: bench.exchange.wait(op, 5.0)) for op in (first, second)]
-    bench.answer(1)
-    bench.answer(2)
-    for thread, errors in threads:
-        thread.join(5)
-        assert errors == []
-    assert len(bench.completed) == 2
-
-
 def test_thread_that_is_interrupted_leaves_the_reading_to_another(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,17 +239,6 @@ def test_thread_that_is_interrupted_leaves_the_reading_to_another(
         assert not thread.is_alive()
     assert [type(each) for _, errors in threads for each in errors] == [KeyboardInterrupt]
     assert operation.complete
-
-
-def test_close_ends_the_waits_of_other_threads(bench: Bench) -> None:
-    operation = bench.submit()
-    thread, errors = in_thread(lambda: bench.exchange.wait(operation, 5.0))
-    bench.exchange.close()
-    thread.join(5)
-    assert isinstance(operation.error, ClientClosed)
-    assert all(isinstance(error, ClientClosed) for error in errors)
-    with pytest.raises(ClientClosed):
-        bench.submit()
 
 
 def test_child_of_a_fork_is_told_so_even_if_the_lock_was_held(bench: Bench) -> None:

@@ -68,20 +68,6 @@ def test_cache_that_does_anything_agrees_with_a_dict(
         clock += int(draw.integers(0, 2))
 
 
-def test_copy_is_found_for_so_many_clocks_and_no_longer() -> None:
-    cache = made(10)
-    keep(cache, array(1), 5)
-    keep(cache, array(2), 6)
-    assert [here(cache, array(2, 1, 2), clock) for clock in (5, 8, 9, 10)] == [
-        [2, 1, 2],
-        [2, 1, 2],
-        [2, 2],
-        [],
-    ]
-    report = cache.report
-    assert (report.rows, report.hits, report.misses) == (2, 8, 4)
-
-
 def test_older_rows_that_come_later_do_not_replace_newer_ones() -> None:
     cache = made(10)
     keep(cache, array(1), 5)

@@ -34,9 +34,8 @@ from paramserve.consistency.built_in import (
     Polynomial,
     Sync,
 )
-from paramserve.consistency.registry import BUILT_IN, build, check_registered, spec, terms
+from paramserve.consistency.registry import BUILT_IN, build, spec, terms
 from paramserve.errors import UnknownRule
-from paramserve.rules import SGD
 from paramserve.testing.policy_suite import PlainGroupView
 
 PUSH = Push(worker=0, clock=3, staleness=0)
@@ -317,34 +316,6 @@ def test_check_count_and_check_number_take_what_is_at_the_edge() -> None:
 
 
 # --- on the wire --------------------------------------------------------------------------------
-
-POLICIES: list[Policy] = [
-    Sync(reduce="sum", on_nonfinite="skip", backup=2, timeout_s=1.5),
-    Sync(timeout_s=Adaptive(factor=1.5, least_s=0.25)),
-    Async(damping=Exponential(0.25), drop_after=7, momentum="corrected"),
-    BoundedStaleness(3),
-    DelayCompensated(lam=0.5),
-    Buffered(4),
-    Buffered(4, damping=Inverse(2.0)),
-    Buffered(4, damping=None),
-    LocalSteps(every=5, outer=SGD(lr=0.5), backup=1),
-    ElasticAverage(rho=0.5, every=3),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_build_gives_the_policy_that_spec_describes(policy: Policy) -> None:
-    described = spec(policy)
-    assert build(described) == policy
-    known = terms(described)
-    assert known.policy == policy
-    assert known.collects == policy.collects
-    assert known.refuses == (policy.on_nonfinite == "refuse")
-
-
-def test_build_finds_a_registered_function_and_class() -> None:
-    assert build(spec(Async(damping=halves)), {"halves": halves}) == Async(damping=halves)
-    assert build(spec(Plain()), check_registered([Plain])) == Plain()
 
 
 def test_build_function_that_servers_do_not_know_is_refused() -> None:

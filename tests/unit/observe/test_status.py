@@ -107,12 +107,6 @@ def test_group_tells_a_change_of_policy_until_it_holds(clock: int, told: str) ->
     assert by_group(beats)["model"].coming == told
 
 
-def test_group_staleness_of_a_worker_is_the_mean_over_shards() -> None:
-    beats = [shard(0, 4, (0, 2, 2, 1), (1, 2, 0, 0)), shard(1, 4, (0, 2, 6, 5), (1, 2, 0, 0))]
-    found = by_group(beats)["model"].staleness_by_rank
-    assert found == {0: Staleness(2, 2.0, 5), 1: Staleness(2, 0.0, 0)}
-
-
 def test_progress_does_not_wait_for_workers_that_retired() -> None:
     states = {0: "running", 1: "retiring", 2: "retired", 3: "dead"}
     assert RunStatus("running", 1.0, states, {}, {}).staffing == (1, 2)
