@@ -133,23 +133,6 @@ def test_grad_scaler_unscales_and_skips_as_torch(clip, fused) -> None:
     assert [sent.skip for sent in cluster.steps()] == [False, False, True, False, False]
 
 
-def test_grad_scaler_inf_on_one_rank_skips_the_clock_on_all() -> None:
-    cluster = FakeCluster(2)
-
-    def work(worker):
-        model = small_model()
-        optimizer = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(loss_of(model, 0)).backward()
-        if worker.rank == 1:
-            model[0].bias.grad[0] = float("inf")
-        scaler.step(optimizer)
-        return model
-
-    for model in on_all_ranks(cluster, work):
-        assert_same(model, small_model(), rtol=0)
-
-
 def test_grad_scaler_without_gradients_or_disabled_steps() -> None:
     model = small_model()
     cluster = FakeCluster()
@@ -209,20 +192,6 @@ def test_add_param_group_refused_leaves_the_optimizer_as_it_was() -> None:
     train(model, optimizer, 1)
 
 
-def test_adopt_other_ranks_take_the_values_of_rank_0() -> None:
-    models = on_all_ranks(
-        FakeCluster(3),
-        lambda worker: adopted_model(worker, small_model(seed=worker.rank + 1)),
-    )
-    for model in models:
-        assert_same(model, small_model(seed=1), rtol=0)
-
-
-def adopted_model(worker, model: nn.Module) -> nn.Module:
-    adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return model
-
-
 def test_adopt_subclass_without_its_own_step_is_taken() -> None:
     model, expected = small_model(), small_model()
     train(model, adopt(FakeCluster().worker(), model, Renamed(model.parameters(), lr=0.1)))
@@ -267,13 +236,6 @@ def test_adopt_lazy_or_meta_parameter_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=text):
             adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_adopt_two_parameters_on_one_memory_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = nn.Parameter(model[0].weight.detach())
-    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight'.*share memory"):
-        adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_adopt_sparse_gradient_is_refused_at_the_step() -> None:
@@ -349,30 +311,6 @@ def test_alias_map_covers_parameters_and_buffers_of_shared_modules() -> None:
         f"b.{name}": f"a.{name}"
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda p: torch.optim.Adagrad(p, lr=0.1),
-        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-        lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-        lambda p: torch.optim.Adafactor(p, lr=0.05),
-    ],
-)
-def test_adopt_class_without_a_kernel_trains_as_torch_does(build) -> None:
-    model, expected = small_model(), small_model()
-    optimizer, plain = build(model.parameters()), build(expected.parameters())
-    adopt(FakeCluster().worker(), model, optimizer)
-    for each, trained in ((optimizer, model), (plain, expected)):
-        schedule = torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
-        for step in range(4):
-            each.zero_grad()
-            loss_of(trained, step).backward()
-            each.step()
-            schedule.step()
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 def test_amsgrad_switched_on_later_is_a_type_error() -> None:

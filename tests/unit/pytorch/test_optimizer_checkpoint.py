@@ -55,30 +55,6 @@ def assert_equal_state(given: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "settings", "form"), CASES)
-def test_checkpoint_state_of_a_trained_optimizer_is_torchs_and_nothing_is_sent(
-    kind, settings, form
-) -> None:
-    model, expected = small_model(), small_model()
-    cluster = FakeCluster()
-    optimizer = adopt(cluster.worker(), model, kind(model.parameters(), lr=0.05, **settings))
-    plain = kind(expected.parameters(), lr=0.05, **settings)
-    train(model, optimizer, 2)
-    train(expected, plain, 2)
-    wanted = get_optimizer_state_dict(
-        expected, plain, options=FORMS[form]
-    )  # SGD: while it has .grad
-    optimizer.zero_grad(set_to_none=True)
-    sent = len(cluster.sent)
-    given = get_optimizer_state_dict(model, optimizer, options=FORMS[form])
-    assert given.keys() == wanted.keys()
-    assert_equal_state(given, wanted)
-    assert len(cluster.sent) == sent
-    train(model, optimizer, 2)
-    train(expected, plain, 2)
-    assert_same(model, expected)
-
-
-@pytest.mark.parametrize(("kind", "settings", "form"), CASES)
 def test_checkpoint_state_set_on_a_fresh_optimizer_goes_on_as_torch(kind, settings, form) -> None:
     model, expected = small_model(), small_model()
     plain = kind(expected.parameters(), lr=0.05, **settings)

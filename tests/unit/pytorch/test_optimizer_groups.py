@@ -77,21 +77,6 @@ def test_edit_of_groups_is_followed_as_in_torch(
     assert_same(model, expected)
 
 
-def test_parameter_put_back_into_its_group_trains_on_with_its_state() -> None:
-    model, expected = small_model(), small_model()
-    optimizer = adopt(
-        FakeCluster().worker(), model, torch.optim.SGD(two_groups(model), lr=1.0, momentum=0.9)
-    )
-    plain = torch.optim.SGD(two_groups(expected), lr=1.0, momentum=0.9)
-    for each, stepped in ((model, optimizer), (expected, plain)):
-        train(each, stepped, 1)
-        param = stepped.param_groups[1]["params"].pop()
-        train(each, stepped, 1)
-        stepped.param_groups[1]["params"].insert(0, param)
-        train(each, stepped, 1)
-    assert_same(model, expected)
-
-
 def test_state_dict_after_edits_has_the_parameters_that_are_left() -> None:
     model = small_model()
     optimizer = adopt(FakeCluster().worker(), model, torch.optim.Adam(two_groups(model), lr=1.0))

@@ -65,7 +65,17 @@ def no_groups(saved: dict[str, Any]) -> None:
     del saved["param_groups"]
 
 
+def more_groups(saved: dict[str, Any]) -> None:
+    saved["param_groups"].append(saved["param_groups"][0])
+
+
+def amsgrad(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["amsgrad"] = True
+
+
 CHANGES = [
+    more_groups,
+    amsgrad,
     other_kind,
     other_shape,
     bad_rate,
@@ -96,15 +106,13 @@ def test_load_state_dict_refused_leaves_everything_as_it_was(change) -> None:
     assert_same(model, expected)
 
 
-def test_differentiable_switched_on_later_is_refused_at_the_step() -> None:
-    model, cluster = small_model(), FakeCluster()
-    optimizer = adopt(cluster.worker(), model, adam(model))
-    optimizer.param_groups[0]["differentiable"] = True
-    with pytest.raises(TypeError, match="differentiable=True is not supported"):
-        train(model, optimizer, 1)
-    assert cluster.steps() == []
-    optimizer.param_groups[0]["differentiable"] = False
-    train(model, optimizer, 1)
+def test_load_state_dict_with_a_momentum_that_the_servers_have_not_is_refused() -> None:
+    model, other, cluster = small_model(), small_model(), FakeCluster()
+    optimizer = adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).state_dict()
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict(saved)
+    assert (cluster.stored, len(optimizer.state)) == ([], 0)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "ASGD", "Rprop", "Adagrad", "RAdam"])
