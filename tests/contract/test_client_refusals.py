@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,10 +13,8 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import BlockPush, Client
-from paramserve.config import ConsistencySpec, Limits, RuleSpec
-from paramserve.consistency.registry import build as build_policy
+from paramserve.config import Limits
 from paramserve.errors import (
-    ConnectTimeout,
     DefineMismatch,
     DtypeMismatch,
     NonFinite,
@@ -28,11 +25,7 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Hello
 from paramserve.rules import SGD, Adam, Add
-from paramserve.rules.registry import build as build_rule
-from paramserve.transport.link import Link
-from paramserve.transport.listener import listen
 
 LARGE = 20_000
 HOUSE_FORM = re.compile(r"(?s).+[^.]\. Applied: (yes|no|unknown)\. To fix: .+[^.]")
@@ -245,26 +238,6 @@ def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> No
     assert client.dense.fetch(second, 0)[0].tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: SGD(-0.1), "lr of SGD must be"),
-        (lambda: SGD(0.1, momentum=-1.0), "momentum of SGD"),
-        (lambda: SGD(0.1, nesterov=True), "nesterov of SGD needs momentum"),
-        (lambda: Adam(betas=(0.9, 1.0)), "beta"),
-        (lambda: SGD(lr=0.1, speed=3), "speed"),
-        (lambda: build_rule(RuleSpec("SGD", {"lr": 0.1, "speed": 3.0})), "speed"),
-        (lambda: build_policy(ConsistencySpec("Sync", {"reduce": "most"})), "reduce must be"),
-        (lambda: build_policy(ConsistencySpec("Async", {"bound": 3.0})), "bound"),
-    ],
-)
-def test_unknown_or_impossible_options_are_refused_when_built(
-    make: Callable[[], object], words: str
-) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        make()
-
-
 # --- limits -----------------------------------------------------------------------------------
 
 
@@ -325,25 +298,3 @@ def test_rank_that_does_not_exist_is_refused(make_cluster: MakeCluster) -> None:
         with pytest.raises(ParamServeError, match=rf"rank {rank}, the cluster was started for 2"):
             cluster.client(rank)
     assert cluster.client(1).rank == 1
-
-
-def test_port_in_use_is_told_and_leaves_no_socket(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("unix")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = cluster.config(7, f"127.0.0.1:{port}")
-        with pytest.raises(
-            ParamServeError, match=rf"tcp:127\.0\.0\.1:{port}: another process listens there"
-        ):
-            cluster.serving.run(
-                lambda: listen(
-                    cluster.directory,
-                    "s7",
-                    config.tcp_bind,
-                    cluster.credentials,
-                    cluster.servers[0].role,
-                    cluster.limits,
-                )
-            )
-    with pytest.raises(ConnectTimeout, match=r"s7\.sock"):
-        Link.connect([f"unix:{cluster.directory}/s7.sock"], Hello("client", 9), timeout_s=0.05)

@@ -24,7 +24,7 @@ import pytest
 from tests.contract.fleets import WAIT_S, until_ended
 
 import paramserve as ps
-from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Process, Reported, Role
+from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Reported, Role
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED
 from paramserve.engine.local import Local
 from paramserve.engine.on_ray import OnRay
@@ -196,19 +196,6 @@ def test_entry_must_name_module_and_function() -> None:
 
 
 # --- how it ends --------------------------------------------------------------------------------
-
-
-def test_entry_that_returns_ends_with_0(fleet: Fleet) -> None:
-    process = fleet.launch(role("echo"))
-    assert status_of(until_ended(fleet)) == 0
-    assert process.exit_status == 0
-
-
-def test_exit_code_is_told(fleet: Fleet) -> None:
-    fleet.launch(role("exit_with", b"7"))
-    seen = until_ended(fleet)
-    assert status_of(seen) == 7
-    assert bodies(seen) == {}
 
 
 def test_entry_that_raises_reports_the_exception(fleet: Fleet) -> None:
@@ -456,13 +443,6 @@ def test_local_drivers_death_leaves_nothing(
         stack.close()
         assert marker.exists()
         assert not directory.exists()
-
-
-def test_process_contract_is_met_by_local() -> None:
-    with contextlib.closing(Local().open()) as fleet:
-        process: Process = fleet.launch(role("pause"))
-        assert process.wait(0.0) is None
-        assert process.name == "a pause"
 
 
 # --- another number of workers ------------------------------------------------------------------

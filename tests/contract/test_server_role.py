@@ -25,7 +25,6 @@ from paramserve.errors import (
 from paramserve.messages import AskStatus, Found, Hello, Lookup, Record, Status, WorkerBeat
 from paramserve.rules import SGD, Add
 from paramserve.transport.control import ControlLink
-from paramserve.transport.link import Link
 
 MakeCluster = Callable[..., RoleCluster]
 
@@ -252,20 +251,3 @@ def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster)
     cluster.coordinating.call(cluster._coordinator.close)
     thread.join(2.0)
     assert [type(error) for error in errors] == [CoordinatorGone]
-
-
-def test_address_that_cannot_be_used_is_passed_over_for_tcp(
-    make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A client that cannot reach the Unix socket goes by TCP, and says once why."""
-    cluster = make_cluster("tcp")
-    tcp = next(x.address for x in cluster.servers[0].listeners if x.address.startswith("tcp"))
-    link = Link.connect(
-        ["unix:/nowhere/s.sock", tcp],
-        Hello("client", 77),
-        credentials=cluster.credentials,
-        timeout_s=WAIT_S,
-    )
-    assert link.address == tcp
-    link.close()
-    assert sum("because unix:/nowhere" in record.message for record in caplog.records) == 1

@@ -42,21 +42,6 @@ def test_cluster_holds_values_and_closes_its_clients() -> None:
         del first, second
 
 
-def test_cluster_ranks_step_together_under_sync() -> None:
-    with ps.Cluster(servers=2, workers=2, consistency=ps.Sync(reduce="sum")) as cluster:
-        ranks = [cluster.client(rank=rank) for rank in range(2)]
-        assert [client.rank for client in ranks] == [0, 1]
-        assert [client.connection.workers for client in ranks] == [2, 2]
-        ranks[0].define("w", np.zeros(4), rule=ps.Add())
-        tickets = []
-        for client in ranks:
-            client.push("w", np.full(4, client.rank + 1.0))
-            tickets.append(client.tick())
-        assert [ticket.result().version for ticket in tickets] == [1, 1]
-        np.testing.assert_array_equal(ranks[1].pull("w"), np.full(4, 3.0))
-        del ranks, client, tickets
-
-
 def test_cluster_closes_when_the_block_raises() -> None:
     found: list[int] = []
 

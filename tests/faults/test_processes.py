@@ -134,22 +134,6 @@ def test_killed_driver_leaves_nothing(pipe: str, seed: int) -> None:
     assert folders() == set()
 
 
-@pytest.mark.slow  # the tests above show the same without torch
-@pytest.mark.parametrize(
-    ("victim", "error"),
-    [(Key("server", 0), ServerGone), (Key("worker", 1), WorkerFailed)],
-    ids=["server", "worker"],
-)
-def test_killed_while_training_a_torch_model(
-    pipe: str, victim: Key, error: type[Exception]
-) -> None:
-    with nothing_left():
-        job, chance = begin(pipe, 11, "sync", victims.train_model)
-        with all_end(list(pids(job).values())):
-            killed_at = kill(job, victim, pipe, chance)
-            check_end(job, killed_at, error, f"{victim} was killed by SIGKILL")
-
-
 @pytest.mark.parametrize(
     ("victim", "error"),
     [(Key("server", 1), ServerGone), (Key("coordinator", 0), CoordinatorGone)],

