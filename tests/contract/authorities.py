@@ -43,7 +43,7 @@ class Authority:
 
 
 @functools.cache
-def town_authority() -> Authority:
+def trusted_authority() -> Authority:
     """The one that all peers trust, unless a test is about that."""
     directory = Path(tempfile.mkdtemp(prefix="paramserve-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -51,6 +51,6 @@ def town_authority() -> Authority:
 
 
 @functools.cache
-def town_tls() -> TLS:
-    """What a peer of good standing on loopback has."""
-    return town_authority().issue("localhost", "127.0.0.1", "::1")
+def trusted_tls() -> TLS:
+    """What a peer on loopback has."""
+    return trusted_authority().issue("localhost", "127.0.0.1", "::1")

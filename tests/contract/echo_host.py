@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tests.contract.authorities import town_tls
+from tests.contract.authorities import trusted_tls
 from tests.contract.inprocess import InProcessLink, InProcessListener
 
 from paramserve.config import Credentials, Limits
@@ -102,7 +102,7 @@ class Host:
         self, kind: str, directory: Path, limits: Limits, credentials: Credentials | None = None
     ) -> None:
         self.kind = kind
-        usual = Credentials(TOKEN, town_tls() if kind == "tls" else None)
+        usual = Credentials(TOKEN, trusted_tls() if kind == "tls" else None)
         self.credentials = credentials if credentials is not None else usual
         self.handler = Echo()
         self.limits = limits
@@ -156,7 +156,7 @@ class Host:
             limits=limits,
         )
 
-    def stranger(self) -> socket.socket:
+    def unproven(self) -> socket.socket:
         """A socket that is connected and has said nothing."""
         place = self.address.partition(":")[2]
         if self.kind == "unix":

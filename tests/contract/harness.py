@@ -1,4 +1,4 @@
-"""A cluster with a client that must be served whatever strangers do."""
+"""A cluster with a client that must be served whatever untrusted peers do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paramserve.messages import Hello, encode
 from paramserve.rules import SGD
 from paramserve.transport.link import Link
 
-STRANGER = 1000
-"""The client number of who sends nonsense."""
-HELLO = frame(encode(Hello("client", client=STRANGER)))
+UNTRUSTED = 1000
+"""The client number of a peer that sends nonsense."""
+HELLO = frame(encode(Hello("client", client=UNTRUSTED)))
 
 
 class Harness:
-    """A cluster and its member. Under Sync the member is the only worker: it waits for nobody."""
+    """A cluster and its member, which under Sync is the only worker."""
 
     def __init__(self, cluster: RoleCluster, rank: int = -1) -> None:
         self.cluster = cluster
@@ -32,10 +32,10 @@ class Harness:
         assert len(self.member.connection.reports()) == len(self.cluster.servers)
         assert self.cluster.serving.errors == []
 
-    def stranger(self, **hello: Any) -> Link:
-        """A connection of somebody who is known, and may have an arena."""
+    def untrusted(self, **hello: Any) -> Link:
+        """A connection of an accepted peer, which may have an arena."""
         arenas = hello.pop("arenas", ())
-        fields = {"role": "client", "client": STRANGER} | hello
+        fields = {"role": "client", "client": UNTRUSTED} | hello
         listeners = self.cluster.servers[0].listeners
         return Link.connect(
             [x.address for x in listeners if x.address.startswith(self.cluster.kind)],

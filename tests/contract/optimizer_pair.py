@@ -122,10 +122,10 @@ class Pair:
         options: of adoption.
     """
 
-    def __init__(self, towns: Harnesses, ranks: int, policy: Any, **options: Any) -> None:
-        self._towns = towns
+    def __init__(self, harnesses: Harnesses, ranks: int, policy: Any, **options: Any) -> None:
+        self._harnesses = harnesses
         self._options = options
-        self.clients = towns.of(ranks, policy)
+        self.clients = harnesses.of(ranks, policy)
         self.workers = [self._worker(rank, client) for rank, client in enumerate(self.clients)]
         self.served = [Side(make_model()) for _ in self.clients]
         self.plain = Side(make_model())
@@ -156,7 +156,7 @@ class Pair:
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:
         """Make optimizers, the served ones under a new name; an earlier one is left behind."""
-        self.name = self._towns.new_name()
+        self.name = self._harnesses.new_name()
         for side in self.sides():
             groups = [{"params": [side.params[name] for name in names]} for names in GROUPS]
             groups[1]["lr"] = 0.03
@@ -173,7 +173,7 @@ class Pair:
         return [*self.served, self.plain]
 
     def each(self, do: Callable[[Side], Any]) -> list[Any]:
-        """Do something to every side, one after the other; what is no step waits for nobody."""
+        """Do something to every side, one after the other; a call that is no step does not wait."""
         return [do(side) for side in self.sides()]
 
     def on_ranks(self, do: Callable[[int], Any]) -> list[BaseException | None]:
@@ -316,12 +316,12 @@ def assert_close(given: Any, wanted: Any, where: str) -> None:
 
 
 @contextmanager
-def pairs(towns: Harnesses) -> Iterator[Callable[..., Pair]]:
+def pairs(harnesses: Harnesses) -> Iterator[Callable[..., Pair]]:
     """Gives a function that makes pairs, and closes them at the end."""
     made: list[Pair] = []
 
     def make(*args: Any, **options: Any) -> Pair:
-        made.append(Pair(towns, *args, **options))
+        made.append(Pair(harnesses, *args, **options))
         return made[-1]
 
     try:

@@ -92,7 +92,7 @@ def test_await_block_returns_when_another_has_defined_it(cluster: RoleCluster) -
     assert second.pull("w").tolist() == [1.0] * 3
 
 
-def test_await_block_that_nobody_defines_times_out(cluster: RoleCluster) -> None:
+def test_await_block_that_is_never_defined_times_out(cluster: RoleCluster) -> None:
     client = cluster.client()
     with pytest.raises(DefineTimeout, match=r"'g'.*'w' was not defined in 0\.1 s"):
         client.directory.await_block(

@@ -32,7 +32,7 @@ from paramserve.rules import Add
 
 LARGE = 40_000
 SOON_S = 2.0
-"""Within this time everybody knows that a server is gone."""
+"""Within this time every client knows that a server is gone."""
 MakeCluster = Callable[..., RoleCluster]
 
 
@@ -111,7 +111,7 @@ def test_questions_lost_with_a_connection_do_not_hang(cluster: RoleCluster) -> N
 
 
 @pytest.mark.parametrize("part", [1, 19, 25, -1], ids=["prelude", "most", "header", "payload"])
-def test_client_that_vanishes_within_a_message_harms_nobody(
+def test_client_that_vanishes_within_a_message_leaves_others_served(
     make_cluster: MakeCluster, part: int, kind: str
 ) -> None:
     if kind == "inprocess":
@@ -306,7 +306,7 @@ def test_full_window_is_a_timeout_and_sends_nothing_anywhere(remote: RoleCluster
     assert taken(client) == 0
 
 
-# --- threads, forks, errors that nobody read --------------------------------------------------
+# --- threads, forks, errors that were not read ------------------------------------------------
 
 
 def test_close_by_another_thread_ends_every_wait(remote: RoleCluster) -> None:
@@ -368,7 +368,7 @@ def _is_refused(client: Client, result: Callable[[], object]) -> int:
     return 0 if client.closed else 9
 
 
-def test_error_that_nobody_read_is_raised_by_the_next_call(cluster: RoleCluster) -> None:
+def test_error_that_was_not_read_is_raised_by_the_next_call(cluster: RoleCluster) -> None:
     client = cluster.client()
     client.define("w", np.zeros(3), rule=Add())
 

@@ -162,7 +162,7 @@ def test_push_pull_with_tick_sees_all_ranks(team: Team) -> None:
     assert (team.ranks[1].pull("w") == 4.0).all()
 
 
-def test_reader_without_a_rank_waits_for_nobody_and_cannot_push(team: Team) -> None:
+def test_reader_without_a_rank_does_not_wait_and_cannot_push(team: Team) -> None:
     team.define()
     reader = team.cluster.client()
     step(team.ranks[0], np.ones(LARGE))
@@ -247,7 +247,7 @@ def test_nonfinite_gradient_is_refused_with_rank_and_name(
     assert np.allclose(client.pull("a"), scale)
 
 
-def test_refused_gradient_can_be_mended_in_its_place(team: Team) -> None:
+def test_refused_gradient_can_be_corrected_in_its_place(team: Team) -> None:
     team.define()
     client = team.ranks[0]
     array = client.gradient("w")
@@ -300,7 +300,7 @@ def test_timeout_names_the_missing_workers_and_the_step_goes_on(team: Team) -> N
     assert (team.ranks[2].pull("w") == 3.0).all()
 
 
-def test_worker_that_leaves_holds_up_nobody(team: Team) -> None:
+def test_worker_that_leaves_does_not_hold_the_clock(team: Team) -> None:
     team.define()
     for client in team.ranks:
         step(client, np.ones(LARGE))
@@ -312,7 +312,7 @@ def test_worker_that_leaves_holds_up_nobody(team: Team) -> None:
     assert (team.values() == 5.0).all()
 
 
-def test_worker_that_dies_is_fenced_and_holds_up_nobody(team: Team) -> None:
+def test_worker_that_dies_is_fenced_and_does_not_hold_the_clock(team: Team) -> None:
     team.define()
     first, dead, last = team.ranks
     fenced = [step(dead, np.ones(LARGE)) for _ in range(2)]

@@ -176,7 +176,7 @@ class NeverDecides(Policy):
 
 @dataclass(frozen=True)
 class NeedsThree(Policy):
-    """And nobody else may be left to bring a third one."""
+    """When fewer are left, there is no third one."""
 
     collects: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""A policy that lets nobody in: an error by deadline, which says who waits for whom."""
+"""A policy that admits no read: an error by deadline, which says who waits for whom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeCluster = Callable[..., RoleCluster]
 
 @dataclass(frozen=True)
 class ShutDoor(Policy):
-    """Nobody reads."""
+    """Admits no read."""
 
     def on_pull(self, pull: Pull, group: GroupView) -> Admission:
         return Wait(tuple(rank for rank in group.clocks if rank != pull.worker))
@@ -38,7 +38,7 @@ class NeverEnough(Policy):
         return Wait((1,))
 
 
-def test_policy_that_lets_nobody_read_times_out_and_names_who_is_waited_for(
+def test_policy_that_admits_no_read_times_out_and_names_who_is_waited_for(
     make_cluster: MakeCluster, shards: int
 ) -> None:
     cluster = make_cluster(servers=shards, policy=ShutDoor(), workers=2, registers=[ShutDoor])
@@ -50,7 +50,7 @@ def test_policy_that_lets_nobody_read_times_out_and_names_who_is_waited_for(
     text = str(told.value)
     assert "rank 0 waited 0.3 s; ShutDoor does not let worker 0 read at clock 1 yet" in text
     assert "worker 1 (at clock 0)" in text
-    assert reader.pull("w")[-1] == 1.0, "the push was applied, and who has no rank reads"
+    assert reader.pull("w")[-1] == 1.0, "the push was applied, and a client without a rank reads"
     second.push("w", np.ones(SIZE)).result()
     assert reader.pull("w")[-1] == 2.0
 

@@ -1,4 +1,4 @@
-"""A step that a server refuses ends its synchronous clock: every worker is told, nobody waits."""
+"""A step that a server refuses ends its synchronous clock: every worker is told, none waits."""
 
 from __future__ import annotations
 

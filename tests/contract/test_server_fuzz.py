@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.contract.echo_host import frame
-from tests.contract.harness import HELLO, STRANGER, Harness
+from tests.contract.harness import HELLO, UNTRUSTED, Harness
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 
 from paramserve.client import Client, Ticket
@@ -72,7 +72,9 @@ FUZZ = settings(
 
 @FUZZ
 @given(data=st.binary(max_size=200), known=st.booleans(), framed=st.booleans())
-def test_random_bytes_harm_nobody(harness: Harness, data: bytes, known: bool, framed: bool) -> None:
+def test_random_bytes_leave_others_served(
+    harness: Harness, data: bytes, known: bool, framed: bool
+) -> None:
     sock = harness.cluster.peer()
     with contextlib.suppress(OSError):
         if known:
@@ -185,7 +187,7 @@ def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
         nonlocal number
         number += 1
         arena = Arena.create(8192, 1)
-        link = harness.stranger(client=number, arenas=[arena] if kind == "unix" else [])
+        link = harness.untrusted(client=number, arenas=[arena] if kind == "unix" else [])
         seq = 0
         for message, in_order, payload in steps:
             if in_order and hasattr(message, "seq"):
@@ -203,13 +205,13 @@ def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
         for policy in (Async(), Sync()):
             harness, number = (
                 Harness(make_cluster(kind, workers=1, policy=policy, limits=LIMITS), rank=0),
-                STRANGER,
+                UNTRUSTED,
             )
             run()
 
 
 def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) -> None:
-    """As another server sends them; a clock that a stranger decides is decided, and no more."""
+    """As another server sends them; a clock that the peer decides is decided, and no more."""
     cluster = make_cluster("unix", workers=2, policy=Sync())
     first, second = cluster.client(0), cluster.client(1)
     first.define(OURS, np.zeros(8), rule=SGD(1.0))
@@ -279,7 +281,7 @@ def test_refusal_of_a_peer_that_lacks_a_part_is_not_taken(
 
 
 def meet(waiting: dict[Client, Ticket]) -> None:
-    """End clocks until all are answered: after one that a stranger decided, whoever was in it
+    """End clocks until all are answered: after one that the peer decided, a worker that was in it
     alone has to end another one."""
     clients = tuple(waiting)
     for _ in range(20):
@@ -290,7 +292,7 @@ def meet(waiting: dict[Client, Ticket]) -> None:
                 continue
             except ServerGone:
                 raise
-            except ParamServeError:  # the stranger said that it came to nothing
+            except ParamServeError:  # the peer said that it was refused
                 pass
             del waiting[client]
         if not waiting:

@@ -129,7 +129,7 @@ def test_closed_links_send_nothing_and_raise_nothing(tmp_path: Path) -> None:
     sender.call(lambda: sender.peers.send(1, b"before"))
     receiver.wait(lambda: receiver.headers == [b"before"])
     sender.call(sender.peers.close)
-    for shard in (1, 2):  # a link that stood, and one that nobody has asked for
+    for shard in (1, 2):  # a link that stood, and one that was never asked for
         sender.call(lambda s=shard: sender.peers.send(s, b"after"))
     sender.close()
     loop.call(listener.close)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("tables_ready")
 PATIENT = structs.replace(DEADLINES, reconnect_s=5.0)
 """A connection that is cut again and again may take its time to come back."""
 SOON_S = 2.0
-"""Within this time everybody knows that a server is gone."""
+"""Within this time every client knows that a server is gone."""
 
 
 class Cuts:

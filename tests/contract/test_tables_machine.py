@@ -122,9 +122,9 @@ class Harnesses:
 class TableMachine(RuleBasedStateMachine):
     """Does to a table and to the model what hypothesis draws."""
 
-    def __init__(self, towns: Harnesses, name_of_rule: str) -> None:
+    def __init__(self, harnesses: Harnesses, name_of_rule: str) -> None:
         super().__init__()
-        self.towns = towns
+        self.harnesses = harnesses
         self.name_of_rule, self.rule = name_of_rule, RULES[name_of_rule]
         self.clock = 0
         self.tables: list[Table] = []
@@ -152,7 +152,7 @@ class TableMachine(RuleBasedStateMachine):
     ) -> None:
         """A table that may be full, evict or admit late."""
         note(f"the rule is {self.name_of_rule}: {self.rule}")
-        self.harness = self.towns.of(kind, servers)
+        self.harness = self.harnesses.of(kind, servers)
         self.servers = servers
         evict: Any = LRU(rows=lru * servers) if lru else None
         if ttl:
@@ -345,9 +345,9 @@ def _rules_ready() -> None:
 
 def check(make: MakeCluster, chosen: settings, rules: Iterable[str] = RULES) -> None:
     """Run the machine for each of these rules: with seeds of their own, unless others are drawn."""
-    towns = Harnesses(make)
+    harnesses = Harnesses(make)
     for number, name in enumerate(rules):
-        machine = partial(TableMachine, towns, name)
+        machine = partial(TableMachine, harnesses, name)
         if chosen.derandomize:
             seed(SEED + number)(machine)
         run_state_machine_as_test(machine, settings=chosen)

@@ -151,7 +151,7 @@ def test_pull_of_a_subset_is_served_and_one_of_other_keys_is_not(cluster: RoleCl
     assert requests_of(client) == sent
 
 
-def test_prefetched_rows_that_nobody_pulls_are_let_go(cluster: RoleCluster) -> None:
+def test_prefetched_rows_that_are_not_pulled_are_freed(cluster: RoleCluster) -> None:
     client = cluster.client()
     table = users(client)
     for n in range(2 * PREFETCHED_MAX):

@@ -143,7 +143,7 @@ def test_prefetch_that_a_server_took_along_is_raised_by_the_pull(remote: RoleClu
 
 
 @pytest.mark.parametrize("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
-def test_workers_that_prefetch_wait_for_nobody_longer_than_without(
+def test_workers_that_prefetch_wait_no_longer_than_without(
     make_cluster: MakeCluster, policy: Any
 ) -> None:
     cluster = make_cluster("unix", servers=2, workers=2, policy=policy)
@@ -330,8 +330,8 @@ def test_loader_left_early_or_failing_leaves_no_prefetch_behind(make_cluster: Ma
             break
         with pytest.raises(KeyError, match="no such column"):
             list(worker.loader(data, prefetch=fails, **options))
-        with pytest.raises(UnknownName, match="ghosts"):
-            next(iter(worker.loader(data, prefetch=lambda batch: {"ghosts": batch[0]}, **options)))
+        with pytest.raises(UnknownName, match="absent"):
+            next(iter(worker.loader(data, prefetch=lambda batch: {"absent": batch[0]}, **options)))
     assert not any(client._keyed.reads._prefetched.values())
     client.drain()
     table.pull([1])

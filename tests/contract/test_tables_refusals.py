@@ -278,7 +278,7 @@ def test_scan_of_more_rows_than_there_are_takes_no_memory_for_them(table: Table)
 # --- names ------------------------------------------------------------------------------------
 
 
-def test_table_that_nobody_has_defined_is_unknown(two: RoleCluster) -> None:
+def test_table_that_is_not_defined_is_unknown(two: RoleCluster) -> None:
     client = two.client()
     refused(lambda: client.table("users"), UnknownName, "'users'")
     client.define("w", np.zeros(3), rule=Add())
@@ -358,7 +358,7 @@ def test_frame_of_several_requests_with_wrong_sizes_ends_its_connection(
     harness: Harness, sizes: tuple[int, ...], payload: int
 ) -> None:
     step = Step(1, 0, 0, False, (), ())
-    link = harness.stranger()
+    link = harness.untrusted()
     link.send(encode(Batch((step, step), sizes)), [np.zeros(payload, np.uint8)] * bool(payload))
     told = msgspec.msgpack.decode(link.receive(WAIT_S), type=Refused)
     assert (told.seq, told.kind, told.applied) == (0, "ProtocolError", "no")
@@ -366,10 +366,10 @@ def test_frame_of_several_requests_with_wrong_sizes_ends_its_connection(
     link.close()
 
 
-def test_requests_of_one_frame_behind_a_gap_cut_the_connection_and_harm_nobody(
+def test_requests_of_one_frame_behind_a_gap_cut_the_connection_only(
     harness: Harness,
 ) -> None:
-    link = harness.stranger()
+    link = harness.untrusted()
     steps = tuple(Step(seq, 0, 0, False, (), ()) for seq in (2, 1, 3, 9))
     link.send(encode(Batch(steps, (0,) * 4)))
     with pytest.raises(ConnectionError):

@@ -39,7 +39,7 @@ def host(request: pytest.FixtureRequest, make_host: MakeHost) -> Host:
 
 
 def test_silent_peers_keep_no_client_out(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    silent = [host.stranger() for _ in range(3 * PLACES)]
+    silent = [host.unproven() for _ in range(3 * PLACES)]
     wait_until(lambda: host.refused == 2 * PLACES)
     links = [host.connect() for _ in range(PLACES)]
     for link in links:
@@ -81,7 +81,7 @@ def test_crowd_from_one_address_pushes_out_its_own(host: Host) -> None:
 
 def test_peer_that_has_proved_itself_is_not_pushed_out(host: Host) -> None:
     known = [host.proven() for _ in range(PLACES)]
-    assert_cut_off(host.stranger())
+    assert_cut_off(host.unproven())
     for sock in known:
         assert_open(sock)
         sock.close()
@@ -97,7 +97,7 @@ def test_peer_is_served_while_handshakes_of_tls_keep_coming(make_host: MakeHost)
         assert host.credentials.tls is not None
         context = tls.client_context(host.credentials.tls)
         while not over.is_set():
-            with contextlib.suppress(OSError), host.stranger() as sock:
+            with contextlib.suppress(OSError), host.unproven() as sock:
                 read_exactly(sock, auth.GREETING_BYTES)
                 with context.wrap_socket(sock, server_hostname="127.0.0.1"):
                     done[number] += 1

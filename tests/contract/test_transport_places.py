@@ -86,7 +86,7 @@ def test_abstract_socket_is_found_by_its_name_and_is_in_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_abstract_socket_nobody_listens_at_is_a_connect_timeout() -> None:
+def test_abstract_socket_without_a_listener_is_a_connect_timeout() -> None:
     with pytest.raises(ConnectTimeout, match=r"unix:@nobody.*refused"):
         Link.connect(["unix:@nobody-is-here"], Hello("client"), timeout_s=0.05)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.contract.authorities import Authority, town_authority, town_tls
+from tests.contract.authorities import Authority, trusted_authority, trusted_tls
 from tests.contract.echo_host import (
     TOKEN,
     WAIT_S,
@@ -59,9 +59,9 @@ def host(make_host: MakeHost) -> Host:
 
 
 @pytest.fixture
-def stranger(tmp_path: Path) -> Authority:
+def other_authority(tmp_path: Path) -> Authority:
     """An authority that no peer of the harness trusts."""
-    directory = tmp_path / "stranger"
+    directory = tmp_path / "other"
     directory.mkdir()
     return Authority(directory)
 
@@ -79,7 +79,7 @@ def assert_refused(host: Host, tls: TLS | None, says: str) -> None:
         connect(host, tls)
     wait_until(lambda: host.refused == before + 1)
     assert host.handler.opened_by == []
-    good = connect(host, town_tls() if host.credentials.tls is not None else None)
+    good = connect(host, trusted_tls() if host.credentials.tls is not None else None)
     ping(good)
     good.close()
 
@@ -100,7 +100,7 @@ def test_connection_is_of_kind_tcp_and_speaks_the_newest_version(host: Host) -> 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_payloads_pass_in_either_version(host: Host, version: ssl.TLSVersion) -> None:
-    link = connect(host, at_version(town_authority().issue(*HOSTS), version))
+    link = connect(host, at_version(trusted_authority().issue(*HOSTS), version))
     data, into = np.arange(3_000_000, dtype=np.uint8), np.zeros(3_000_000, np.uint8)
     for _ in range(3):
         link.send(b"payload", [data])
@@ -117,10 +117,10 @@ def ping_behind(link: Link, into: ByteArray) -> None:
 
 
 def test_older_version_is_refused(host: Host) -> None:
-    with host.stranger() as sock:
+    with host.unproven() as sock:
         read_exactly(sock, auth.GREETING_BYTES)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(town_authority().path)
+        context.load_verify_locations(trusted_authority().path)
         context.set_ciphers("ALL:@SECLEVEL=0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -134,7 +134,7 @@ def test_older_version_is_refused(host: Host) -> None:
 def test_nothing_of_a_frame_can_be_read_on_the_way(host: Host) -> None:
     with Relay(host) as relay:
         link = relay.connect()
-        ping(link, b"a word that nobody else may read")
+        ping(link, b"a word that no other may read")
         link.close()
     assert len(relay.seen) > 1000
     assert b"a word" not in relay.seen
@@ -212,30 +212,30 @@ class Relay:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_clients_certificate_of_another_authority_is_refused(
-    host: Host, stranger: Authority, version: ssl.TLSVersion
+    host: Host, other_authority: Authority, version: ssl.TLSVersion
 ) -> None:
-    tls = at_version(stranger.issue(*HOSTS, trusts=town_authority()), version)
+    tls = at_version(other_authority.issue(*HOSTS, trusts=trusted_authority()), version)
     assert_refused(host, tls, "refused this side's certificate '.*cert1.pem': it is not signed")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_servers_certificate_of_another_authority_is_refused(
-    host: Host, stranger: Authority, version: ssl.TLSVersion
+    host: Host, other_authority: Authority, version: ssl.TLSVersion
 ) -> None:
-    tls = at_version(town_authority().issue(*HOSTS, trusts=stranger), version)
+    tls = at_version(trusted_authority().issue(*HOSTS, trusts=other_authority), version)
     assert_refused(host, tls, "the certificate of tcp:127.0.0.1:.* was refused: .*certificate")
 
 
 def test_expired_certificate_of_a_client_is_refused(host: Host) -> None:
-    tls = town_authority().issue(*HOSTS, not_after=yesterday())
+    tls = trusted_authority().issue(*HOSTS, not_after=yesterday())
     assert_refused(host, tls, "refused this side's certificate '.*': it has expired")
 
 
 def test_expired_certificate_of_a_server_is_refused(make_host: MakeHost) -> None:
-    old = town_authority().issue(*HOSTS, not_after=yesterday())
+    old = trusted_authority().issue(*HOSTS, not_after=yesterday())
     host = make_host("tls", credentials=Credentials(TOKEN, old))
     with pytest.raises(NotAuthenticated, match=r"expired\. Applied: no\. To fix: renew"):
-        connect(host, town_tls())
+        connect(host, trusted_tls())
     wait_until(lambda: host.refused == 1)
 
 
@@ -246,9 +246,9 @@ def yesterday() -> datetime:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_client_without_a_certificate_is_refused(host: Host, version: ssl.TLSVersion) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(town_authority().path)
+    context.load_verify_locations(trusted_authority().path)
     context.maximum_version = version
-    sock = host.stranger()
+    sock = host.unproven()
     read_exactly(sock, auth.GREETING_BYTES)
     with (
         pytest.raises(ssl.SSLError, match="ALERT"),
@@ -261,26 +261,26 @@ def test_client_without_a_certificate_is_refused(host: Host, version: ssl.TLSVer
 
 
 def test_name_that_the_servers_certificate_lacks_is_refused(make_host: MakeHost) -> None:
-    elsewhere = town_authority().issue("elsewhere.example")
+    elsewhere = trusted_authority().issue("elsewhere.example")
     host = make_host("tls", credentials=Credentials(TOKEN, elsewhere))
-    assert town_tls().check_host
+    assert trusted_tls().check_host
     with pytest.raises(NotAuthenticated, match=r"127\.0\.0\.1.*turn check_host off"):
-        connect(host, town_tls())
-    link = connect(host, town_authority().issue(*HOSTS, check_host=False))
+        connect(host, trusted_tls())
+    link = connect(host, trusted_authority().issue(*HOSTS, check_host=False))
     ping(link)
     link.close()
 
 
 def test_servers_certificate_is_checked_with_check_host_off(
-    host: Host, stranger: Authority
+    host: Host, other_authority: Authority
 ) -> None:
-    tls = town_authority().issue(*HOSTS, trusts=stranger, check_host=False)
+    tls = trusted_authority().issue(*HOSTS, trusts=other_authority, check_host=False)
     assert_refused(host, tls, "the certificate of tcp:127.0.0.1:.* was refused")
 
 
 def test_certificate_does_not_stand_for_the_token(host: Host) -> None:
     with pytest.raises(NotAuthenticated, match="refused this side's token"):
-        connect(host, town_tls(), bytes(32))
+        connect(host, trusted_tls(), bytes(32))
     wait_until(lambda: host.refused == 1)
 
 
@@ -293,7 +293,7 @@ def test_plain_client_is_told_that_the_port_speaks_tls(host: Host) -> None:
 
 def test_tls_client_is_told_that_the_port_speaks_none(make_host: MakeHost) -> None:
     host = make_host("tcp")
-    assert_refused(host, town_tls(), "does not speak TLS, and this side takes nothing else")
+    assert_refused(host, trusted_tls(), "does not speak TLS, and this side takes nothing else")
 
 
 def test_greeting_that_promises_tls_and_goes_on_in_plain_text_is_a_protocol_error() -> None:
@@ -311,7 +311,7 @@ def test_greeting_that_promises_tls_and_goes_on_in_plain_text_is_a_protocol_erro
             Link.connect(
                 [f"tcp:127.0.0.1:{impostor.getsockname()[1]}"],
                 Hello("client"),
-                credentials=Credentials(TOKEN, town_tls()),
+                credentials=Credentials(TOKEN, trusted_tls()),
                 timeout_s=WAIT_S,
             )
         thread.join(WAIT_S)
@@ -321,14 +321,14 @@ def test_greeting_that_promises_tls_and_goes_on_in_plain_text_is_a_protocol_erro
 
 
 def begun(host: Host) -> socket.socket:
-    sock = host.stranger()
+    sock = host.unproven()
     assert auth.read_greeting(read_exactly(sock, auth.GREETING_BYTES))
     return sock
 
 
 def client_hello() -> bytes:
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context(town_tls()).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    client = client_context(trusted_tls()).wrap_bio(incoming, outgoing, server_hostname="localhost")
     with contextlib.suppress(ssl.SSLWantReadError):
         client.do_handshake()
     return outgoing.read()
@@ -356,7 +356,7 @@ def test_garbage_in_place_of_a_handshake_is_refused(host: Host) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 5, 50, None])
-def test_handshake_that_stops_is_cut_off_and_keeps_nobody_waiting(
+def test_handshake_that_stops_is_cut_off_and_delays_no_other_peer(
     make_host: MakeHost, part: int | None
 ) -> None:
     host = make_host("tls", Limits(handshake_timeout_s=1.0))
@@ -422,7 +422,7 @@ async def spoil(sock: socket.socket) -> None:
 
 
 def spoiled(directory: Path) -> list[tuple[TLS, str]]:
-    good, other = town_tls(), town_authority().issue(*HOSTS)
+    good, other = trusted_tls(), trusted_authority().issue(*HOSTS)
     garbage = directory / "garbage.pem"
     garbage.write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
     locked = directory / "locked.pem"
@@ -464,6 +464,6 @@ def test_file_that_cannot_be_used_is_named_before_anything_is_dialled_or_listens
 
 @pytest.mark.parametrize("context", [server_context, client_context])
 def test_context_is_made_once(context: Callable[[TLS], ssl.SSLContext]) -> None:
-    tls = town_authority().issue(*HOSTS)
+    tls = trusted_authority().issue(*HOSTS)
     same = TLS(tls.certificate, tls.key, tls.authority)
     assert context(tls) is context(same)

@@ -169,7 +169,7 @@ def test_snapshots_come_in_order_at_every_kth_version() -> None:
     assert [snapshot.seconds for snapshot in seen] == sorted(s.seconds for s in seen)
 
 
-def test_snapshots_that_nobody_takes_are_dropped_and_training_goes_on() -> None:
+def test_snapshots_that_are_not_taken_are_dropped_and_training_goes_on() -> None:
     job = ps.start(victims.regress, kwargs={"steps": 200}, workers=2)
     snapshots = job.snapshots(every=1, name="default", keep=2)
     first = next(snapshots)

@@ -301,9 +301,9 @@ def test_tls_is_spoken_by_all_or_refused(servers: Servers, tmp_path: Path) -> No
         np.testing.assert_array_equal(worker.client.pull("w"), np.ones(20_000))
     with pytest.raises(NotAuthenticated, match="speaks TLS, and this side has no certificates"):
         ps.connect(address, rank=0, token_file=servers.token)
-    strangers = make_certificates(tmp_path / "strangers", ["127.0.0.1"])
+    others = make_certificates(tmp_path / "others", ["127.0.0.1"])
     with pytest.raises(NotAuthenticated, match="certificate"):
-        ps.connect(address, rank=0, token_file=servers.token, tls=strangers)
+        ps.connect(address, rank=0, token_file=servers.token, tls=others)
     _, plain = servers.serve(workers=1)
     with pytest.raises(NotAuthenticated, match="does not speak TLS"):
         ps.connect(plain, rank=0, token_file=servers.token, tls=made)
@@ -360,9 +360,9 @@ def test_worker_that_comes_back_to_another_cluster_changes_nothing_there(
     lost, address = servers.serve(workers=1)
     patient = ps.Deadlines(reconnect_s=20.0)  # it is refused at once
     with contextlib.ExitStack() as stack:
-        stranger = ps.connect(address, rank=0, token_file=servers.token, deadlines=patient)
-        stack.callback(stranger.client.close, leave=False)
-        stranger.client.define("w", np.zeros(20_000), rule=ps.Add())
+        lost_worker = ps.connect(address, rank=0, token_file=servers.token, deadlines=patient)
+        stack.callback(lost_worker.client.close, leave=False)
+        lost_worker.client.define("w", np.zeros(20_000), rule=ps.Add())
         lost.signal(signal.SIGKILL)
         assert lost.ended(SOON_S)
         # Of another cluster: the same shard at the same place, with a worker of the same number.
@@ -370,13 +370,13 @@ def test_worker_that_comes_back_to_another_cluster_changes_nothing_there(
         with ps.connect(address, rank=0, token_file=token) as owner:
             owner.client.define("w", np.zeros(20_000), rule=ps.Add())
             with pytest.raises(error, match=words):
-                stranger.client.push("w", np.ones(20_000)).result()
+                lost_worker.client.push("w", np.ones(20_000)).result()
             np.testing.assert_array_equal(owner.client.pull("w"), np.zeros(20_000))
             owner.client.push("w", np.ones(20_000)).result()
             np.testing.assert_array_equal(owner.client.pull("w"), np.ones(20_000))
 
 
-def test_nobody_at_an_address_is_told_in_time(servers: Servers) -> None:
+def test_address_without_a_listener_is_told_in_time(servers: Servers) -> None:
     with pytest.raises(ConnectTimeout, match="nobody answered"):
         ps.connect(f"127.0.0.1:{free_port()}", rank=0, token_file=servers.token, timeout_s=0.2)
 

@@ -218,8 +218,8 @@ def test_worker_restarted_elsewhere_takes_over_its_rank(
         network.host(name)
     watcher = servers.watch()
     first = servers.work("a", 0, writers=3)
-    ghost = servers.work("b", 1, writers=3)
-    reached(ghost, CUT_AT)
+    old = servers.work("b", 1, writers=3)
+    reached(old, CUT_AT)
     network.cut("b")
     watcher.wait("member", lambda member: member == [1, "restarting"])
     again = servers.work("c", 1, writer=2, writers=3, connect_s=20.0)
@@ -227,9 +227,9 @@ def test_worker_restarted_elsewhere_takes_over_its_rank(
     network.heal("b")
     first.finish()
     again.finish()
-    kind, text = ghost.error()
+    kind, text = old.error()
     assert kind in NAMED, text
-    history = servers.history([first, ghost, again], writers=3)
+    history = servers.history([first, old, again], writers=3)
     history.ended.add(1)
     check(history)
     for part, row in history.final.items():

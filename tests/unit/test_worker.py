@@ -23,7 +23,7 @@ from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
 
 
 class RecordsCalls:
-    """A client that talks to nobody and notes what is asked of it."""
+    """A client that has no connection and notes what is asked of it."""
 
     def __init__(self, rank: int = 1) -> None:
         self.rank = rank

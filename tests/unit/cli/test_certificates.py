@@ -191,12 +191,12 @@ def test_make_certificates_file_comes_in_between_is_kept(
 ) -> None:
     honest = os.open
 
-    def somebody_is_faster(path: Path, flags: int, mode: int) -> int:
+    def another_is_faster(path: Path, flags: int, mode: int) -> int:
         if path.name == "key.pem":
             path.write_text("theirs")
         return honest(path, flags, mode)
 
-    monkeypatch.setattr(certificates.os, "open", somebody_is_faster)
+    monkeypatch.setattr(certificates.os, "open", another_is_faster)
     with pytest.raises(ParamServeError, match="File exists"):
         make_certificates(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]

@@ -213,7 +213,7 @@ def test_fetch_given_folder_without_a_file_names_it(
     assert no_network == []
 
 
-def test_fetch_complete_cache_asks_nobody(
+def test_fetch_complete_cache_asks_no_source(
     tmp_path: Path, small: dict[str, bytes], no_network: list[str]
 ) -> None:
     cache = write(tmp_path / "cache", small)

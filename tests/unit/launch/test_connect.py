@@ -115,7 +115,7 @@ def test_handle_shows_its_secret_nowhere(
     assert repr(found) == "Handle('unix:@somewhere')"
 
 
-def test_handle_nobody_answers_says_that_the_cluster_has_ended(
+def test_handle_without_an_answer_says_that_the_cluster_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -288,7 +288,7 @@ def test_token_file_is_read_without_its_line_end(token_file: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644])
-def test_token_file_that_everybody_may_use_is_refused(token_file: Path, mode: int) -> None:
+def test_token_file_that_others_may_use_is_refused(token_file: Path, mode: int) -> None:
     token_file.chmod(mode)
     with pytest.raises(ParamServeError, match=f"mode {mode:o}.*chmod 600 {token_file}"):
         credentials_of(token_file)

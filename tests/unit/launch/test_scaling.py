@@ -158,7 +158,7 @@ def test_scale_whose_process_cannot_start_is_taken_back(run: SimpleNamespace) ->
     assert run.supervisor.roster.wanted == 3
 
 
-def test_scale_of_a_run_that_ends_meanwhile_is_refused_and_keeps_nobody_waiting(
+def test_scale_of_a_run_that_ends_meanwhile_is_refused_and_leaves_no_one_waiting(
     run: SimpleNamespace,
 ) -> None:
     def falls(call: int) -> None:

@@ -94,7 +94,7 @@ def forget_fails() -> None:
 
 
 @pytest.mark.parametrize("broken", ["close", "forget"])
-def test_cleanup_that_fails_is_the_error_and_keeps_nobody_waiting(
+def test_cleanup_that_fails_is_the_error_and_leaves_no_one_waiting(
     tmp_path: Path, broken: str
 ) -> None:
     engine = Puppets(close_fails=broken == "close")

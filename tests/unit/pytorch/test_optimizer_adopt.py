@@ -278,7 +278,7 @@ def test_adopt_twice_or_under_a_used_name_is_refused() -> None:
     adopt(worker, model, second, name="second")
 
 
-def test_adopt_step_replaced_by_somebody_else_is_refused() -> None:
+def test_adopt_step_replaced_by_another_library_is_refused() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step = lambda closure=None: None

@@ -75,7 +75,7 @@ def test_random_answers_are_refused(data: bytes) -> None:
         ),
     ],
 )
-def test_challenge_of_a_stranger_is_refused(data: bytes, says: str) -> None:
+def test_challenge_of_another_protocol_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         auth.read_greeting(data)
 

@@ -33,7 +33,7 @@ def test_array_has_the_size_and_is_aligned_and_writable(pool: Buffers, size: int
         array.data[:] = bytes(size)
 
 
-def test_buffer_nobody_refers_to_is_used_again(pool: Buffers) -> None:
+def test_buffer_without_references_is_used_again(pool: Buffers) -> None:
     array = pool.take(SIZE)
     place = at(array)
     del array

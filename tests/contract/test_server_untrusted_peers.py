@@ -55,9 +55,9 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
     harness = Harness(make_cluster("tcp"))
     listeners = harness.cluster.servers[0].listeners
     address = next(x.address for x in listeners if x.address.startswith("tcp"))
-    stranger = Credentials(b"x" * 32)
+    wrong = Credentials(b"x" * 32)
     with pytest.raises(NotAuthenticated, match="refused this side's token"):
-        Link.connect([address], Hello("client", 7), credentials=stranger, timeout_s=WAIT_S)
+        Link.connect([address], Hello("client", 7), credentials=wrong, timeout_s=WAIT_S)
     host, _, port = address.removeprefix("tcp:").rpartition(":")
     for data in (b"", frame(encode(Hello("client", 7))), b"\x00" * 64):
         with socket.create_connection((host, int(port))) as sock:
@@ -94,7 +94,7 @@ def test_hello_that_is_not_allowed_is_refused(
     parties = len(harness.cluster.servers[0].role._parties)
     for _ in range(3):
         with pytest.raises(error, match=words):
-            harness.stranger(**hello)
+            harness.untrusted(**hello)
     assert len(harness.cluster.servers[0].role._parties) == parties  # nothing is kept of them
 
 
@@ -107,7 +107,7 @@ def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
     assert second.connection.incarnation == 2
     wait_until(lambda: cluster.servers[0].role.shard.sessions.members[0].incarnation == 2)
     with pytest.raises(WorkerFenced, match=r"worker 0 \(incarnation 1\).*knows incarnation 2"):
-        harness.stranger(client=first.connection.id, rank=0, incarnation=1)
+        harness.untrusted(client=first.connection.id, rank=0, incarnation=1)
     assert second.push("w", np.zeros(8)).result().version == 1
     harness.goes_on()
 
@@ -115,7 +115,7 @@ def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
 def test_another_clients_number_does_not_shut_it_out(harness: Harness) -> None:
     """The newest connection counts, since a reconnect looks the same; the client takes it back."""
     for _ in range(3):
-        thief = harness.stranger(client=harness.member.connection.id)
+        thief = harness.untrusted(client=harness.member.connection.id)
         harness.member.pull("w")
         with pytest.raises(ConnectionError):
             thief.receive(WAIT_S)
@@ -127,7 +127,7 @@ def test_attached_arena_of_another_incarnation_is_refused(make_cluster: MakeClus
     harness = Harness(make_cluster("unix"))
     arena = Arena.create(4096, 1)
     with pytest.raises(ProtocolError, match="without a connection"):
-        harness.stranger(
+        harness.untrusted(
             role="attach", client=harness.member.connection.id, incarnation=3, arenas=[arena]
         )
     arena.close()
@@ -257,7 +257,7 @@ def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
 ) -> None:
     harness = Harness(make_cluster("unix"))
     arena = Arena.create(8192, 1)
-    link = harness.stranger(arenas=[arena])
+    link = harness.untrusted(arenas=[arena])
     for seq in (1, 2):
         message, kind, words = nonsense(seq)[case]
         link.send(encode(message))
@@ -273,7 +273,7 @@ def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
 
 
 def test_number_out_of_order_cuts_the_connection(harness: Harness) -> None:
-    link = harness.stranger()
+    link = harness.untrusted()
     link.send(encode(Fetch(5, 0, 0, 0, 0)))
     with pytest.raises(ConnectionError):
         link.receive(WAIT_S)
@@ -284,7 +284,7 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     harness = Harness(make_cluster("unix", workers=1, policy=Sync()), rank=0)
     harness.cluster.mark_dead(0)
     worker = harness.cluster.client(0)
-    link = harness.stranger(client=worker.connection.id, rank=0, incarnation=2, window=2)
+    link = harness.untrusted(client=worker.connection.id, rank=0, incarnation=2, window=2)
     harness.cluster.servers[0].role.shard.sessions.by_client[worker.connection.id].requests = 4
     held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 

@@ -182,10 +182,10 @@ def test_random_bytes_in_place_of_a_hello_are_refused(stream: Host) -> None:
 def test_flood_of_silent_peers_is_bounded(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(handshakes_max=4))
     before = open_fds()
-    strangers = [host.stranger() for _ in range(12)]
+    silent = [host.unproven() for _ in range(12)]
     wait_until(lambda: host.refused == 8)
-    assert open_fds() == before + len(strangers) + 4
-    for sock in strangers:
+    assert open_fds() == before + len(silent) + 4
+    for sock in silent:
         sock.close()
     link = host.connect()
     ping(link)
@@ -195,7 +195,7 @@ def test_flood_of_silent_peers_is_bounded(make_host: MakeHost, kind: str) -> Non
 @pytest.mark.parametrize("kind", STREAMS)
 def test_silent_peer_is_closed_after_the_handshake_timeout(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(handshake_timeout_s=0.5))
-    silent, half = host.stranger(), host.proven()
+    silent, half = host.unproven(), host.proven()
     half.sendall(frame(encode(Hello("client")))[:21])
     if kind != "unix":
         read_exactly(silent, auth.GREETING_BYTES)
@@ -211,7 +211,7 @@ def test_silent_peer_is_closed_after_the_handshake_timeout(make_host: MakeHost, 
 def test_connections_over_the_limit_are_closed(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(connections_max=2))
     links = [host.connect(), host.connect()]
-    assert_cut_off(host.stranger())
+    assert_cut_off(host.unproven())
     for link in links:
         ping(link)
         link.close()
@@ -249,7 +249,7 @@ def test_peer_with_another_token_is_not_authenticated(make_host: MakeHost) -> No
 
 def test_peer_that_says_hello_without_the_token_is_not_read(make_host: MakeHost) -> None:
     host = make_host("tcp")
-    sock = host.stranger()
+    sock = host.unproven()
     read_exactly(sock, auth.GREETING_BYTES + auth.NONCE_BYTES)
     sock.sendall(frame(encode(Hello("client"))).ljust(auth.ANSWER_BYTES, b"\0"))
     assert read_exactly(sock, auth.PROOF_BYTES) == auth.REFUSAL
@@ -331,7 +331,7 @@ def test_process_of_another_user_is_refused(
 ) -> None:
     host = make_host("unix")
     monkeypatch.setattr(handshake.os, "geteuid", lambda: os.getuid() + 1)
-    sock = host.stranger()
+    sock = host.unproven()
     assert_cut_off(sock)
     assert (host.refused, host.handler.opened_by) == (1, [])
 
@@ -370,7 +370,7 @@ def test_server_that_reads_another_nonce_shares_no_memory(tmp_path: Path) -> Non
 def test_unsealed_arena_is_refused_and_nothing_stays_open(make_host: MakeHost) -> None:
     host = make_host("unix")
     before = open_fds()
-    sock = host.stranger()
+    sock = host.unproven()
     fd = os.memfd_create("x")
     os.ftruncate(fd, ARENA_BYTES)
     hello = frame(encode(Hello("client", arenas=((1, ARENA_BYTES),))))
@@ -384,7 +384,7 @@ def test_more_descriptors_than_allowed_are_refused_and_closed(make_host: MakeHos
     host = make_host("unix", Limits(arenas_max=2))
     arenas = [Arena.create(ARENA_BYTES, number) for number in range(1, 21)]
     before = open_fds()
-    sock = host.stranger()
+    sock = host.unproven()
     named = tuple((arena.number, arena.nbytes) for arena in arenas)
     fds = [arena.fd for arena in arenas if arena.fd is not None]
     socket.send_fds(sock, [frame(encode(Hello("client", arenas=named)))], fds)
@@ -439,7 +439,7 @@ def test_peer_that_is_late_is_waited_for(make_host: MakeHost, tmp_path: Path) ->
     links[0].close()
 
 
-def test_nobody_there_is_a_connect_timeout_that_says_so(tmp_path: Path) -> None:
+def test_no_listener_is_a_connect_timeout_that_says_so(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'none.sock'}"
     with pytest.raises(ConnectTimeout, match=r"none.sock .*No such file.*; waited 0.1 s"):
         Link.connect([address], Hello("client"), timeout_s=0.1)
