@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from tests.contract.echo_host import MakeHost, hosts_in
 from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
@@ -15,6 +17,13 @@ from paramserve.rules.rows import row_layout
 from paramserve.transport import peers
 
 MakeCluster = Callable[..., RoleCluster]
+
+
+@pytest.fixture
+def make_host(tmp_path: Path) -> Iterator[MakeHost]:
+    """Makes hosts of the transports' suites, and closes them after the test."""
+    with hosts_in(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture

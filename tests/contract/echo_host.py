@@ -274,11 +274,3 @@ def assert_ends(link: AnyLink) -> list[bytes]:
 
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """For what no handler tells: descriptors, counters."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -397,6 +397,11 @@ def in_threads(*tasks: Callable[[], None]) -> None:
         raise failures[0]
 
 
+def taken(client: Client) -> int:
+    """Slots of shared memory that are in use."""
+    return len(client.connection.exchange._pool.taken)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """For what no reply tells: memberships, counters, threads."""
     end = time.monotonic() + WAIT_S

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster
+from tests.contract.conftest import MakeCluster
 
 from paramserve.client import links
 from paramserve.client.exchange import FIRST_ARENA_BYTES
 from paramserve.core.table.options import Zeros
 from paramserve.rules import Add
-
-MakeCluster = Callable[..., RoleCluster]
 
 DIM = 64
 LARGEST = 20_000

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 
@@ -15,8 +16,6 @@ import paramserve as ps
 from paramserve.client import Client
 from paramserve.config import Limits
 from paramserve.errors import PushTimeout
-
-MakeCluster = Callable[..., RoleCluster]
 
 
 def cluster_of_two(make: MakeCluster, busy_s: float) -> RoleCluster:

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.contract.role_cluster import RoleCluster, in_threads, taken
 
-from paramserve.client import Client
 from paramserve.errors import DefineMismatch, DefineTimeout, ShapeMismatch
 from paramserve.rules import SGD, Add
 
 LARGE = 40_000
 """float64 elements that are split over the shards."""
-
-
-def taken(client: Client) -> int:
-    """Slots of shared memory that are in use."""
-    return len(client.connection.exchange._pool.taken)
 
 
 # --- define -----------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import frame
-from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
+from tests.contract.role_cluster import DEADLINES, RoleCluster, taken, wait_until
 
 from paramserve.client import Client, Snapshots
 from paramserve.config import Deadlines
@@ -33,12 +34,6 @@ from paramserve.rules import Add
 LARGE = 40_000
 SOON_S = 2.0
 """Within this time every client knows that a server is gone."""
-MakeCluster = Callable[..., RoleCluster]
-
-
-def taken(client: Client) -> int:
-    """Slots of shared memory that are in use."""
-    return len(client.connection.exchange._pool.taken)
 
 
 # --- the connection ends, the server lives ----------------------------------------------------

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from msgspec import structs
-from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster
+from tests.contract.conftest import MakeCluster
+from tests.contract.role_cluster import DEADLINES, WAIT_S
 
 from paramserve.client import Client
 from paramserve.errors import ServerGone
 from paramserve.rules import Add
 
-MakeCluster = Callable[..., RoleCluster]
 BUSY_S = 3 * DEADLINES.reconnect_s
 
 

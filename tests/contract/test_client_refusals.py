@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client import BlockPush, Client
@@ -29,7 +30,6 @@ from paramserve.rules import SGD, Adam, Add
 
 LARGE = 20_000
 HOUSE_FORM = re.compile(r"(?s).+[^.]\. Applied: (yes|no|unknown)\. To fix: .+[^.]")
-MakeCluster = Callable[..., RoleCluster]
 
 
 @dataclass(frozen=True)

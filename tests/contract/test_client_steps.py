@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.contract.conftest import MakeCluster
+from tests.contract.role_cluster import RoleCluster, in_threads, taken
 
 from paramserve.client import BlockPush, Client, Snapshots
 from paramserve.errors import ClientClosed
 from paramserve.rules import SGD, Adam, Add
 
-MakeCluster = Callable[..., RoleCluster]
 LARGE = 40_000
 """float64 elements that are split over the shards."""
-
-
-def taken(client: Client) -> int:
-    """Slots of shared memory that are in use."""
-    return len(client.connection.exchange._pool.taken)
 
 
 # --- tickets ----------------------------------------------------------------------------------

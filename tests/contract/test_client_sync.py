@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
@@ -27,7 +28,6 @@ from paramserve.rules import SGD, Add
 
 LARGE = 20_000
 WORKERS = 3
-MakeCluster = Callable[..., RoleCluster]
 
 
 class Team:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster
+from tests.contract.conftest import MakeCluster
 
 from paramserve.client.exchange import WINDOW
 from paramserve.consistency.built_in import Sync
 from paramserve.errors import NonFinite, PullTimeout
 from paramserve.rules import Add
-
-MakeCluster = Callable[..., RoleCluster]
 
 
 def test_pull_behind_a_full_window_keeps_its_own_deadline(make_cluster: MakeCluster) -> None:

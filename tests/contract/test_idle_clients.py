@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from tests.contract.role_cluster import RoleCluster, wait_until
+from tests.contract.conftest import MakeCluster
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import Limits
 from paramserve.rules import Add
-
-MakeCluster = Callable[..., RoleCluster]
 
 SIZE = 5_000_000
 """40 MB of float64: the allocator gives so much back to the system as soon as it is free."""

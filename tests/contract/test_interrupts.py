@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, wait_until
 
 import paramserve
@@ -27,7 +28,6 @@ from paramserve.core.table.options import Zeros
 from paramserve.errors import ClientClosed
 from paramserve.rules import Add
 
-MakeCluster = Callable[..., RoleCluster]
 Array = np.ndarray[Any, Any]
 
 SIZE = 40_000

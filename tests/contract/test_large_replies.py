@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster
 
 from paramserve.client.exchange import WINDOW
 from paramserve.client.steps import BlockPush
 from paramserve.config import Limits
 from paramserve.rules import Add
-
-MakeCluster = Callable[..., RoleCluster]
 
 SIZE = 2_000_000
 """16 MB of float64: more than the sockets' buffers hold, in either direction."""

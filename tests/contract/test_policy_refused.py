@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster
+from tests.contract.conftest import MakeCluster
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
@@ -17,7 +16,6 @@ from paramserve.rules import Add
 
 SIZE = 20_000
 """Elements of float64: enough to lie on two shards."""
-MakeCluster = Callable[..., RoleCluster]
 
 
 @dataclass(frozen=True)

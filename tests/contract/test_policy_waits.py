@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster
+from tests.contract.conftest import MakeCluster
 
 from paramserve.consistency.base import Admission, GroupView, Policy, Pull, Wait
 from paramserve.errors import PushTimeout
@@ -17,7 +16,6 @@ from paramserve.rules import Add
 SIZE = 20_000
 """Elements of float64: enough to lie on two shards."""
 SOON_S = 0.3
-MakeCluster = Callable[..., RoleCluster]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
-from tests.contract.role_cluster import RoleCluster
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
@@ -18,7 +18,6 @@ import paramserve as ps
 from paramserve.consistency.base import Policy
 from paramserve.errors import HyperMismatch, NonFinite
 
-MakeCluster = Callable[..., RoleCluster]
 STEPS = 12
 NEVER = -1
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import frame
 from tests.contract.harness import HELLO, UNTRUSTED, Harness
-from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
+from tests.contract.role_cluster import WAIT_S, wait_until
 
 from paramserve.client import Client, Ticket
 from paramserve.config import Limits, RuleSpec
@@ -59,8 +59,6 @@ from paramserve.messages import (
 from paramserve.rules import SGD, Add
 from paramserve.transport.arena import Arena
 from paramserve.transport.link import Link
-
-MakeCluster = Callable[..., RoleCluster]
 
 LIMITS = Limits(snapshots_max=4)
 FUZZ = settings(

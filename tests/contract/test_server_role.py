@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads, wait_until
+from tests.contract.conftest import MakeCluster
+from tests.contract.role_cluster import WAIT_S, in_threads, wait_until
 
 from paramserve import compiling
 from paramserve.client import Client
@@ -25,9 +25,6 @@ from paramserve.errors import (
 from paramserve.messages import AskStatus, Found, Hello, Lookup, Record, Status, WorkerBeat
 from paramserve.rules import SGD, Add
 from paramserve.transport.control import ControlLink
-
-MakeCluster = Callable[..., RoleCluster]
-
 
 # --- kernels ----------------------------------------------------------------------------------
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import assert_cut_off, frame, read_frame
 from tests.contract.harness import HELLO, Harness
-from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
+from tests.contract.role_cluster import WAIT_S, wait_until
 
 from paramserve.config import Credentials
 from paramserve.consistency.built_in import Sync
@@ -44,9 +44,6 @@ from paramserve.messages import (
 )
 from paramserve.transport.arena import Arena
 from paramserve.transport.link import Link
-
-MakeCluster = Callable[..., RoleCluster]
-
 
 # --- who they are -----------------------------------------------------------------------------
 

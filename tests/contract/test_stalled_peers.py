@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import structs
+from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import Echo
-from tests.contract.role_cluster import DEADLINES, LoopThread, RoleCluster
+from tests.contract.role_cluster import DEADLINES, LoopThread
 
 from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Limits, ServerConfig
 from paramserve.rules import Add
 from paramserve.transport import peers as module
 from paramserve.transport.listener import Listener, listen_unix
 from paramserve.transport.peers import PeerLinks, dialer
-
-MakeCluster = Callable[..., RoleCluster]
 
 GROUPS = 150
 """A report of so many is about 15 KB: a socket's buffer holds some dozen of them."""

@@ -6,8 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import RoleCluster, in_threads
-from tests.contract.test_client_contract import taken
+from tests.contract.role_cluster import RoleCluster, in_threads, taken
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 
 from paramserve.client import Client

@@ -8,8 +8,6 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,12 +20,11 @@ from tests.contract.echo_host import (
     Host,
     MakeHost,
     assert_ends,
-    hosts_in,
     open_fds,
     ping,
     receive,
-    wait_until,
 )
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import Limits
 from paramserve.errors import (
@@ -37,12 +34,6 @@ from paramserve.errors import (
 )
 from paramserve.messages import Hello, Refused
 from paramserve.transport.arena import Arena
-
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[MakeHost]:
-    with hosts_in(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture(params=ALL)

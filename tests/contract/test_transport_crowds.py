@@ -7,30 +7,21 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.contract.echo_host import (
     Host,
     MakeHost,
     assert_cut_off,
-    hosts_in,
     ping,
     read_exactly,
-    wait_until,
 )
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import Limits
 from paramserve.transport import auth, tls
 
 PLACES = 4
-
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[MakeHost]:
-    with hosts_in(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture(params=["tcp", "tls"])

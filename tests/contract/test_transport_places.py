@@ -9,7 +9,6 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,10 @@ from tests.contract.echo_host import (
     Echo,
     Host,
     MakeHost,
-    hosts_in,
     ping,
     receive,
-    wait_until,
 )
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.errors import ConnectTimeout, ParamServeError
@@ -38,12 +36,6 @@ from paramserve.transport.listener import Listener, listen, listen_tcp, listen_u
 
 KNOWN = Credentials(TOKEN)
 TCP_KINDS = ("tcp", "tls")
-
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[MakeHost]:
-    with hosts_in(tmp_path) as make:
-        yield make
 
 
 async def served(listeners: list[Listener], expected: list[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,12 +27,11 @@ from tests.contract.echo_host import (
     assert_cut_off,
     assert_ends,
     frame,
-    hosts_in,
     ping,
     read_exactly,
     receive,
-    wait_until,
 )
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import TLS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
@@ -45,12 +44,6 @@ from paramserve.transport.tls import client_context, server_context
 
 HOSTS = ("localhost", "127.0.0.1")
 VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
-
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[MakeHost]:
-    with hosts_in(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture

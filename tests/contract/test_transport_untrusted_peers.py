@@ -13,7 +13,6 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +27,13 @@ from tests.contract.echo_host import (
     assert_cut_off,
     assert_ends,
     frame,
-    hosts_in,
     open_fds,
     ping,
     read_exactly,
     read_frame,
     refusal_before_the_end,
-    wait_until,
 )
+from tests.contract.role_cluster import wait_until
 
 from paramserve.config import Credentials, Limits
 from paramserve.errors import (
@@ -52,12 +50,6 @@ from paramserve.transport.link import Link
 from paramserve.transport.listener import listen_tcp, listen_unix
 
 KNOWN, WRONG = Credentials(TOKEN), Credentials(bytes(32))
-
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[MakeHost]:
-    with hosts_in(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture(params=STREAMS)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
-from tests.contract.role_cluster import RoleCluster
 from torch import nn
 from torch.nn.utils import remove_spectral_norm, spectral_norm
 from torch.optim import SGD
 
 import paramserve as ps
 from paramserve.errors import ShapeMismatch
-
-MakeCluster = Callable[..., RoleCluster]
 
 
 def step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

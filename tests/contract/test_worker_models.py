@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
-from tests.contract.role_cluster import RoleCluster
 from torch import nn
 from torch.optim import SGD
 
 import paramserve as ps
 from paramserve.errors import DefineMismatch
-
-MakeCluster = Callable[..., RoleCluster]
 
 
 class Wrapped(nn.Module):

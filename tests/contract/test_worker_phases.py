@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
-from tests.contract.role_cluster import RoleCluster
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-
-MakeCluster = Callable[..., RoleCluster]
 
 
 @pytest.mark.parametrize("at", [3, 4, 6, 8])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import RoleCluster, wait_until
 from torch import nn
@@ -18,7 +19,6 @@ from torch.utils.data import Dataset, TensorDataset
 import paramserve as ps
 from paramserve import seeding
 
-MakeCluster = Callable[..., RoleCluster]
 NEVER = -1
 STEPS = 13
 

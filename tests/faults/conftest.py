@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.faults.leftovers import nothing_left
 from tests.faults.servers import Servers
 from tests.network.hosts import Keeper
 
@@ -21,6 +22,13 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
         monkeypatch.undo()
+
+
+@pytest.fixture
+def leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
+    """After the test this process is as it was before its runs."""
+    with nothing_left():
+        yield
 
 
 @pytest.fixture

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.faults.leftovers import all_end, nothing_left
+from tests.faults.leftovers import all_end
 
 import paramserve as ps
 from paramserve.errors import ClientClosed, ServerGone
 from paramserve.launch.entries import Key
 
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def pids(cluster: ps.Cluster) -> dict[Key, int]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.faults import elastic_victims as victims
-from tests.faults.leftovers import all_end, nothing_left, settle
+from tests.faults.leftovers import all_end, settle
 
 import paramserve as ps
 from paramserve.cli import cli
@@ -24,16 +24,12 @@ from paramserve.errors import ParamServeError, WorkerFailed
 from paramserve.launch.entries import Key
 from paramserve.launch.roster import OnWorkerDeath
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 WAIT_S = 60.0
 POLICIES = pytest.mark.parametrize(
     "policy", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"]
 )
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 def until(true: Callable[[], object]) -> None:

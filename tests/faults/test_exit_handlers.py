@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.leftovers import nothing_left
 
 import paramserve as ps
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 STOP_S = 0.05
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 def flushes_at_exit(worker: ps.Worker, path: str, seconds: float) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.faults.leftovers import nothing_left
 
 import paramserve as ps
 
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def build() -> Any:

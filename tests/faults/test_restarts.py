@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.faults import restart_victims as victims
-from tests.faults.leftovers import nothing_left
 
 import paramserve as ps
 from paramserve.errors import WorkerFailed
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 SOON = ps.Deadlines(heartbeat_s=0.2, stall_s=2.0)
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 def values(result: ps.Result) -> bytes:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.faults import victims
-from tests.faults.leftovers import nothing_left
 
 import paramserve as ps
 from paramserve.errors import (
@@ -22,13 +20,9 @@ from paramserve.errors import (
 )
 from paramserve.observe import Staleness
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 POLICIES = [ps.Sync(reduce="sum"), ps.Async()]
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 @pytest.mark.parametrize(("servers", "policy"), list(zip((2, 1), POLICIES, strict=True)))

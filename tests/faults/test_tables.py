@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.faults.leftovers import nothing_left
 from tests.needs import needs
 
 import paramserve as ps
 from paramserve.errors import ClientClosed, ParamServeError, UnknownName, WorkerFailed
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 pq = needs("pyarrow.parquet")
 DIM = 3
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 def embed(worker: Any, gate: str = "", fails: bool = False) -> None:
