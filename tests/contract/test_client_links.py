@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import warnings
@@ -14,7 +15,7 @@ import pytest
 from msgspec import structs
 from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import frame
-from tests.contract.role_cluster import DEADLINES, RoleCluster, taken, wait_until
+from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, taken, wait_until
 
 from paramserve.client import Client, Snapshots
 from paramserve.config import Deadlines
@@ -28,8 +29,9 @@ from paramserve.errors import (
     PushTimeout,
     ServerGone,
 )
-from paramserve.messages import Hello, encode
+from paramserve.messages import CoordinatorNotice, Hello, WorkerBeat, encode
 from paramserve.rules import Add
+from paramserve.transport.control import ControlLink
 
 LARGE = 40_000
 SOON_S = 2.0
@@ -406,3 +408,67 @@ def test_deadlines_of_a_client_are_its_own(make_cluster: MakeCluster) -> None:
     with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited 0\.\d s"):
         client.pull("w")
     assert client.timeout_s == 0.05
+
+
+# --- a server that listens and does not answer ----------------------------------------------------
+
+
+BUSY_S = 3 * DEADLINES.reconnect_s
+
+
+def cut_link(client: Client) -> None:
+    """Break a client's link as the network does."""
+    link = client.connection.exchange.shards[0].link
+    assert link is not None
+    link._sock.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_link_that_breaks_while_the_server_is_busy_is_made_anew(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    cluster = make_cluster(kind)
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    with cluster.frozen():
+        cut_link(client)
+        wake = threading.Timer(BUSY_S, lambda: None)
+        wake.start()
+        ticket = client.push("w", np.ones(3))
+        assert not ticket.done()
+        wake.join(WAIT_S)
+    assert ticket.result().version == 1
+    assert client.pull("w").tolist() == [1.0] * 3
+
+
+def test_server_that_does_not_answer_for_stall_s_is_gone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", deadlines=structs.replace(DEADLINES, stall_s=BUSY_S))
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    with cluster.frozen():
+        cut_link(client)
+        with pytest.raises(ServerGone, match="does not answer"):
+            client.push("w", np.ones(3)).result()
+
+
+# --- heartbeats -----------------------------------------------------------------------------------
+
+
+RARE = structs.replace(DEADLINES, heartbeat_s=10 * WAIT_S, stall_s=20 * WAIT_S)
+
+
+def test_client_sends_heartbeats_as_often_as_its_cluster_expects_them(
+    make_cluster: Callable[..., RoleCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster("unix", workers=1)
+    notify = ControlLink.notify
+    sent: list[ControlLink] = []
+
+    def noted(control: ControlLink, message: CoordinatorNotice, **how: bool) -> bool:
+        if isinstance(message, WorkerBeat):
+            sent.append(control)
+        return notify(control, message, **how)
+
+    monkeypatch.setattr(ControlLink, "notify", noted)
+    worker = cluster.client(0, deadlines=RARE)
+    wait_until(lambda: sent.count(worker.connection.control) >= 3)

@@ -1,4 +1,4 @@
-"""Ranks that bring different models to one optimizer: refused at once, with the names."""
+"""Models of several ranks, buffers while they are trained, and one optimizer after another."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
-from tests.contract.ranks import Ranks
+from tests.contract.ranks import Killed, Ranks
 from torch import nn
+from torch.nn.utils import remove_spectral_norm, spectral_norm
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.errors import DefineMismatch
+from paramserve.errors import DefineMismatch, ShapeMismatch
 
 
 class Wrapped(nn.Module):
@@ -64,3 +66,117 @@ def test_parameters_that_the_function_defines_in_the_group_first_are_no_mismatch
         worker.optimizer(model, SGD(model.parameters(), lr=0.1))
 
     Ranks(make_cluster(workers=2), train).start(0, 1).end()
+
+
+# --- buffers that change while a model is trained -------------------------------------------------
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:buffer '0.weight_v'")
+def test_buffer_that_is_removed_keeps_its_last_value_in_the_result(
+    make_cluster: MakeCluster,
+) -> None:
+    kept = {}
+
+    def train(worker: ps.Worker) -> None:
+        model = nn.Sequential(spectral_norm(nn.Linear(2, 3)), nn.BatchNorm1d(3))
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        for _ in range(10):  # after which buffers are assigned
+            step(optimizer, model)
+        kept.update({name: value.clone() for name, value in model.named_buffers()})
+        remove_spectral_norm(model[0])
+        model[1].running_mean.fill_(7.0)
+
+    cluster = make_cluster(workers=1)
+    with pytest.warns(UserWarning, match="buffer '0.weight_u' is no longer in the model"):
+        Ranks(cluster, train).start(0).end()
+    found = cluster.client().pull()
+    assert (found["0.weight_u"] == kept["0.weight_u"].numpy()).all()
+    assert (found["1.running_mean"] == 7.0).all(), "the others are those of the end"
+
+
+def test_buffer_that_grows_is_refused_with_what_to_do(make_cluster: MakeCluster) -> None:
+    class Growing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.register_buffer("seen", torch.zeros(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+            return super().forward(x)
+
+    def train(worker: ps.Worker) -> None:
+        model = Growing()
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        for _ in range(10):
+            step(optimizer, model)
+
+    with pytest.raises(ShapeMismatch, match=r"'seen' has shape \[10\].* \[0\].*buffers=\"local\""):
+        Ranks(make_cluster(workers=1), train).start(0).end()
+
+
+# --- one optimizer after another ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [3, 4, 6, 8])
+def test_worker_that_dies_in_a_later_phase_repeats_no_batch(
+    make_cluster: MakeCluster, at: int
+) -> None:
+    """Two phases of five batches each; it dies before its batch number `at`, counted over both."""
+    used: list[tuple[str, list[float]]] = []
+
+    def train(worker: ps.Worker) -> None:
+        data = TensorDataset(torch.arange(20.0))
+        for name in ("warmup", "main"):
+            model = nn.Linear(1, 1)
+            own = SGD(model.parameters(), lr=0.001)
+            optimizer = worker.optimizer(model, own, name=name)
+            for (batch,) in worker.loader(data, batch_size=4):
+                if worker.incarnation == 1 and len(used) == at:
+                    raise Killed
+                optimizer.zero_grad()
+                model(batch.view(-1, 1)).square().mean().backward()
+                optimizer.step()
+                used.append((name, batch.tolist()))
+
+    ranks = Ranks(make_cluster(workers=1, restarts=True), train).start(0)
+    ranks.end()
+    assert ranks.restarts == [0]
+    assert [name for name, _ in used] == ["warmup"] * 5 + ["main"] * 5
+    for phase in (used[:5], used[5:]):
+        assert sorted(i for _, batch in phase for i in batch) == list(range(20))
+
+
+@pytest.mark.parametrize("exchanges", [0, 1, 2])
+def test_worker_that_dies_in_a_later_phase_repeats_no_exchange(
+    make_cluster: MakeCluster, exchanges: int
+) -> None:
+    """Six own steps of the first phase are two exchanges of up to four: the second phase's count
+    from its own beginning."""
+    used: list[tuple[str, float]] = []
+
+    def train(worker: ps.Worker) -> None:
+        data, model = TensorDataset(torch.arange(16.0)), nn.Linear(1, 1)
+        for name, steps in (("warmup", 6), ("main", 16)):
+            own = SGD(model.parameters(), lr=0.001)
+            optimizer = worker.optimizer(model, own, name=name)
+            for (batch,) in worker.loader(data, batch_size=1, steps=steps, shuffle=False):
+                if worker.incarnation == 1 and len(used) == 6 + 4 * exchanges:
+                    worker.client.drain()
+                    raise Killed
+                optimizer.zero_grad()
+                model(batch.view(-1, 1)).square().mean().backward()
+                optimizer.step()
+                used.append((name, batch.item()))
+
+    policy = ps.LocalSteps(every=4)
+    ranks = Ranks(make_cluster(workers=1, restarts=True, policy=policy), train).start(0)
+    ranks.end()
+    assert ranks.restarts == [0]
+    assert used[:6] == [("warmup", float(i)) for i in range(6)]
+    assert used[6:] == [("main", float(i)) for i in range(16)]

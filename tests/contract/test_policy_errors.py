@@ -1,4 +1,5 @@
-"""A policy that admits no read: an error by deadline, which says who waits for whom."""
+"""Policies that decide nothing time out and say who waits; a change that one server cannot make is
+made by none."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 from tests.contract.conftest import MakeCluster
 
 from paramserve.consistency.base import Admission, GroupView, Policy, Pull, Wait
-from paramserve.errors import PushTimeout
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.core.shard import Shard
+from paramserve.errors import PushTimeout, UnknownRule
 from paramserve.rules import Add
 
 SIZE = 20_000
@@ -65,3 +68,43 @@ def test_policy_that_decides_no_clock_times_out_and_names_who_is_waited_for(
         first.tick().result(SOON_S)
     assert told.value.applied == "unknown"
     assert reader.pull("w")[-1] == 0.0
+
+
+@dataclass(frozen=True)
+class Patient(BoundedStaleness):
+    """A policy of the owner's."""
+
+
+def forget_policies(shard: Shard) -> None:
+    """As a server that was started without them."""
+    for machine in shard.groups.values():
+        machine.policies._policies = {}
+
+
+@pytest.mark.parametrize("lacking", range(2))
+@pytest.mark.parametrize("before", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
+    make_cluster: MakeCluster, before: Policy, lacking: int
+) -> None:
+    cluster = make_cluster(servers=2, workers=1, policy=before, registers=[Patient])
+    client = cluster.client(0)
+    client.define("w", np.zeros(SIZE), rule=Add())
+    cluster.on_server(lambda: forget_policies(cluster.servers[lacking].role.shard))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            client.push_pull({"w": np.ones(SIZE)}, tick=True, timeout_s=2.0)
+
+    steps(2)
+    with pytest.raises(UnknownRule) as refused:
+        client.set_consistency("default", Patient(1), timeout_s=2.0)
+    for part in (f"the server of shard {lacking}", "'Patient'", "policies=[Patient]"):
+        assert part in str(refused.value)
+    assert refused.value.applied == "no"
+    steps(4)
+    assert (client.steps.terms().policy, (client.pull("w") == 6).all()) == (before, True)
+    first = client.set_consistency("default", BoundedStaleness(3))
+    while client.clock() < first:
+        steps(1)
+    steps(1)
+    assert client.steps.terms().policy == BoundedStaleness(3)
