@@ -165,10 +165,6 @@ def define(client: Client, kind: str, **options: Any) -> None:
         client.table("w", dim=4, rule=Roomy(), **options)
 
 
-def group_of(kind: str) -> str:
-    return "default" if kind == "tensor" else "w"
-
-
 def kept(cluster: RoleCluster) -> list[list[tuple[int, str]]]:
     """By shard: the blocks that it keeps, with their group's policy."""
     shards = [server.role.shard for server in cluster.servers]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import pickle
+import shutil
+import tempfile
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.faults import victims
+from tests.faults.leftovers import folders, nothing_left
 
 import paramserve as ps
 from paramserve.errors import (
@@ -214,3 +220,149 @@ def test_two_runs_at_a_time_do_not_meet() -> None:
     engine = ps.Local()
     jobs = [ps.start(victims.count, args=(n,), engine=engine) for n in (5, 10)]
     assert [job.wait().returns[0] for job in jobs] == [[5.0] * 3, [10.0] * 3]
+
+
+# --- after the function has returned --------------------------------------------------------------
+
+
+STOP_S = 0.05
+
+
+def flushes_at_exit(worker: ps.Worker, path: str, seconds: float) -> None:
+    """Register a handler that takes this long before it writes a file, as loggers do."""
+
+    def flush() -> None:
+        time.sleep(seconds)
+        Path(path).write_text("flushed")
+
+    atexit.register(flush)
+
+
+def test_exit_handler_that_takes_longer_than_a_stop_runs_to_its_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    ps.run(flushes_at_exit, args=(str(path), 10 * STOP_S), deadlines=ps.Deadlines(stop_s=STOP_S))
+    assert path.read_text() == "flushed"
+    assert capfd.readouterr().err == ""
+
+
+def test_exit_handler_that_takes_too_long_is_cut_and_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    ps.run(flushes_at_exit, args=(str(path), 60.0), deadlines=ps.Deadlines(exit_s=0.1))
+    assert not path.exists()
+    told = capfd.readouterr().err
+    assert "worker 0 still ran 0.1 s after the end of its function" in told
+    assert "Deadlines(exit_s=...)" in told
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def logs_and_ends(worker: ps.Worker, how: str) -> None:
+    """Rank 1's first incarnation ends right after what it has logged."""
+    worker.log(incarnation=worker.incarnation)
+    if worker.rank == 1 and worker.incarnation == 1:
+        raise SystemExit(3) if how == "exit" else ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_records_of_a_worker_that_raises_are_in_the_result(how: str) -> None:
+    """No heartbeat is due before it ends."""
+    deadlines: Any = ps.Deadlines(heartbeat_s=8.0, stall_s=30.0)
+    result = ps.run(
+        logs_and_ends,
+        args=(how,),
+        workers=2,
+        on_worker_death=ps.Restart(1),
+        deadlines=deadlines,
+        timeout_s=60,
+    )
+    found = sorted((each.rank, each.values["incarnation"]) for each in result.metrics)
+    assert found == [(0, 1.0), (1, 1.0), (1, 2.0)]
+
+
+LIMITS = ps.Limits(header_bytes_max=1 << 16, log_records_max=300)
+RECORDS = 2000
+NAMES = [f"layer.{number}.weight.gradient.norm" for number in range(40)]
+
+
+def test_flood_of_records_ends_no_run_and_every_record_is_returned_or_counted() -> None:
+    def train(worker: ps.Worker) -> None:
+        for step in range(RECORDS):
+            worker.log(step=step, **dict.fromkeys(NAMES, 1.0))
+
+    result = ps.run(train, workers=2, limits=LIMITS)
+    assert len(result.metrics) + result.dropped_records == 2 * RECORDS
+    assert result.dropped_records > 0
+    for rank in range(2):
+        steps = [record.values["step"] for record in result.metrics if record.rank == rank]
+        assert steps == sorted(set(steps)), "in order, each once"
+        assert RECORDS - 1 in steps, "the oldest are dropped first"
+
+
+def test_records_that_fit_all_come_back() -> None:
+    count = LIMITS.log_records_max - 1
+
+    def train(worker: ps.Worker) -> None:
+        for step in range(count):
+            worker.log(step=step, **dict.fromkeys(NAMES, 1.0))
+
+    result = ps.run(train, workers=2, limits=LIMITS)
+    assert result.dropped_records == 0
+    assert Counter(record.rank for record in result.metrics) == {0: count, 1: count}
+
+
+# --- surroundings of values -----------------------------------------------------------------------
+
+
+def scaled_model() -> Any:
+    import torch
+
+    class Scaled(torch.nn.Linear):
+        history: dict[str, list[float]]
+
+        def get_extra_state(self) -> Any:
+            return self.history
+
+        def set_extra_state(self, state: Any) -> None:
+            self.history = state
+
+    model = torch.nn.Sequential(Scaled(2, 3), torch.nn.Linear(3, 1))
+    model[0].history = {"scale": [1.0]}
+    return model
+
+
+def trains_scaled(worker: ps.Worker) -> None:
+    import torch
+
+    model = scaled_model()
+    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model[0].history["scale"].append(2.0 + worker.rank)
+
+
+def test_result_with_extra_state_loads_strictly() -> None:
+    result = ps.run(trains_scaled, workers=2, timeout_s=60)
+    model = scaled_model()
+    model.load_state_dict(result.state_dict())
+    assert model[0].history == {"scale": [1.0, 2.0]}, "rank 0's, of the end"
+
+
+CONNECTS_WITHIN_S = 60.0
+
+
+def test_values_survive_the_removal_of_the_runs_folder(pipe: str) -> None:
+    with nothing_left():
+        job = ps.start(victims.regress, args=(pipe, 10), workers=2, servers=2)
+        Path(pipe).read_text()
+        deadline = time.monotonic() + CONNECTS_WITHIN_S
+        while job._reader is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (folder,) = folders()
+        shutil.rmtree(Path(tempfile.gettempdir()) / folder)
+        job.stop()
+        assert np.abs(job.wait().values["default"]["w"]).sum() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ from paramserve.errors import (
     UnknownRule,
 )
 from paramserve.launch.connect import Handle
+from paramserve.launch.serve import _Log
+from paramserve.messages import Member, Members
 from paramserve.transport.auth import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
@@ -395,3 +398,87 @@ def test_serve_wrong_number_is_refused_at_once(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         ps.serve("127.0.0.1:0", token_file=servers.token, **options)
+
+
+# --- servers that fail to join --------------------------------------------------------------------
+
+
+def test_refused_extra_server_leaves_the_first_one_serving(servers: Servers) -> None:
+    first, address = servers.serve(workers=1)
+    extra = servers.start("server", bind="127.0.0.1:0", token=servers.token, join=address)
+    _, text = extra.error(SOON_S)
+    assert "one more server came to a cluster of 1" in text
+    with ps.connect(address, rank=0, token_file=servers.token) as worker:
+        worker.client.define("w", np.zeros(3), rule=ps.Add())
+        worker.client.push("w", np.ones(3)).result()
+        assert worker.client.pull("w").tolist() == [1.0] * 3
+    assert not first.ended()
+
+
+def test_joiner_whose_port_is_taken_leaves_its_shard_to_the_next_one(servers: Servers) -> None:
+    first, address = servers.serve(servers=2, workers=1)
+    failing = servers.start("server", bind=address, token=servers.token, join=address)
+    _, text = failing.error(SOON_S)
+    assert "another process listens there" in text
+    servers.serve(join=address)
+    with ps.connect(address, rank=0, token_file=servers.token) as worker:
+        worker.client.define("w", np.zeros(20_000), rule=ps.Add())
+        worker.client.push("w", np.ones(20_000)).result()
+        np.testing.assert_array_equal(worker.client.pull("w"), np.ones(20_000))
+    assert not first.ended()
+
+
+def test_first_server_ends_with_an_error_when_a_registered_one_is_killed(servers: Servers) -> None:
+    (first, second), _ = servers.pair(workers=1)
+    second.close()
+    kind, text = first.error()
+    assert kind == "ServerGone"
+    assert "a server of this cluster has ended" in text
+
+
+# --- what the command logs ------------------------------------------------------------------------
+
+
+def test_serve_says_who_comes_is_refused_and_leaves(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token), "--workers", "1")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, "--until-done"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
+                ps.connect(address, rank=0, token_file=token)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    lines = [line.partition(" paramserve: ")[2] for line in told.splitlines()]
+    assert lines[:2] == ["all 1 servers are there: workers may come", "rank 0 has come"]
+    assert lines[2].startswith("refused: rank 0 is taken by a live worker")
+    assert lines[3:] == ["rank 0 has left"]
+
+
+def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paramserve")
+    log = _Log(servers=1, workers=3)
+    absent = Member(2, 0, 0, "expected")
+    for number, (state, incarnation) in enumerate(
+        [("live", 1), ("restarting", 1), ("live", 2), ("live", 2), ("dead", 2)]
+    ):
+        member = Member(1, 5, incarnation, state)
+        log.on_members(Members(number, (Member(0, 4, 1, "live"), member, absent)))
+    log.tell_missing()
+    assert caplog.messages == [
+        "rank 0 has come",
+        "rank 1 has come",
+        "rank 1 counts as dead, and may come again",
+        "rank 1 has come (incarnation 2)",
+        "rank 1 counts as dead (incarnation 2)",
+        "not done yet. still there: 0; never came: 2",
+    ]
