@@ -55,9 +55,20 @@ def shards(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+LAYOUTS = [("unix", 1), ("unix", 2), ("tcp", 2), ("inprocess", 2)]
+"""Each transport, and one shard once: what a single shard saves is the same over all of them."""
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
+def layout(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """How clients reach servers, and how many there are."""
+    return tuple(request.param)
+
+
 @pytest.fixture
-def cluster(make_cluster: MakeCluster, kind: str, shards: int) -> RoleCluster:
+def cluster(make_cluster: MakeCluster, layout: tuple[str, int]) -> RoleCluster:
     """An asynchronous cluster over each transport, with 1 and 2 shards."""
+    kind, shards = layout
     return make_cluster(kind, servers=shards)
 
 

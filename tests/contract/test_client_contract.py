@@ -104,15 +104,6 @@ def test_await_block_with_another_shape_is_a_mismatch(cluster: RoleCluster) -> N
 # --- push, pull, assign -----------------------------------------------------------------------
 
 
-def test_push_is_in_the_next_pull(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    client.define("w", np.zeros(LARGE), rule=Add())
-    for _ in range(5):
-        client.push("w", np.ones(LARGE))
-    assert (client.pull("w") == 5.0).all()
-    assert client.push("w", np.ones(LARGE)).result().version == 6
-
-
 def test_push_captures_the_bytes_before_it_returns(cluster: RoleCluster) -> None:
     client = cluster.client()
     client.define("w", np.zeros(LARGE), rule=Add())

@@ -57,7 +57,9 @@ MakeTeam = Callable[..., Team]
 
 
 @pytest.fixture
-def make_team(make_cluster: MakeCluster, kind: str, shards: int) -> MakeTeam:
+def make_team(make_cluster: MakeCluster, layout: tuple[str, int]) -> MakeTeam:
+    kind, shards = layout
+
     def make(policy: Policy | None = None) -> Team:
         policy = policy if policy is not None else Sync(reduce="sum")
         return Team(make_cluster(kind, servers=shards, workers=WORKERS, policy=policy))
@@ -108,20 +110,6 @@ def test_clocks_equal_one_process_that_sums_in_rank_order(make_team: MakeTeam, r
     assert versions == [8] * WORKERS
     assert np.array_equal(team.values(), expected)
     assert [client.clock() for client in team.ranks] == [8] * WORKERS
-
-
-def test_async_with_two_outstanding_pushes_applies_each_once(make_team: MakeTeam) -> None:
-    team = make_team(Async())
-    team.define()
-    waiting: list[Ticket] = []
-    for _ in range(10):
-        waiting += [step(client, np.ones(LARGE)) for client in team.ranks]
-        while len(waiting) > WORKERS:
-            waiting.pop(0).result()
-    for ticket in waiting:
-        ticket.result()
-    assert (team.values() == 30.0).all()
-    assert team.versions() == [30] * len(team.cluster.servers)
 
 
 def test_pushes_by_name_add_up_until_the_tick(team: Team) -> None:

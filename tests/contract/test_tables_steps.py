@@ -242,9 +242,10 @@ class Ranks:
 
 
 def test_sync_equals_one_process_that_sums_in_rank_order(
-    make_cluster: MakeCluster, kind: str, shards: int
+    make_cluster: MakeCluster, layout: tuple[str, int]
 ) -> None:
     rule, draw = Adagrad(lr=0.1), np.random.default_rng(3)
+    kind, shards = layout
     cluster = make_cluster(kind, servers=shards, workers=3)
     ranks = Ranks(cluster, 3, Sync(reduce="sum"), rule=rule, init=Normal())
     alone = users(make_cluster("unix").client(), rule=rule, init=Normal())
