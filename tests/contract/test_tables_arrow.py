@@ -180,9 +180,15 @@ def test_import_takes_every_kind_of_source(
     assert rows_of(table) == before
 
 
-@pytest.mark.parametrize("keys", [pa.int8(), pa.uint64(), pa.int32()], ids=str)
-@pytest.mark.parametrize("floats", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("wide", ["fixed", "list", "large"])
+@pytest.mark.parametrize(
+    ("keys", "floats", "wide"),
+    [
+        (pa.int8(), "float16", "fixed"),
+        (pa.uint64(), "float32", "list"),
+        (pa.int32(), "float64", "large"),
+    ],
+    ids=str,
+)
 def test_import_converts_integers_floats_and_lists(
     make_cluster: MakeCluster, keys: Any, floats: str, wide: str
 ) -> None:

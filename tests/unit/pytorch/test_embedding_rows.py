@@ -94,32 +94,12 @@ def test_rows_gradient_that_is_zero_by_itself_is_kept(ours: Embedding) -> None:
     assert ours.rows.collected().keys.tolist() == [5, 1]
 
 
-def test_rows_are_clipped_with_the_other_parameters(ours: Embedding, theirs: nn.Embedding) -> None:
-    layer = nn.Linear(DIM, 2)
-    layers = [layer, nn.Linear(DIM, 2)]
-    layers[1].load_state_dict(layer.state_dict())
-    norms = []
-    for module, head in zip((ours, theirs), layers, strict=True):
-        model = nn.Sequential(module, head)
-        (model(FIRST).sum() + model(SECOND).sum()).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-    torch.testing.assert_close(*norms)
-    assert norms[0] > 0.5, "the test is about clipping"
-    torch.testing.assert_close(dense(ours.rows), theirs.weight.grad)
-
-
 def test_rows_gradient_of_another_shape_is_refused(ours: Embedding) -> None:
     loss_of(ours(FIRST)).backward()
     ours.rows.data, ours.rows.grad = torch.zeros(1, DIM), None
     ours.rows.grad = torch.zeros(1, DIM)
     with pytest.raises(RuntimeError, match=r"\[1, 3\] now, and 2 rows"):
         ours.rows.collected()
-
-
-def test_rows_take_no_memory_for_values(ours: Embedding) -> None:
-    loss_of(ours(torch.arange(SIZE))).backward()
-    assert ours.rows.grad.shape == (SIZE, DIM)
-    assert ours.rows.shape == (0, DIM)
 
 
 def test_rows_autograd_grad_collects_nothing(ours: Embedding) -> None:

@@ -23,7 +23,6 @@ from paramserve.pytorch.optimizer import adopt
 from paramserve.rules.sgd import SGD
 
 PLAIN = SGD(lr=1.0)
-DILOCO = SGD(lr=0.7, momentum=0.9, nesterov=True)
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 Params = list[torch.Tensor]
 
@@ -103,28 +102,6 @@ def train_on_all(
 # --- LocalSteps ----------------------------------------------------------------------------------
 
 
-def local_sgd(make: Build, outer: Any, every: int, steps: int, dtype: torch.dtype) -> list[Params]:
-    """Written out for two workers: the common values after each exchange."""
-    shared = copies(build(dtype))
-    models = [build(dtype) for _ in range(2)]
-    optimizers = [make(model) for model in models]
-    center = [nn.Parameter(value.clone()) for value in shared]
-    outer_optimizer = outer(center)
-    exchanged = []
-    for step in range(steps):
-        for rank in range(2):
-            own_step(models[rank], optimizers[rank], step, rank)
-        if (step + 1) % every == 0 or step + 1 == steps:
-            ends = [copies(model) for model in models]
-            for param, first, second in zip(center, *ends, strict=True):
-                param.grad = ((param - first) + (param - second)).detach() / 2
-            outer_optimizer.step()
-            for model in models:
-                put(model, [param.detach() for param in center])
-            exchanged.append([param.detach().clone() for param in center])
-    return exchanged
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_local_steps_plain_outer_rule_averages_the_models(make: Build, dtype: torch.dtype) -> None:
@@ -146,24 +123,6 @@ def test_local_steps_plain_outer_rule_averages_the_models(make: Build, dtype: to
     assert_close(center_of(cluster, models[0]), mean, dtype)
     for rank in range(2):
         assert_close(ranks[rank][-1], mean, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("every", [1, 2])
-def test_local_steps_nesterov_outer_rule_is_diloco(every: int, dtype: torch.dtype) -> None:
-    cluster = FakeCluster(2, policy=LocalSteps(every=every, outer=DILOCO))
-    ranks = train_on_all(cluster, adam, 6, dtype)
-    expected = local_sgd(
-        adam,
-        lambda center: torch.optim.SGD(center, lr=0.7, momentum=0.9, nesterov=True),
-        every,
-        6,
-        dtype,
-    )
-    assert len(cluster.steps()) == 2 * len(expected)
-    for index, values in enumerate(expected):
-        for rank in range(2):
-            assert_close(ranks[rank][(index + 1) * every - 1], values, dtype)
 
 
 def test_local_steps_finish_without_a_rest_sends_nothing() -> None:
@@ -680,12 +639,6 @@ def test_own_steps_that_are_left_are_exchanged_when_a_loader_ends_and_not_again(
     for end in (own.settle, own.settle, *worker.finishers):
         end()
     assert [sent.weight for sent in cluster.steps()] == [2.0 * policy.every, 2.0]
-
-
-def test_adopt_twice_is_refused(policy: Any) -> None:
-    cluster, model, optimizer = adopted(policy)
-    with pytest.raises(TypeError, match="already"):
-        adopt(cluster.worker(), model, optimizer, name="other")
 
 
 def test_bad_weight_of_an_own_step_does_not_count(policy: Any) -> None:
