@@ -288,3 +288,4 @@ def test_staged_push_that_overflows_is_told_to_its_ticket(make_cluster: MakeClus
         with pytest.raises(NonFinite):
             ticket.result()
     assert (client.pull("w") == 1.0).all()
+    assert taken(client) == 0

@@ -60,6 +60,15 @@ def test_capture_hands_over_what_was_lent(bench: Bench) -> None:
     assert not np.shares_memory(bench.lend("a"), a)
 
 
+def test_capture_leaves_what_was_lent_and_is_not_pushed(bench: Bench) -> None:
+    a, b = bench.lend("a"), bench.lend("b")
+    a[:], b[:] = 1.0, 2.0
+    ((push, slot),), _ = bench.gradients.capture([BLOCK], {"a": a})
+    assert not np.shares_memory(slot.bytes, b)
+    assert push.gradient[:3].tolist() == [1, 1, 1]
+    assert np.shares_memory(bench.lend("b"), b)
+
+
 def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
     bench.gradients.stage([BLOCK], {"b": TWO}, bench.kept)
     ((push, _),), _ = bench.gradients.staged(bench.kept)
