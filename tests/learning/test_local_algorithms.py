@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +21,6 @@ STEPS = 18
 SEED = 3
 LR = 0.05
 Arrays = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the workers: a convolution's sums depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

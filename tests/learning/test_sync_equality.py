@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -22,15 +21,6 @@ WORKERS = 3
 CASES = list(product(training.OPTIMIZERS, training.SEEDS))
 RULES = {"SGD": SGD(lr=0.05, momentum=0.9), "Adam": Adam(lr=1e-3, eps=1e-6)}
 Values = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the workers: a convolution's sums depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

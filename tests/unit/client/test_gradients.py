@@ -69,6 +69,18 @@ def test_capture_leaves_what_was_lent_and_is_not_pushed(bench: Bench) -> None:
     assert np.shares_memory(bench.lend("b"), b)
 
 
+def test_refused_capture_leaves_everything_as_it_was(bench: Bench) -> None:
+    a = bench.lend("a")
+    a[:] = np.nan
+    with pytest.raises(NonFinite, match="gradient of 'a' on rank 3 holds NaN or Inf"):
+        bench.gradients.capture([BLOCK], {"a": a})
+    assert len(bench.memory.taken) == 1
+    assert np.shares_memory(bench.lend("a"), a)
+    with pytest.raises(NonFinite, match="'b'"):
+        bench.gradients.capture([BLOCK], {"b": TWO * np.inf})
+    assert len(bench.memory.taken) == 1
+
+
 def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
     bench.gradients.stage([BLOCK], {"b": TWO}, bench.kept)
     ((push, _),), _ = bench.gradients.staged(bench.kept)
