@@ -19,7 +19,7 @@ from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
-from paramserve.config import RuleSpec, check_number
+from paramserve.config import NO_RANK, RuleSpec, check_number
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
 from paramserve.core.client_session import Operation
@@ -27,7 +27,6 @@ from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import ParamServeError, PushTimeout, Timeout
-from paramserve.ids import NO_RANK
 from paramserve.messages import (
     CURRENT_CLOCK,
     Done,

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
+from paramserve.config import NO_RANK
 from paramserve.consistency.base import ADMIT, Admit, Pull, Wait
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
@@ -26,7 +27,6 @@ from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
 from paramserve.core.shard_sessions import Answer, Request, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
-from paramserve.ids import NO_RANK
 from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,
