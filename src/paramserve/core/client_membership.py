@@ -35,6 +35,8 @@ class ClientMembership:
     """
 
     def __init__(self, collects: Callable[[Block], bool]) -> None:
+        self.any_pending = False
+        """Whether a step may have to join first. An attribute: each step asks."""
         self._collects = collects
         self._pending: dict[str, int] = {}
         """Groups in which it is pending, with the number of the suspension. Suspensions with no
@@ -53,11 +55,6 @@ class ClientMembership:
         """Whether no clock of a group waits for this rank yet."""
         return group in self._pending or group in self._behind
 
-    @property
-    def any_pending(self) -> bool:
-        """Whether a step may have to join first."""
-        return bool(self._pending or self._behind)
-
     def came_late(self, group: str) -> None:
         """The rank is no member of a group that it has not joined yet."""
         self._leave(group, LATE)
@@ -74,6 +71,7 @@ class ClientMembership:
         if group == self._entry:  # what was to follow does not
             self._pending.update(dict.fromkeys(self._behind, number))
             self._entry, self._behind = "", {}
+        self.any_pending = True
 
     def before(self, stepped: Sequence[Block], defined: Iterable[Block]) -> list[Joining]:
         """What to send before a call that steps these groups, in order, one after the other.
@@ -130,12 +128,12 @@ class ClientMembership:
         name = joining.block.group_name
         self._pending.pop(name, None)
         self._behind.pop(name, None)
-        if not self._collects(joining.block):
-            return
-        self._behind = dict.fromkeys(each.group_name for each in joining.others)
-        for other in self._behind:
-            self._pending.pop(other, None)
-        self._entry = name if self._behind else ""
+        if self._collects(joining.block):
+            self._behind = dict.fromkeys(each.group_name for each in joining.others)
+            for other in self._behind:
+                self._pending.pop(other, None)
+            self._entry = name if self._behind else ""
+        self.any_pending = bool(self._pending or self._behind)
 
     def following(self, block: Block) -> Sequence[str]:
         """The groups that follow a step which ends a clock of a block's group: what is sent there
@@ -150,3 +148,4 @@ class ClientMembership:
             self._steps[name] = None
         if name == self._entry:
             self._entry, self._behind = "", {}
+            self.any_pending = bool(self._pending)
