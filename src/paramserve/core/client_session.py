@@ -235,14 +235,28 @@ class SlotPool(Generic[S]):
         return slot
 
     def _cut(self, size: int) -> S | None:
-        for number, gaps in self._gaps.items():
-            for index, (start, end) in enumerate(gaps):
-                if start + size <= end:
-                    gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
-                    slot = self._make(number, start, size)
-                    self._at[slot] = (number, start, size)
-                    return slot
+        """A slot in the smallest arena that has room, in the smallest gap there that it fits into:
+        large gaps stay for large slots, and large arenas become empty."""
+        for number in sorted(self._whole, key=self._room):
+            gaps = self._gaps[number]
+            fitting = [
+                (end - start, index)
+                for index, (start, end) in enumerate(gaps)
+                if start + size <= end
+            ]
+            if fitting:
+                _, index = min(fitting)
+                start, end = gaps[index]
+                gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
+                slot = self._make(number, start, size)
+                self._at[slot] = (number, start, size)
+                return slot
         return None
+
+    def _room(self, number: int) -> int:
+        """Bytes of an arena that can be given out."""
+        start, end = self._whole[number]
+        return end - start
 
     def _join(self) -> None:
         """Make all that is not taken free to be cut anew. What an interrupt has left neither free
