@@ -24,10 +24,11 @@ from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 if TYPE_CHECKING:
     import torch
 
-    from paramserve.client.leases import LeasedWork, OwnSteps
+    from paramserve.client.leases import LeasedWork
     from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
     from paramserve.pytorch.batches import Kept, KeysOf
+    from paramserve.pytorch.local import Local
     from paramserve.pytorch.process_group import StartedGroup
 
 
@@ -99,7 +100,7 @@ class Worker:
         self.stepped: list[str] = []
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
-        self.own_steps: list[OwnSteps] = []
+        self.own_steps: list[Local[Any]] = []
         self.ended: set[str] = set()
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -33,18 +33,6 @@ AS_WORKER_SAYS = 0
 """For a plan's `batches_per_step`, until the first loop begins."""
 
 Mark = tuple[int, int]
-
-
-class OwnSteps(Protocol):
-    """An optimizer that steps by itself, and exchanges values after each `every` steps."""
-
-    every: int
-    since: int
-    """Own steps since the last exchange."""
-
-    def settle(self) -> None:
-        """Exchange now, if there were own steps since."""
-        ...
 
 
 class Drawn(NamedTuple):

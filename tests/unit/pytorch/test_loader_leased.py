@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from paramserve.client.leases import LeasedWork, OwnSteps
+from paramserve.client.leases import LeasedWork
 from paramserve.core.leases import LeaseBook
 from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
@@ -133,7 +133,7 @@ class FakeWorker:
         self.go_on_drawing = lambda: None
         self.names = 0
         self.batches_per_step = 1
-        self.own_steps: list[OwnSteps] = []
+        self.own_steps: list[FakeOwnSteps] = []
         self.finishers: list[Callable[[], None]] = []
 
     @property
