@@ -1,4 +1,4 @@
-"""Write docs/api.md: every public name with the summary of its docstring.
+"""Write docs/api.md: every public name with the summary of its docstring, and all settings.
 
 Run `python docs/write_api.py` after adding a name or changing a summary; tests/api/test_docs.py
 compares the page with what this writes.
@@ -6,11 +6,12 @@ compares the page with what this writes.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from pathlib import Path
 
 import paramserve
-from paramserve import pytorch
+from paramserve import config, pytorch
 
 PAGE = Path(__file__).with_name("api.md")
 HEADINGS = {
@@ -46,7 +47,35 @@ def page() -> str:
     lines = [INTRODUCTION]
     for part, heading in HEADINGS.items():
         lines += [f"## {heading}", "", "| name | is |", "|---|---|", *rows[part], ""]
+    for settings, heading in ((config.Deadlines, "Deadlines"), (config.Limits, "Limits")):
+        lines += [f"## {heading}", "", f"{_summary(settings)} Fields of `ps.{heading}`.", ""]
+        lines += ["| field | default | is |", "|---|---|---|", *_fields(settings), ""]
     return "\n".join(lines)
+
+
+def _fields(settings: type) -> list[str]:
+    """A row for each field of a class of settings, with the text that follows it."""
+    (tree,) = ast.parse(inspect.getsource(settings)).body
+    assert isinstance(tree, ast.ClassDef)
+    rows = []
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(text, ast.Expr), f"{field.target.id} has no text"
+            words = " ".join(str(ast.literal_eval(text.value)).split())
+            rows.append(
+                f"| `{field.target.id}` | {_readable(settings, field.target.id)} | {words} |"
+            )
+    return rows
+
+
+def _readable(settings: type, field: str) -> str:
+    """A default, in the largest unit that leaves no rest."""
+    value = getattr(settings(), field)
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if "_bytes_" in field else ():
+        if value % size == 0:
+            return f"{value // size} {unit}"
+    return f"{value:g} s" if field.endswith("_s") else f"{value:,}"
 
 
 def _summary(thing: object) -> str:

@@ -28,10 +28,13 @@ class Limits(Struct, frozen=True):
     arena_bytes_max: int = 64 << 30
     """All arenas of one client, as mapped by one server."""
     arenas_max: int = 32
+    """Their number."""
     outstanding_max: int = 256
     """Requests of one client that one shard may hold unanswered."""
     clients_max: int = 4096
+    """Clients of one shard."""
     connections_max: int = 8192
+    """Connections of one listener."""
     send_buffer_bytes_max: int = 256 << 20
     """Replies that a peer has not read; past it nothing is read from the peer until it reads."""
     buffers_bytes_max: int = 512 << 20
@@ -65,6 +68,7 @@ class Deadlines(Struct, frozen=True):
     resend_s: float = 0.25
     """A shard repeats what the lead shard has not answered."""
     heartbeat_s: float = 1.0
+    """Between two heartbeats of a process; below `stall_s`."""
     stall_s: float = 15.0
     """Without a heartbeat for this long, a process counts as dead."""
     lost_s: float = 3.0

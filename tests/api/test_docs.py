@@ -16,7 +16,6 @@ from tests.needs import needs
 
 import paramserve
 from paramserve import errors
-from paramserve.config import Deadlines, Limits
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paramserve"
@@ -44,7 +43,6 @@ OBJECTS = {
 }
 """Variables that the pages use for an instance of a class."""
 FOREIGN = {"torch", "nn", "np", "sys", "ray", "pyarrow"}
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def prose(page: Path) -> str:
@@ -254,20 +252,6 @@ def test_api_page_has_every_public_name_with_its_summary() -> None:
 def test_error_is_explained(kind: str) -> None:
     rows = [line for line in TROUBLES.read_text().splitlines() if line.startswith("| `")]
     assert any(f"`{kind}`" in row.split("|")[1] for row in rows), f"no row explains {kind}"
-
-
-@pytest.mark.parametrize("settings", [Deadlines(), Limits()], ids=["deadlines", "limits"])
-def test_deadlines_and_limits_are_those_of_the_code(settings: Deadlines | Limits) -> None:
-    rows = re.findall(r"^\| `(\w+_(?:s|max))` \| ([\d.]+)(?: (\w+))? \|", prose(ARCHITECTURE), re.M)
-    written = {name: float(number) * UNITS.get(unit, 1) for name, number, unit in rows}
-    code = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    for name in settings.__struct_fields__:
-        if name in written:
-            assert written[name] == getattr(settings, name), name
-        else:
-            assert not re.search(rf"\.{name}\b", code), f"{name} is used and on no page"
-    fields = {*Deadlines().__struct_fields__, *Limits().__struct_fields__}
-    assert set(written) <= fields
 
 
 def test_readme_make_targets_and_variables_exist() -> None:
