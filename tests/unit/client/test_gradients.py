@@ -9,6 +9,7 @@ from tests.unit.client.fakes import Memory, block_of
 from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
 from paramserve.client.names import Names
 from paramserve.client.steps import BlockPush, Filling
+from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ParamServeError
 
@@ -34,6 +35,12 @@ class Bench:
 
     def lend(self, name: str) -> np.ndarray:
         return self.gradients.lend(BLOCK, self.names.piece(name))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    load_kernels(np.dtype(np.float32))
+    load_kernels(np.dtype(np.float64))
 
 
 @pytest.fixture

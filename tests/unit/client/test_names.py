@@ -10,6 +10,12 @@ from paramserve.client.names import NamedPiece, Names
 from paramserve.compiling import load_kernels
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    load_kernels(np.dtype(np.float32))
+    load_kernels(np.dtype(np.float64))
+
+
 @pytest.fixture
 def names() -> Names:
     names = Names()
@@ -36,6 +42,5 @@ def test_fill_tells_what_is_not_finite(names: Names, bad: float, dtype: type) ->
 
 
 def test_fill_of_what_overflows_the_parameters_dtype_is_not_finite() -> None:
-    load_kernels(np.dtype(np.float32))
     piece = NamedPiece(block_of({"w": (2,)}, dtype="float32"), 0)
     assert not piece.fill(np.zeros(2, np.float32), np.full(2, 1e200), False)
