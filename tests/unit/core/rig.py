@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from paramserve.compiling import needed
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
@@ -80,6 +81,7 @@ class Rig:
         rules: Mapping[str, type[Any]] | None = None,
     ) -> None:
         self.policy = policy if policy is not None else Async()
+        self.rules = rules if rules is not None else {}
         limits = limits if limits is not None else Limits()
         self.shards = [
             Shard(
@@ -90,7 +92,7 @@ class Rig:
                 limits=limits,
                 resend_s=RESEND_S,
                 policies=policies if policies is not None else {},
-                rules=rules if rules is not None else {},
+                rules=self.rules,
             )
             for k in range(shards)
         ]
@@ -155,7 +157,10 @@ class Rig:
         return self.happen(Requested(client, message, memory if memory is not None else {}), shard)
 
     def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
-        """Bring a block's first values to all shards."""
+        """Bring a block's first values to all shards. As a server does, load its kernels first."""
+        prepare = needed(spec, self.rules)
+        if prepare is not None:
+            prepare()
         size = spec.cuts[-1]
         whole = np.zeros(size, spec.dtype) if values is None else np.asarray(values, spec.dtype)
         for shard in range(len(self.shards)):
