@@ -413,16 +413,15 @@ class Client:
         """Take part in a group from now on, if this worker joined late or rests.
 
         The next step does the same by itself. To enter before the gradient is computed, and to pull
-        then, is better under a policy that collects: that gradient comes from present values. Where
-        several groups collect, only the one that this worker steps first can be entered ahead: it
-        has to be known from the steps that it has made, or else nothing happens here.
+        then, is better under a policy that collects: that gradient comes from present values. Of
+        several groups that collect, the first one is entered now, and the others follow with this
+        worker's first step there.
 
         Returns:
             Whether it took no part before: then the values may have changed since the last pull.
         Raises:
             UnknownName: nothing is defined in the group.
-            PushTimeout: the others' clock was not decided in `timeout_s`, by default as long as a
-                step waits, or, under a policy that does not collect, not all shards have answered.
+            PushTimeout: not all shards have answered after `timeout_s`.
         """
         return self._groups.enter(group, timeout_s)
 

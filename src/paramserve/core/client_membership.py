@@ -60,7 +60,7 @@ class ClientMembership:
         self._leave(group, LATE)
 
     def suspended(self, group: str) -> None:
-        """The shards know that the rank suspends its membership of a group."""
+        """The rank suspends its membership of a group: it joins before its next step there."""
         self._suspensions += self._stepped_since
         self._stepped_since = False
         self._leave(group, self._suspensions)

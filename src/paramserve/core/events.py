@@ -11,7 +11,7 @@ from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
 
 
 class ClientHere(NamedTuple):
-    """A client opened a connection (its older one is closed already)."""
+    """A client opened a connection (its older one is closed after this)."""
 
     client: int
     incarnation: int
@@ -49,7 +49,7 @@ class Inquired(NamedTuple):
 
 
 class FromShard(NamedTuple):
-    """Another shard (or this one) speaks about a synchronous clock."""
+    """Another shard (or this one) speaks about a clock, the members, or a change of policy."""
 
     message: PeerMessage
 

@@ -1,4 +1,4 @@
-"""Shard to shard: how they decide a synchronous clock, and a change of policy, together."""
+"""Shard to shard: how they decide a clock, the members of a group, and a change of policy."""
 
 from __future__ import annotations
 

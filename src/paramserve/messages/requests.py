@@ -1,4 +1,4 @@
-"""Client to shard: numbered requests, each of which changes something, and questions.
+"""Client to shard: numbered requests, and questions.
 
 Bytes lie at an offset of an arena: one that the server maps, or 0, the payload of a frame. What a
 request brings is then in the payload of its own frame, what it reads in that of its answer. The
