@@ -35,6 +35,7 @@ from paramserve.messages import (
     Fetch,
     Gradient,
     Hello,
+    JoinGroup,
     Piece,
     ReadTarget,
     Refused,
@@ -283,10 +284,12 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     worker = harness.cluster.client(0)
     link = harness.untrusted(client=worker.connection.id, rank=0, incarnation=2, window=2)
     harness.cluster.servers[0].role.shard.sessions.by_client[worker.connection.id].requests = 4
+    link.send(encode(JoinGroup(1, 0)))
+    link.receive(WAIT_S)
     held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
 
     def flood() -> None:
-        for seq in range(1, 10):
+        for seq in range(2, 11):
             link.send(encode(msgspec.structs.replace(held, seq=seq)))
             assert link.receive(0.05) is None
 
