@@ -179,7 +179,7 @@ class Exchange(Links):
         """Whether a shard that could not be reached is only busy, or crowded by other peers."""
         if not (isinstance(error, ConnectTimeout) and listens(error.__cause__)):
             return False
-        now = self._now()
+        now = self.now()
         shard.mute_since = shard.mute_since if shard.mute_since is not None else now
         return now - shard.mute_since < self._deadlines.stall_s
 
@@ -205,7 +205,7 @@ class Exchange(Links):
             ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed. Nothing
                 was sent.
         """
-        return self.read_until(lambda: self.has_room(requests), self._now() + timeout_s)
+        return self.read_until(lambda: self.has_room(requests), self.now() + timeout_s)
 
     def full(self, requests: int) -> str:
         """Which shard has no room; empty: all have."""
@@ -338,7 +338,7 @@ class Exchange(Links):
         """
         if operation.complete:
             return True
-        return self.read_until(lambda: operation.complete, self._now() + timeout_s)
+        return self.read_until(lambda: operation.complete, self.now() + timeout_s)
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether the operation is complete."""
@@ -355,7 +355,7 @@ class Exchange(Links):
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
-        began = now = self._now()
+        began = now = self.now()
         polling = False
         while True:
             try:
@@ -374,7 +374,7 @@ class Exchange(Links):
                     with self._lock:
                         self._polling = polling = False
                         self._read_all(ready)
-                now = self._now()
+                now = self.now()
             finally:
                 if polling:  # Interrupted; there is no call here that another interrupt could hit.
                     self._polling = False
@@ -483,7 +483,7 @@ class Exchange(Links):
         try:
             with self._lock:
                 self._questions.append(under_way)
-            self.read_until(told, self._now() + timeout_s)
+            self.read_until(told, self.now() + timeout_s)
         finally:
             with self._lock:
                 self._questions = [each for each in self._questions if each is not under_way]
@@ -503,7 +503,7 @@ class Exchange(Links):
         def settled() -> bool:
             return not any(shard.session.unanswered for shard in self.shards)
 
-        return self.read_until(settled, self._now() + timeout_s)
+        return self.read_until(settled, self.now() + timeout_s)
 
     def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
         """Say goodbye, close the links, let go of the arenas. Repeating is safe.

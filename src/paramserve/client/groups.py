@@ -11,8 +11,8 @@ from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
-from paramserve.errors import ParamServeError, Timeout
-from paramserve.messages import GroupPolicy, SetPolicy, SuspendMembership
+from paramserve.errors import Timeout
+from paramserve.messages import GroupPolicy
 
 CHANGE_POLL_S = 0.01
 """How often is asked whether the shards have decided a change of policy."""
@@ -39,14 +39,7 @@ class Groups:
             block = self._directory.defined_in(name)
             _check_changeable(policy)
             _check_changeable(self._steps.traits_of(block).policy)
-            try:  # No shard begins before all have said that they can.
-                check = SetPolicy(0, block.group, described, check=True)
-                self._steps.ask_all("set_consistency", check, limit)
-            except ParamServeError as error:
-                error.applied = "no"
-                raise
-            change = SetPolicy(0, block.group, described)
-            self._steps.ask_all("set_consistency", change, limit)
+            self._steps.change_policy(block, described, limit)
         while True:
             changes = self._changes(name)
             decided = changes[0]
@@ -71,11 +64,7 @@ class Groups:
         """See `Client.rest`."""
         self._connection.check()
         with self._lock:
-            block = self._directory.defined_in(group)
-            self._steps.drain(timeout_s)
-            # First: if this is interrupted, the next step joins, whatever the shards have heard.
-            self._steps.membership.suspended(group)
-            self._steps.ask_all("rest", SuspendMembership(0, block.group), timeout_s)
+            self._steps.suspend(self._directory.defined_in(group), timeout_s)
 
     def enter(self, group: str, timeout_s: float | None) -> bool:
         """See `Client.enter`."""

@@ -180,7 +180,7 @@ class Links:
         self._lock = threading.RLock()
         self._closed = False
         self._timing = timing
-        self._now = timing.monotonic
+        self.now = timing.monotonic
         self._poll = timing.poller()
         self._by_fileno: dict[int, ReachedShard] = {}
         self._quick_s, self._spin_s = (QUICK_S, SPIN_S) if timing.spins else (0.0, 0.0)
@@ -296,14 +296,14 @@ class Links:
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
     def _attach(self, shard: ReachedShard, link: Link, arena: Arena) -> None:
-        deadline = self._now() + self._deadlines.request_s
+        deadline = self.now() + self._deadlines.request_s
         while True:
             try:
                 link.attach(arena, timeout_s=self._deadlines.reconnect_s)
             except ConnectTimeout as error:
                 if self._hung_up(shard):
                     self._give_up(shard, error)
-                elif self._now() < deadline:
+                elif self.now() < deadline:
                     continue  # It lives, and is busy.
                 else:
                     raise
@@ -404,15 +404,15 @@ class Links:
             return [self.shards[number] for number in sorted(self._down)]
         found = self._poll.poll(0) or self._spin() if self._quick else []
         if not found:
-            began = self._now()
+            began = self.now()
             found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
-            self._quick = self._now() - began < self._quick_s
+            self._quick = self.now() - began < self._quick_s
         return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
 
     def _spin(self) -> list[tuple[int, int]]:
         """Look for answers without going to sleep: waking up takes longer than a small step."""
-        until = self._now() + self._spin_s
-        while self._now() < until:
+        until = self.now() + self._spin_s
+        while self.now() < until:
             if found := self._poll.poll(0):
                 return found
         self._quick = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
-from paramserve.config import NO_RANK, RuleSpec, check_number
+from paramserve.config import NO_RANK, ConsistencySpec, RuleSpec, check_number
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
 from paramserve.core.client_session import Operation
@@ -35,8 +34,10 @@ from paramserve.messages import (
     JoinGroup,
     ReadTarget,
     ServerBeat,
+    SetPolicy,
     ShardRequest,
     Step,
+    SuspendMembership,
 )
 from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
@@ -221,6 +222,7 @@ class Steps(ClientClocks):
         staged: by group, what waits for its tick.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
+        now: the time, in seconds, of the exchange's clock.
         next_mark: is called once for each step that ends a clock, in order, and gives its mark
             (lease, samples); None: there are none.
     """
@@ -250,6 +252,7 @@ class Steps(ClientClocks):
         self._factor = 1.0
         self._found: frozenset[str] = frozenset()
         """Groups that were there when this client came."""
+        self.now = exchange.now
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -654,6 +657,27 @@ class Steps(ClientClocks):
         """Send every shard the same request, which is not a step; their answers, in shard order."""
         return done(self.finish(what, [request] * self._shards, limit_s, ()))
 
+    def suspend(self, block: Block, limit_s: float | None) -> None:
+        """Suspend the membership of this rank in a block's group, after what was sent before."""
+        self.drain(limit_s)
+        # First: if this is interrupted, the next step joins, whatever the shards have heard.
+        self.membership.suspended(block.group_name)
+        self.ask_all("rest", SuspendMembership(0, block.group), limit_s)
+
+    def change_policy(self, block: Block, policy: ConsistencySpec, limit_s: float | None) -> None:
+        """Ask all shards for another policy of a block's group; what they decide is told later.
+
+        Raises:
+            ParamServeError: a shard cannot go by it. Nothing was changed.
+        """
+        try:  # No shard begins before all have said that they can.
+            check = SetPolicy(0, block.group, policy, check=True)
+            self.ask_all("set_consistency", check, limit_s)
+        except ParamServeError as error:
+            error.applied = "no"
+            raise
+        self.ask_all("set_consistency", SetPolicy(0, block.group, policy), limit_s)
+
     # --- waiting -----------------------------------------------------------------------------
 
     def drain(self, timeout_s: float | None) -> None:
@@ -690,12 +714,12 @@ class Steps(ClientClocks):
             if not wait(timeout_s):
                 raise self.timed_out(what, group, timeout_s)
             return
-        began, limit, told = time.monotonic(), self.timeout_s, False
+        began, limit, told = self.now(), self.timeout_s, False
         while not wait(limit):
-            left_s = began + self.busy_s - time.monotonic()
+            left_s = began + self.busy_s - self.now()
             asked = group if group is not None else self._exchange.oldest_group()
             busy = self._waits_for(asked, left_s) if asked is not None else ()
-            waited_s = time.monotonic() - began
+            waited_s = self.now() - began
             if wait(0.0):
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):

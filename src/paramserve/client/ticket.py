@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -76,11 +75,11 @@ class Ticket:
         """
         if self._outcome is not None:
             return self._outcome
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = None if timeout_s is None else self._client.now() + timeout_s
         try:
             for other in self.others:
                 other.result(timeout_s)
-                timeout_s = None if until is None else max(until - time.monotonic(), 0.0)
+                timeout_s = None if until is None else max(until - self._client.now(), 0.0)
         except ParamServeError as error:
             if self._places and not isinstance(error, Timeout):  # after one it may be waited for
                 self._client.forget(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -52,6 +53,7 @@ class Memory:
 
     def __init__(self, shards: int = 1) -> None:
         self.shards = list(range(shards))
+        self.now = time.monotonic
         self.blocks: dict[int, Block] = {}
         self.taken: list[Slot] = []
         self.sent: list[tuple[list[ShardRequest], Operation]] = []

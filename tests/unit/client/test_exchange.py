@@ -90,7 +90,7 @@ def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Benc
 
 def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(bench.exchange, "_now", lambda: clock.now)
+    monkeypatch.setattr(bench.exchange, "now", lambda: clock.now)
     ready = bench.exchange._ready
 
     def after_2_s(timeout_s: float) -> object:
