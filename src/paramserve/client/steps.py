@@ -546,6 +546,8 @@ class Steps(ClientClocks):
         try:
             for joining in self.membership.before(stepped, self._defined()):
                 self._join(joining, None)
+                # An interrupted request to join may still be unanswered, and take its room.
+                self._make_room(None, "push", len(ordered))
         except PushTimeout as error:
             error.applied = "no"  # of the call
             raise

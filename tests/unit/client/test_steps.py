@@ -379,8 +379,8 @@ class Joined(Memory):
 class Joiner(Bench):
     """A client of four groups; its rank is pending in some."""
 
-    def __init__(self, *late: Block) -> None:
-        super().__init__(Joined(shards=2))
+    def __init__(self, *late: Block, memory: Joined | None = None) -> None:
+        super().__init__(memory or Joined(shards=2))
         for number, block in enumerate((FREE, A, BB, CCC)):
             self.memory.blocks[number] = block
             self.steps.defined(block)
@@ -427,6 +427,24 @@ def test_late_rank_joins_and_steps_at_the_latest_clock_that_a_shard_names() -> N
     one.step(A)
     assert one.said() == [(JOIN, 1, ()), (STEP, 1, 6), (STEP, 1, 7)]
     assert (one.pending(), one.steps.missed) == ([], 0)
+
+
+def test_step_waits_for_room_that_an_interrupted_request_to_join_has_taken() -> None:
+    class Full(Joined):
+        """Requests to join leave no room; a wait ends when they are answered."""
+
+        def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
+            assert not self.no_room
+            super().submit(requests, operation, numbered)
+            self.no_room = isinstance(requests[0], JoinGroup)
+
+        def wait_for_room(self, timeout_s: float, requests: int) -> bool:
+            self.no_room = False
+            return True
+
+    one = Joiner(A, memory=Full(shards=2))
+    one.step(A)
+    assert one.said() == [(JOIN, 1, ()), (STEP, 1, 0)]
 
 
 def test_request_to_join_takes_no_mark() -> None:
