@@ -546,8 +546,6 @@ class Steps(ClientClocks):
         try:
             for joining in self.membership.before(stepped, self._defined()):
                 self._join(joining, None)
-                # An interrupted request to join may still be unanswered, and take its room.
-                self._make_room(None, "push", len(ordered))
         except PushTimeout as error:
             error.applied = "no"  # of the call
             raise
@@ -566,6 +564,9 @@ class Steps(ClientClocks):
 
     def _join(self, joining: Joining, limit_s: float | None) -> None:
         block = joining.block
+        # A suspension or a join that was interrupted may be unanswered: a shard that hears of this
+        # join before it executes that one would never answer it. And the step needs its room.
+        self.wait_for(self._exchange.settle, "join", None, limit_s)
         message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
         replies = self.ask_all("join", message, limit_s)
         self._join_at(block, max(reply.at for reply in replies))

@@ -81,6 +81,9 @@ class Memory:
     def wait_for_room(self, timeout_s: float, requests: int) -> bool:
         return self.has_room(requests)
 
+    def settle(self, timeout_s: float) -> bool:
+        return True
+
     def full(self, requests: int) -> str:
         return "shard 0 is full" if self.no_room else ""
 

@@ -429,20 +429,21 @@ def test_late_rank_joins_and_steps_at_the_latest_clock_that_a_shard_names() -> N
     assert (one.pending(), one.steps.missed) == ([], 0)
 
 
-def test_step_waits_for_room_that_an_interrupted_request_to_join_has_taken() -> None:
-    class Full(Joined):
-        """Requests to join leave no room; a wait ends when they are answered."""
+def test_rank_joins_when_all_that_was_sent_before_is_answered() -> None:
+    class Interrupted(Joined):
+        """What was sent last is unanswered, until the client waits for it."""
+
+        answered = False
 
         def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
-            assert not self.no_room
+            assert self.answered
             super().submit(requests, operation, numbered)
-            self.no_room = isinstance(requests[0], JoinGroup)
 
-        def wait_for_room(self, timeout_s: float, requests: int) -> bool:
-            self.no_room = False
+        def settle(self, timeout_s: float) -> bool:
+            self.answered = True
             return True
 
-    one = Joiner(A, memory=Full(shards=2))
+    one = Joiner(A, memory=Interrupted(shards=2))
     one.step(A)
     assert one.said() == [(JOIN, 1, ()), (STEP, 1, 0)]
 
