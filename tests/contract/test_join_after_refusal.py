@@ -17,7 +17,7 @@ from paramserve.rules import Add
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
 
-def test_refusal_that_is_read_while_a_worker_joins_is_raised_by_the_next_call(
+def test_refusal_that_is_read_while_a_worker_joins_is_raised_and_the_client_goes_on(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("unix", servers=2, workers=1, policy=Async(), registers=[Rising])
@@ -28,10 +28,12 @@ def test_refusal_that_is_read_while_a_worker_joins_is_raised_by_the_next_call(
     slot = client.dense.gradient_slot(block)
     slot[:] = 1.0
     client.dense.step("default", [BlockPush(block, slot, None, BAD)])
-    users.push([1], ones(1))
-    client.tick("users").result()
+    kept = users.push([1], ones(1))
     with pytest.raises(ParamServeError, match=r"rate is -1\.0, it must not be negative"):
-        client.drain()
+        client.tick("users")
+    with pytest.raises(ParamServeError, match=r"rate is -1\.0, it must not be negative"):
+        kept.result()
+    assert not client.closed
     users.push([2], ones(1))
     client.tick("users").result()
-    assert users.pull([1, 2])[:, 0].tolist() == [1.0, 1.0]
+    assert users.pull([1, 2])[:, 0].tolist() == [0.0, 1.0]

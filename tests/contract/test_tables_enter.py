@@ -286,3 +286,41 @@ def test_workers_that_come_late_step_in_both_groups(make: Made, step: Step) -> N
     assert [client.steps.missed for client in (first, *late)] == [0, 0, 0]
     steps = 1 + made[0] + its[0] + STEPS
     assert first.table("words").pull([1]).tolist() == [[steps, steps]]
+
+
+def test_late_worker_enters_one_group_after_the_other_while_the_others_are_between_them(
+    make: Made,
+) -> None:
+    """As one that makes two optimizers, whose groups the others step in two calls."""
+    cluster = make(1)
+    first = cluster.client(0)
+    between, entered, names = threading.Event(), threading.Event(), ("a", "b")
+
+    def define(client: Client, name: str) -> None:
+        client.define(name, np.zeros(2), rule=Add(), group=name)
+
+    def steps(client: Client) -> None:
+        for clock in range(STEPS):
+            for name in names:
+                client.push_pull({name: np.ones(2)}, tick=True)
+                if client is first and name == "a" and clock == 1:
+                    between.set()
+                    assert entered.wait(10.0)
+        for name in names:
+            client.rest(name)
+
+    for name in names:
+        define(first, name)
+    thread = threading.Thread(target=steps, args=(first,))
+    thread.start()
+    assert between.wait(10.0)
+    scale(cluster, 2)
+    late = cluster.client(1)
+    for name in names:
+        define(late, name)
+        assert late.enter(name)
+    entered.set()
+    steps(late)
+    thread.join()
+    assert (first.steps.missed, late.steps.missed) == (0, 0)
+    assert [late.pull(name)[0] for name in names] == [2.0 * STEPS] * 2

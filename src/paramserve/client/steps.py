@@ -23,6 +23,7 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
+from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import ParamServeError, PushTimeout, Timeout
@@ -544,8 +545,7 @@ class Steps(ClientClocks):
             if each.options.tick or each.options.skip or each.pushes or each.row_pushes
         ]
         try:
-            for joining in self.membership.before(stepped, self._defined()):
-                self._join(joining, None)
+            self._join_all(lambda: self.membership.before(stepped, self._defined()), None)
         except PushTimeout as error:
             error.applied = "no"  # of the call
             raise
@@ -558,9 +558,17 @@ class Steps(ClientClocks):
         """
         self._take_told_pending()
         pending = self.membership.pending(block.group_name)
-        for joining in self.membership.ahead(block, self._defined()) if pending else ():
-            self._join(joining, limit_s)
+        self._join_all(lambda: self.membership.ahead(block, self._defined()), limit_s)
         return pending
+
+    def _join_all(self, planned: Callable[[], Sequence[Joining]], limit_s: float | None) -> None:
+        """Join until nothing is left to: an answer may tell of another policy, by which other
+        groups follow."""
+        for _ in range(CHANGES_MAX):
+            for joining in planned():
+                self._join(joining, limit_s)
+            if not planned():
+                return
 
     def _join(self, joining: Joining, limit_s: float | None) -> None:
         block = joining.block
@@ -663,6 +671,8 @@ class Steps(ClientClocks):
     def suspend(self, block: Block, limit_s: float | None) -> None:
         """Suspend the membership of this rank in a block's group, after what was sent before."""
         self.drain(limit_s)
+        if self._rank == NO_RANK:  # no clock waits for it
+            return
         # First: if this is interrupted, the next step joins, whatever the shards have heard.
         self.membership.suspended(block.group_name)
         self.ask_all("rest", SuspendMembership(0, block.group), limit_s)

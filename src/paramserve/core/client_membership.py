@@ -24,6 +24,8 @@ class Joining(NamedTuple):
     """A request to join: blocks of the group and of those that follow."""
 
     block: Block
+    collects: bool
+    """Whether the group's gradients are collected, as far as the client knows."""
     others: tuple[Block, ...] = ()
 
 
@@ -48,8 +50,6 @@ class ClientMembership:
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
         """Groups that follow."""
-        self._steps: dict[str, None] = {}
-        """Groups that collect and that it has ended a clock of."""
 
     def pending(self, group: str) -> bool:
         """Whether no clock of a group waits for this rank yet."""
@@ -87,7 +87,7 @@ class ClientMembership:
             if self._collects(each):
                 collecting.append(each)
             elif self.pending(each.group_name):
-                found.append(Joining(each))
+                found.append(Joining(each, False))
         if collecting:
             found += self._entering(collecting, defined)
         return found
@@ -97,7 +97,7 @@ class ClientMembership:
         group follows one that was joined."""
         name = block.group_name
         if not self._collects(block):
-            return [Joining(block)] if name in self._pending else []
+            return [Joining(block, False)] if name in self._pending else []
         if name not in self._pending:
             return []
         known = list(defined)
@@ -116,24 +116,31 @@ class ClientMembership:
             known = each in collecting or self._pending.get(name) in (LATE, *numbers)
             follows = name in self._behind or (known and name in self._pending)
             # Who begins at the first group cannot be waited for in another one meanwhile.
-            stepped = each in collecting or name in self._steps
-            leaves = restarts and (name == self._entry or stepped)
-            if follows or (leaves and name not in self._pending):
+            leaves = restarts and name not in self._pending
+            if follows or leaves:
                 others[name] = each
         new = any(name in self._pending for name in others)
-        return [Joining(collecting[0], tuple(others.values()))] if restarts or new else []
+        if not (restarts or new):
+            return []
+        return [Joining(collecting[0], True, tuple(others.values()))]
 
     def joined(self, joining: Joining) -> None:
-        """The shards know of this one."""
+        """The shards know of this one. If they have said meanwhile that the group collects, the
+        rank has to join it once more, with what follows."""
+        if self._collects(joining.block) and not joining.collects:
+            return
         name = joining.block.group_name
-        self._pending.pop(name, None)
-        self._behind.pop(name, None)
-        if self._collects(joining.block):
-            self._behind = dict.fromkeys(each.group_name for each in joining.others)
-            for other in self._behind:
-                self._pending.pop(other, None)
-            self._entry = name if self._behind else ""
-        self.any_pending = bool(self._pending or self._behind)
+        if joining.collects:
+            behind = dict.fromkeys(each.group_name for each in joining.others)
+            entry = name if behind else ""
+        else:
+            behind = dict.fromkeys(each for each in self._behind if each != name)
+            entry = self._entry if behind else ""
+        known = {name, *behind}
+        pending = {each: number for each, number in self._pending.items() if each not in known}
+        # In one line: an interrupt finds all of it, or nothing.
+        self._pending, self._behind, self._entry = pending, behind, entry
+        self.any_pending = bool(pending or behind)
 
     def following(self, block: Block) -> Sequence[str]:
         """The groups that follow a step which ends a clock of a block's group: what is sent there
@@ -143,9 +150,6 @@ class ClientMembership:
     def stepped(self, block: Block) -> None:
         """A step that ends a clock of a block's group is on its way."""
         self._stepped_since = True
-        name = block.group_name
-        if name not in self._steps and self._collects(block):
-            self._steps[name] = None
-        if name == self._entry:
+        if block.group_name == self._entry:
             self._entry, self._behind = "", {}
             self.any_pending = bool(self._pending)

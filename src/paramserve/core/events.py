@@ -93,6 +93,8 @@ class EnterGroups(NamedTuple):
 
     rank: int
     client: int
+    seq: int
+    """Of its request to join."""
     groups: tuple[int, ...]
 
 

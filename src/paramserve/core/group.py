@@ -113,7 +113,7 @@ class GroupMachine:
         if step.clock == CURRENT_CLOCK:
             session.asks_clock.add(state.id)
             if session.live and not member:
-                self._hold(session, request)  # until this shard knows that it is a member
+                self.hold(session, request)  # until this shard knows that it is a member
                 return None
             step = structs.replace(step, clock=state.members.clocks.get(rank, state.start))
             request = request._replace(message=step)
@@ -131,7 +131,7 @@ class GroupMachine:
             wrong = no_memory(self.shard, "a Step", "no")
         paused = state.changes.paused
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
-            self._hold(session, asked)
+            self.hold(session, asked)
             return None
         if steps and session.live and not member:
             if wrong is not None:
@@ -170,9 +170,9 @@ class GroupMachine:
                 raise wrong
             done, written = stepping.apply_now(self.state, session, step, parts, memory, since)
         finally:
-            self._tick(session.rank, step)
+            self._tick(session, step)
         if self._looking:  # what the tick has released may push before this step reads
-            self._hold(session, request)
+            self.hold(session, request)
             session.done = done
             return None
         answer = self._read(session, request, done, written)
@@ -180,14 +180,14 @@ class GroupMachine:
             self._look_again()
         return answer
 
-    def _tick(self, rank: int, step: Step) -> None:
+    def _tick(self, session: ShardSession, step: Step) -> None:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
         a policy that collects, the commit does that."""
-        state = self.state
+        state, rank = self.state, session.rank
         if step.tick and rank in state.members.clocks and not state.at(step.clock).policy.collects:
             slowest = state.members.slowest
             state.members.ticked(rank, step.clock)
-            self.membership.enter_others(rank)
+            self.membership.enter_others(rank, session.client)
             if state.members.slowest != slowest:
                 self._look_again()
 
@@ -199,17 +199,22 @@ class GroupMachine:
         if step.push:
             state.drop(session.rank)
         state.mark(session.client, step.mark)
+        self.membership.enter_others(session.rank, session.client)
         done = Done(step.seq, state.version, state.members.slowest, skipped=True, at=at)
         return self._replies.with_values(state.blocks, request, done)
 
     def _not_a_member(self, session: ShardSession, request: Request) -> Answer:
-        """The answer to a step of a rank that is no member, and did not know it."""
-        state = self.state
+        """The answer to a step of a rank that is no member, and did not know it: its samples count
+        as not used."""
+        step, state = request.message, self.state
+        assert isinstance(step, Step)
+        if step.push:
+            state.drop(session.rank)
         at = state.members.clock_of(session.rank, state.start)
-        answer = self._late(session, request, at)
-        message = answer.message
-        assert isinstance(message, Done)
-        return Answer(structs.replace(message, pending=True), answer.payload)
+        done = Done(
+            step.seq, state.version, state.members.slowest, skipped=True, at=at, pending=True
+        )
+        return self._replies.with_values(state.blocks, request, done)
 
     def _with_news(self, session: ShardSession, answer: Answer) -> Answer:
         """Tell a client that asks where it goes on, and each one that its group has another
@@ -257,7 +262,7 @@ class GroupMachine:
                 error.applied = "no" if done is None else "yes"
                 raise
             if isinstance(admission, Wait):
-                self._hold(session, request)
+                self.hold(session, request)
                 session.done = done
                 return None
             self._keep_read(since, rank, step)
@@ -297,7 +302,7 @@ class GroupMachine:
         answer = self._read(session, request, done)
         return None if answer is None else self._with_news(session, answer)
 
-    def _hold(self, session: ShardSession, request: Request) -> None:
+    def hold(self, session: ShardSession, request: Request) -> None:
         """Keep a request until something in the group changes."""
         session.held = request
         self.waiting[session.client] = session
@@ -355,53 +360,58 @@ class GroupMachine:
 
     # --- joining and suspending ------------------------------------------------------------------
 
-    def join(self, session: ShardSession, request: Request, now: float) -> Answer | None:
-        """A rank is to be a member from the clock under way on; None: it waits for the lead.
+    def begin_join(self, session: ShardSession, message: JoinGroup) -> None:
+        """A rank asks to be a member of this group, and later of others.
 
         Raises:
             NotAMember: it is not a worker's client. Nothing was changed.
         """
-        state, message, rank = self.state, request.message, session.rank
-        assert isinstance(message, JoinGroup)
-        if rank == NO_RANK:
+        if session.rank == NO_RANK:
             raise NotAMember(
-                f"client {session.client} is no worker: it cannot join group {state.name!r}",
+                f"client {session.client} is no worker: it cannot join group {self.state.name!r}",
                 fix="step from a worker",
             )
-        if session.done is None:
-            self.membership.enter_later(rank, session.client, message.others)
-            self.join_rank(rank, session.client, now)
-        joined = state.members.joined.get(rank)
-        done = Done(message.seq, state.version, state.members.slowest)
-        if joined is None or joined.client != session.client:
-            self._hold(session, request)
-            session.done = done
+        self.membership.enter_later(session.rank, session.client, message.seq, message.others)
+
+    def join(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+        """A rank is to be a member from the clock under way on; None: it waits for the lead."""
+        state, rank, seq = self.state, session.rank, request.message.seq
+        self.join_rank(rank, session.client, seq, now)
+        if not state.members.knows(rank, session.client, seq, member=True):
+            self.hold(session, request)
             return None
         if not state.collects:
-            self.membership.enter_others(rank)
+            self.membership.enter_others(rank, session.client)
         at = state.members.clock_of(rank, state.start)
-        return self._with_news(session, Answer(structs.replace(done, at=at)))
+        done = Done(seq, state.version, state.members.slowest, at=at)
+        return self._with_news(session, Answer(done))
 
     def suspend(self, session: ShardSession, request: Request, now: float) -> Answer | None:
         """A rank is to be no member any more; None: it waits for the lead."""
-        state, rank = self.state, session.rank
-        self.suspend_rank(rank, now)
-        if rank in state.members.joined:
-            self._hold(session, request)
+        state, rank, seq = self.state, session.rank, request.message.seq
+        self.suspend_rank(rank, session.client, seq, now)
+        if not self.is_out(rank, session.client, seq):
+            self.hold(session, request)
             return None
-        return Answer(Done(request.message.seq, state.version, state.members.slowest))
+        return Answer(Done(seq, state.version, state.members.slowest))
 
-    def join_rank(self, rank: int, client: int, now: float) -> None:
+    def is_out(self, rank: int, client: int, seq: int) -> bool:
+        """Whether it is known here that a rank is no member since a client's request, or has
+        joined after it."""
+        members = self.state.members
+        return rank not in members.clocks or members.knows(rank, client, seq, member=False)
+
+    def join_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, make a rank a member from the clock under way on."""
         self.state.now = now
-        if self.membership.join(rank, client):
+        if self.membership.join(rank, client, seq):
             self._forget_votes()
             self._go_on()
 
-    def suspend_rank(self, rank: int, now: float) -> None:
+    def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, end a rank's membership."""
         self.state.now = now
-        if self.membership.suspend(rank):
+        if self.membership.suspend(rank, client, seq):
             self._forget_votes()
             self._go_on()
 
@@ -487,7 +497,7 @@ class GroupMachine:
                 return self._late(session, request, state.committed)
             ahead = self.shards > 1 or rank in collect.pending  # of an older incarnation
             if step.clock == state.committed + 1 and ahead:
-                self._hold(session, request)
+                self.hold(session, request)
                 return None
             if wrong is None and self.shards == 1:
                 answer = self._commit_single_worker(session, request, parts)
@@ -638,15 +648,13 @@ class GroupMachine:
             return  # Answered before.
         collected = collect.everything()
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
-        entering = self.membership.entering
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
         for each in chosen.values():  # also of clients that have ended since
             state.mark(each.session.client, each.step.mark)
         state.commit()
-        for rank in entering:
-            # Before any worker that steps both groups can go on in the others.
-            self.membership.enter_others(rank)
+        for each in collected:  # before any worker that steps both groups goes on in the others
+            self.membership.enter_others(each.session.rank, each.session.client)
         for each in collected:
             session = each.session
             if session.held is None:

@@ -11,6 +11,8 @@ class Joined(NamedTuple):
 
     client: int
     """That has joined; 0: the rank is a member from the beginning."""
+    seq: int
+    """Of the client's request by which it has joined, the same on all shards."""
     clock: int
     """Where it began."""
 
@@ -29,7 +31,7 @@ class GroupMembers:
     def __init__(self, ranks: Iterable[int], live: Sequence[int]) -> None:
         self.number = 0
         """Decisions of the lead so far."""
-        self.joined: Mapping[int, Joined] = dict.fromkeys(ranks, Joined(0, 0))
+        self.joined: Mapping[int, Joined] = dict.fromkeys(ranks, Joined(0, 0, 0))
         """The members by rank, live or not."""
         self.clocks: dict[int, int] = {}
         """Steps that each live member has finished. Changed by the methods of this class only."""
@@ -59,6 +61,18 @@ class GroupMembers:
         self.number = number
         self.joined = joined
         self._recount(start, new)
+
+    def knows(self, rank: int, client: int, seq: int, *, member: bool) -> bool:
+        """Whether the lead's decision about a client's request is known here, or a later one.
+
+        Args:
+            member: what the request asks for.
+        """
+        by = self.joined.get(rank)
+        if by is None:
+            return not member
+        newest = (by.client, by.seq)
+        return newest >= (client, seq) if member else newest > (client, seq)
 
     def clock_of(self, rank: int, start: int) -> int:
         """The clock of a live member, or the one at which the rank would begin."""

@@ -5,8 +5,9 @@ when it executes the request, and tells the others (`GroupMembership`), until ea
 knows. Where gradients are collected the decision holds from the lead's undecided clock on: the lead
 counts no vote of a shard that does not know it yet. So a clock has the same members everywhere.
 
-A rank that steps several groups joins the first one by itself, and the others when that one's first
-clock with it is decided: all who step them too are then at the same clock there.
+A rank that steps several groups joins the first one by itself, and the others when its first step
+there is answered: where that one's clock is decided with it, all who step both are at the same
+clock of the others. Meanwhile it is no member there, on any shard that has answered its request.
 """
 
 from __future__ import annotations
@@ -50,26 +51,28 @@ class MembershipAgreement:
         self._repeat_at = 0.0
         self._next: GroupMembership | None = None
         """A decision that holds from a clock on which this shard has not come to."""
-        self._entering: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """By rank: the client that has joined, and the groups where it is a member when the first
-        clock that has it is decided."""
+        self._entering: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        """By rank: the client that has joined, with which request, and the groups where it is a
+        member when its first step is answered."""
         self._outbox = outbox
 
     # --- what the lead decides -------------------------------------------------------------------
 
-    def join(self, rank: int, client: int) -> bool:
-        """On the lead, make a live rank a member; whether the decision is new."""
+    def join(self, rank: int, client: int, seq: int) -> bool:
+        """On the lead, make a live rank a member, as this request of a client asks; whether the
+        decision is new."""
         state = self._state
-        known = state.members.joined.get(rank)
-        if self._shard != self._lead or (known is not None and known.client == client):
+        if self._shard != self._lead or state.members.knows(rank, client, seq, member=True):
             return False
         clock = state.members.clock_of(rank, state.start)
-        return self._decide({**state.members.joined, rank: Joined(client, clock)})
+        return self._decide({**state.members.joined, rank: Joined(client, seq, clock)})
 
-    def suspend(self, rank: int) -> bool:
-        """On the lead, end a rank's membership; whether the decision is new."""
+    def suspend(self, rank: int, client: int, seq: int) -> bool:
+        """On the lead, end a rank's membership, as this request of a client asks; whether the
+        decision is new."""
         joined = self._state.members.joined
-        if self._shard != self._lead or rank not in joined:
+        known = self._state.members.knows(rank, client, seq, member=False)
+        if self._shard != self._lead or known:
             return False
         return self._decide({each: by for each, by in joined.items() if each != rank})
 
@@ -125,7 +128,7 @@ class MembershipAgreement:
         if message is None or state.committed < message.clock:
             return False
         self._next = None
-        joined = {rank: Joined(client, clock) for rank, client, clock in message.members}
+        joined = {rank: Joined(*by) for rank, *by in message.members}
         state.members.decided(message.number, joined, state.start)
         self._acknowledge()
         return True
@@ -136,28 +139,29 @@ class MembershipAgreement:
 
     # --- further groups --------------------------------------------------------------------------
 
-    def enter_later(self, rank: int, client: int, groups: tuple[int, ...]) -> None:
-        """A client joins, and the groups that it steps after this one later."""
+    def enter_later(self, rank: int, client: int, seq: int, groups: tuple[int, ...]) -> None:
+        """A client joins with this request, and the groups that it steps after this one later."""
         self._entering.pop(rank, None)
         if groups:
-            self._entering[rank] = client, groups
+            self._entering[rank] = client, seq, groups
 
     def stay_out(self, rank: int, group: int) -> None:
         """A rank has suspended its membership of a group: of this one, or of one of those."""
-        client, groups = self._entering.pop(rank, (0, ()))
+        client, seq, groups = self._entering.pop(rank, (0, 0, ()))
         left = tuple(each for each in groups if each != group)
         if left and group != self._state.id:
-            self._entering[rank] = client, left
+            self._entering[rank] = client, seq, left
 
     @property
-    def entering(self) -> list[int]:
-        """Members that enter further groups when the present clock is decided."""
-        return [rank for rank in self._entering if rank in self._state.members.clocks]
+    def entering(self) -> bool:
+        """Whether a rank enters further groups with its next step."""
+        return bool(self._entering)
 
-    def enter_others(self, rank: int) -> None:
-        """A member's first clock is decided: its further groups wait for it from now on."""
-        found = self._entering.pop(rank, None)
-        if found is not None:
+    def enter_others(self, rank: int, client: int) -> None:
+        """A member's first step is answered: its further groups wait for it from now on."""
+        found = self._entering.get(rank)
+        if found is not None and found[0] == client:
+            del self._entering[rank]
             self._outbox.append(EnterGroups(rank, *found))
 
     # --- time ------------------------------------------------------------------------------------

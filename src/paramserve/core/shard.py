@@ -185,12 +185,12 @@ class Shard:
                         self._from_shard(message)
                     else:
                         self._effects.peers.append((shard, message))
-                case EnterGroups(rank, client, groups):
+                case EnterGroups(rank, client, seq, groups):
                     newest = self.sessions.workers.get(rank)
                     own = newest is not None and newest.client == client and newest.live
                     for number in groups if own else ():
                         if number in self.groups:
-                            self.groups[number].join_rank(rank, client, self._now)
+                            self.groups[number].join_rank(rank, client, seq, self._now)
                 case LookAgain(number):
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():
@@ -465,11 +465,19 @@ class Shard:
         return Answer(Done(message.seq, state.version))
 
     def _join(self, session: ShardSession, request: Request, message: JoinGroup) -> Answer | None:
+        """Make a rank a member of a group, once it is known here as none of the groups that follow;
+        None: a decision about that is on its way."""
         machine = self._group(message.group)
+        others = [self.groups[each] for each in message.others if each in self.groups]
         if session.done is None:  # else it was held
-            for number in message.others:
-                if number in self.groups and number != message.group:
-                    self.groups[number].suspend_rank(session.rank, self._now)
+            machine.begin_join(session, message)
+            session.done = Done(message.seq)
+            for other in others:
+                other.suspend_rank(session.rank, session.client, message.seq, self._now)
+        for other in others:
+            if not other.is_out(session.rank, session.client, message.seq):
+                other.hold(session, request)
+                return None
         return machine.join(session, request, self._now)
 
     def _suspend(

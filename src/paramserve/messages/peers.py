@@ -61,14 +61,14 @@ class GroupMembership(Struct, frozen=True, array_like=True, tag="membership"):
     """The lead's decision about who is a member of the group, from `clock` on.
 
     `number` counts its decisions; the newest one holds, whole. `members`: (rank, client that has
-    joined or 0, the clock that the rank has begun with). Those that are not live are not waited
-    for.
+    joined or 0, number of its request, the clock that the rank has begun with). Those that are not
+    live are not waited for.
     """
 
     group: int
     number: int
     clock: int
-    members: tuple[tuple[int, int, int], ...]
+    members: tuple[tuple[int, int, int, int], ...]
 
 
 class MembershipKnown(Struct, frozen=True, array_like=True, tag="membership-known"):

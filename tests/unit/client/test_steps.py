@@ -377,11 +377,13 @@ class Joined(Memory):
 
 
 class Joiner(Bench):
-    """A client of four groups; its rank is pending in some."""
+    """A client of two groups, and of those where its rank is pending."""
 
     def __init__(self, *late: Block, memory: Joined | None = None) -> None:
         super().__init__(memory or Joined(shards=2))
         for number, block in enumerate((FREE, A, BB, CCC)):
+            if block not in (FREE, A, *late):
+                continue
             self.memory.blocks[number] = block
             self.steps.defined(block)
             if block is not FREE:

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from tests.unit.core.rig import block_spec
 
-from paramserve.core.client_membership import ClientMembership
+from paramserve.core.client_membership import ClientMembership, Joining
 from paramserve.core.partition import Block
 
 A, B, C, D = [Block(block_spec((1,), number=k, group=k)) for k in range(4)]
-ALL = (A, B, C, D)
+
+
+Sent = list[tuple[Block, Sequence[Block]]]
 
 
 class Known:
-    """A client of these groups; `plain` are those that do not collect."""
+    """A client that knows these groups; `plain` are those that do not collect."""
 
-    def __init__(self, *plain: Block) -> None:
-        self.plain = plain
+    def __init__(self, *groups: Block, plain: Sequence[Block] = ()) -> None:
+        self.groups = groups
+        self.plain = list(plain)
         self.membership = ClientMembership(lambda block: block not in self.plain)
 
-    def sends(self, *stepped: Block) -> list[tuple[Block, Sequence[Block]]]:
+    def sends(self, *stepped: Block) -> Sent:
         """What it sends before a call, which the shards then know."""
-        return self._join(self.membership.before(stepped, ALL))
+        return self._join(self.membership.before(stepped, self.groups))
 
-    def sends_ahead(self, block: Block) -> list[tuple[Block, Sequence[Block]]]:
-        return self._join(self.membership.ahead(block, ALL))
+    def sends_ahead(self, block: Block) -> Sent:
+        return self._join(self.membership.ahead(block, self.groups))
 
-    def _join(self, found: list[object]) -> list[tuple[Block, Sequence[Block]]]:
+    def _join(self, found: Sequence[Joining]) -> Sent:
         for each in found:
-            self.membership.joined(each)  # type: ignore[arg-type]
-        return found  # type: ignore[return-value]
+            self.membership.joined(each)
+        return [(each.block, each.others) for each in found]
 
     def steps(self, *blocks: Block) -> list[str]:
         """A call that steps groups; those whose clocks the shards say from now on."""
@@ -50,64 +54,58 @@ class Known:
             self.membership.suspended(each.group_name)
 
     def pending(self) -> list[Block]:
-        return [each for each in ALL if self.membership.pending(each.group_name)]
+        return [each for each in self.groups if self.membership.pending(each.group_name)]
 
 
 def test_member_of_all_groups_sends_nothing() -> None:
-    one = Known()
+    one = Known(A, B)
     assert one.sends(A, B) == []
     assert one.steps(A, B) == []
 
 
 def test_late_rank_joins_the_first_group_of_its_call_and_names_the_others() -> None:
-    one = Known()
-    one.late(*ALL)
+    one = Known(A, B, C, D)
+    one.late(A, B, C, D)
     assert one.sends(B, A) == [(B, (A, C, D))]
-    assert one.pending() == [A, C, D], "until the first clock of the entry"
+    assert one.pending() == [A, C, D], "until the first step of the entry"
     assert one.sends(B, A) == [], "the shards know"
     assert one.steps(B, A) == ["group 0", "group 2", "group 3"]
     assert one.pending() == []
 
 
 def test_groups_that_do_not_collect_are_joined_one_by_one() -> None:
-    one = Known(A, C)
+    one = Known(A, B, C, plain=[A, C])
     one.late(A, B, C)
     assert one.sends(A, B, C) == [(A, ()), (C, ()), (B, ())]
     assert one.pending() == []
 
 
 def test_group_that_the_call_does_not_step_stays_pending_where_it_does_not_collect() -> None:
-    one = Known(A)
+    one = Known(A, B, plain=[A])
     one.late(A, B)
     assert one.sends(B) == [(B, ())]
     assert one.pending() == [A]
 
 
 def test_member_of_the_first_group_names_the_others_without_leaving_it() -> None:
-    one = Known()
-    one.steps(A)
+    one = Known(A, B)
     one.late(B)
     assert one.sends(A, B) == [(A, (B,))]
     assert one.steps(A, B) == ["group 1"]
 
 
-def test_rank_that_begins_at_one_group_leaves_those_that_it_steps() -> None:
-    one = Known()
-    one.steps(A, B)
+@pytest.mark.parametrize("stepped", [True, False])
+def test_rank_that_begins_at_one_group_leaves_the_others(stepped: bool) -> None:
+    one = Known(A, B)
+    if stepped:
+        one.steps(A, B)
     one.suspends(A)
     assert one.sends(A) == [(A, (B,))], "the members of B do not wait for it while it joins A"
     assert one.steps(A) == ["group 1"]
 
 
-def test_rank_that_never_stepped_a_group_does_not_leave_it() -> None:
-    one = Known()
-    one.suspends(A)
-    assert one.sends(A) == [(A, ())]
-
-
 def test_groups_suspended_together_are_joined_together() -> None:
-    one = Known()
-    one.steps(A, B, C)
+    one = Known(A, B, C)
     one.suspends(C)
     one.steps(A)
     one.suspends(A, B)
@@ -116,7 +114,7 @@ def test_groups_suspended_together_are_joined_together() -> None:
 
 
 def test_call_that_begins_elsewhere_begins_the_round_there() -> None:
-    one = Known()
+    one = Known(A, B)
     one.late(A, B)
     assert one.sends_ahead(A) == [(A, (B,))]
     assert one.sends(B) == [(B, (A,))]
@@ -124,10 +122,7 @@ def test_call_that_begins_elsewhere_begins_the_round_there() -> None:
 
 
 def test_group_joined_ahead_after_another_one_follows_it() -> None:
-    one = Known()
-    one.late(A)
-    assert one.sends_ahead(A) == [(A, ())]
-    one = Known()
+    one = Known(A, B, C)
     one.late(A, B)
     one.sends_ahead(A)
     one.late(C)
@@ -136,8 +131,19 @@ def test_group_joined_ahead_after_another_one_follows_it() -> None:
     assert sorted(one.steps(A, B, C)) == ["group 1", "group 2"]
 
 
+def test_group_that_is_known_later_is_joined_in_place_of_one_that_was_joined_alone() -> None:
+    """As by a late worker that makes one optimizer after the other."""
+    one = Known(A)
+    one.late(A)
+    assert one.sends_ahead(A) == [(A, ())]
+    one.groups = (A, B)
+    one.late(B)
+    assert one.sends_ahead(B) == [(B, (A,))], "else A and B wait for each other's members"
+    assert one.sends(A) == [(A, (B,))]
+
+
 def test_what_follows_an_entry_that_is_suspended_is_pending_again() -> None:
-    one = Known()
+    one = Known(A, B)
     one.late(A, B)
     one.sends_ahead(A)
     one.suspends(A)
@@ -146,9 +152,20 @@ def test_what_follows_an_entry_that_is_suspended_is_pending_again() -> None:
 
 
 def test_following_group_that_is_suspended_stays_out() -> None:
-    one = Known()
+    one = Known(A, B)
     one.late(A, B)
     one.sends_ahead(A)
     one.suspends(B)
     assert one.steps(A) == []
     assert one.pending() == [B]
+
+
+def test_groups_that_are_found_to_collect_are_joined_together() -> None:
+    """The answer to a request tells of a change of policy."""
+    one = Known(A, B, plain=[A, B])
+    one.suspends(A, B)
+    (first, _) = one.membership.before([A, B], [A, B])
+    one.plain = []
+    one.membership.joined(first)
+    assert one.pending() == [A, B]
+    assert one.sends(A, B) == [(A, (B,))]

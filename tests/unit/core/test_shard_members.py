@@ -182,6 +182,21 @@ def test_member_of_a_first_group_is_one_of_the_others_when_its_clock_is_decided(
     assert one.value(1) == [2.0]
 
 
+def test_step_that_waits_behind_the_entrys_clock_finds_the_joiner_a_member() -> None:
+    one = Rig(Sync(reduce="sum"), workers=1)
+    one.join(FIRST, 0)
+    for group in (0, 1):
+        one.define(FIRST, block_spec((1,), number=group, group=group))
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0, others=(1,)))
+    for group in (0, 1):
+        one.step(FIRST, {group: [1.0]}, group=group)
+    one.step(8, {0: [1.0]})
+    assert one.value(1) == [0.0], "the clock of the second group waits for it"
+    one.step(8, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
+    assert one.value(1) == [2.0]
+
+
 def test_rank_that_joins_is_waited_for_in_no_other_group_meanwhile() -> None:
     one = rig(Sync(reduce="sum"))
     one.define(OTHER, block_spec((1,), number=1, group=1))
@@ -195,6 +210,65 @@ def test_rank_that_joins_is_waited_for_in_no_other_group_meanwhile() -> None:
     one.step(OTHER, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
     assert one.answers(OTHER)[-1].at == 2
     assert one.value(1) == [3.0]
+
+
+def test_suspension_that_comes_after_the_decision_to_join_again_is_answered() -> None:
+    """The lead has had both requests before the other shard has the first."""
+    one = pair()
+    one.send(OTHER, SuspendMembership(0, 0))
+    one.send(OTHER, JoinGroup(0, 0))
+    one.wire = one.wire[-1:]  # the first decision was lost, and a newer one holds
+    one.deliver()
+    one.send(OTHER, SuspendMembership(0, 0), 1)
+    one.send(OTHER, JoinGroup(0, 0), 1)
+    assert [answer.at for answer in one.answers(OTHER, 1)[-2:]] == [-1, 0]
+
+
+def test_rank_joins_when_every_shard_knows_that_it_is_no_member_of_what_follows() -> None:
+    """Else a shard takes its step of a group that follows by its membership of before."""
+    one = Rig(SUM, shards=3, workers=2)
+    one.join(FIRST, 0)
+    one.join(OTHER, 1)
+    entry, follows = 2, 1  # led by the shards of these numbers
+    for group in (entry, follows):
+        spec = block_spec((3,), number=group, group=group, cuts=(0, 1, 2, 3))
+        one.define(FIRST, spec)
+    for shard in range(3):
+        one.send(OTHER, SuspendMembership(0, entry), shard)
+    one.deliver()
+    for shard in range(3):
+        one.send(FIRST, JoinGroup(0, entry, others=(follows,)), shard)
+    late = [each for each in one.wire if each[1].group == follows and each[0] == 0]
+    one.wire = [each for each in one.wire if each not in late]
+    one.deliver()
+    assert one.answers(FIRST, 0)[-1].at == -1, "it is held: the last answer is that to the define"
+    one.wire = late
+    one.deliver()
+    assert [one.answers(FIRST, shard)[-1].at for shard in range(3)] == [0, 0, 0]
+
+
+def test_what_follows_waits_for_the_ranks_own_step_where_a_clock_does_not() -> None:
+    """A shard hears of the request when the lead has decided a clock without the rank."""
+    one = Rig(Sync(reduce="sum", backup=1), workers=2)
+    one.join(FIRST, 0)
+    one.join(OTHER, 1)
+    one.define(FIRST, block_spec((1,)))
+    one.define(FIRST, block_spec((1,), number=1, group=1))
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0, others=(1,)))
+    for client in (FIRST, OTHER):
+        one.step(client, {0: [1.0]})
+    assert one.shards[0].groups[0].state.committed == 1, "without rank 7"
+    assert set(one.shards[0].groups[1].state.clocks) == {0, 1}
+    assert done(one.step(8, {0: [1.0]})).skipped
+    assert set(one.shards[0].groups[1].state.clocks) == {0, 1, 7}
+
+
+def test_step_of_a_rank_that_has_not_joined_uses_no_samples() -> None:
+    one = rig()
+    one.join(8, 7)
+    one.step(8, {0: [1.0]}, mark=(3, 5))
+    assert one.shards[0].report()[0].marks == ()
 
 
 def test_client_without_a_rank_cannot_join() -> None:

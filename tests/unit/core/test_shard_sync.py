@@ -404,7 +404,7 @@ def test_vote_by_an_older_decision_about_the_members_is_not_counted() -> None:
     one.wire = []
     one.happen(FromShard(vote), 0)
     ((shard, told),) = one.wire
-    assert (shard, told.members[-1]) == (1, (2, joiner, 0)), "the decision, which was lost"
+    assert (shard, told.members[-1]) == (1, (2, joiner, 1, 0)), "the decision, which was lost"
     assert committed(one) == [0, 0]
     one.deliver()
     assert values(one) == ([1.0], [1.0])
