@@ -296,7 +296,6 @@ class GroupState:
             tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
             if notes
             else (),
-            members.number,
         )
 
 

@@ -46,16 +46,12 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
 
 
 def not_joined(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:
-    """Groups that a rank is no member of, by the newest decision that a shard knows.
+    """Groups that some shard does not know a rank as a member of. Where the lead's decision is on
+    its way, joining once more waits for it and changes nothing.
 
     Args:
         reports: as for `resume`.
         rank: of the worker.
     """
-    newest: dict[str, GroupReport] = {}
-    for shard in reports:
-        for report in shard:
-            known = newest.get(report.name)
-            if known is None or known.members < report.members:
-                newest[report.name] = report
-    return frozenset(n for n, report in newest.items() if rank not in dict(report.clocks))
+    every = [report for shard in reports for report in shard]
+    return frozenset(report.name for report in every if rank not in dict(report.clocks))

@@ -107,8 +107,6 @@ class GroupReport(Struct, frozen=True, array_like=True):
     notes: tuple[tuple[int, int, bytes], ...] = ()
     """(rank, clock, note) of each rank's last two steps that had one; only in answers to an
     `AskReport` that asks for them."""
-    members: int = 0
-    """Decisions of the group's lead about its members that this shard goes by."""
 
     @property
     def change(self) -> GroupPolicy | None:

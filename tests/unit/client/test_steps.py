@@ -611,20 +611,16 @@ def test_rank_that_the_cluster_did_not_begin_with_is_pending_in_a_group_that_is_
     assert (pending("a"), pending("later")) == (False, True)
 
 
-def found(shard: int, *reports: GroupReport) -> ServerBeat:
-    return ServerBeat(shard, reports)
-
-
 @pytest.mark.parametrize(("returned", "pending"), [(False, [A]), (True, [A, BB])])
-def test_rank_is_pending_in_groups_that_it_is_no_member_of_by_the_newest_decision(
+def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
     returned: bool, pending: list[Block]
 ) -> None:
     one = Joiner()
     without, has = ((0, 5),), ((0, 5), (7, 4))
-    older = GroupReport("a", 0, has, 0, (), clock=5), GroupReport("bb", 0, without, 0, (), clock=5)
-    newer = [
-        GroupReport(name, 0, clocks, 0, (), clock=5, members=2)
-        for name, clocks in (("a", without), ("bb", has))
-    ]
-    one.steps.resume([found(0, *newer), found(1, *older)], returned=returned)
+
+    def told(shard: int, a: Any, bb: Any) -> ServerBeat:
+        groups = (("a", a), ("bb", bb))
+        return ServerBeat(shard, tuple(GroupReport(n, 0, c, 0, (), clock=5) for n, c in groups))
+
+    one.steps.resume([told(0, has, has), told(1, without, has)], returned=returned)
     assert one.pending() == pending
