@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from paramserve.client import steps as steps_module
+from paramserve.client.links import Slot
+from paramserve.client.steps import Steps
+from paramserve.client.ticket import Ticket
 from paramserve.consistency.base import (
     ADMIT,
     APPLY,
@@ -57,15 +61,15 @@ from paramserve.messages import (
     GroupMembership,
     PeerMessage,
     Prepare,
+    Refused,
+    ServerBeat,
     ShardRequest,
     Step,
     Vote,
 )
 from paramserve.rules import PushInfo
 from paramserve.testing import Faults, SimulatedCluster, slow
-from paramserve.testing import process as process_module
-from paramserve.testing.network import Frame, Stream
-from paramserve.testing.scripts import LeasingWorker, SimulatedWorker
+from paramserve.testing.client import SimulatedClient
 
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
 STRAGGLER = (slow(worker=2, factor=40),)
@@ -90,10 +94,6 @@ def with_shard(kind: type[Shard]) -> type[SimulatedCluster]:
 def with_group(monkeypatch: pytest.MonkeyPatch, kind: type[GroupMachine]) -> type[SimulatedCluster]:
     monkeypatch.setattr(shard_module, "GroupMachine", kind)
     return SimulatedCluster
-
-
-def with_worker(kind: type[SimulatedWorker]) -> type[SimulatedCluster]:
-    return type("Planted", (SimulatedCluster,), {"worker_type": kind})
 
 
 def no_duplicate_filter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
@@ -138,34 +138,50 @@ def acknowledge_before_apply(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
 
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A client that has lost patience uses the slots of its call for the next one."""
+    held: dict[Operation, tuple[Steps, list[Slot]]] = {}
+    bind, sending = Steps._bind, SimulatedClient.sending
 
-    return with_worker(impatient(SimulatedWorker))
+    def keep(steps: Steps, ticket: Ticket, operation: Operation, *rest: Any) -> None:
+        held[operation] = steps, rest[0]
+        bind(steps, ticket, operation, *rest)
+
+    def lose_patience(operation: Operation) -> None:
+        if not operation.complete:
+            let_go(*held[operation])
+
+    def send(client: SimulatedClient, requests: Any, operation: Operation) -> Any:
+        if operation in held:
+            client.later(PATIENCE_S, lose_patience, operation)
+        return sending(client, requests, operation)
+
+    monkeypatch.setattr(Steps, "_bind", keep)
+    monkeypatch.setattr(SimulatedClient, "sending", send)
+    return SimulatedCluster
 
 
-def impatient(kind: type[SimulatedWorker]) -> type[SimulatedWorker]:
-    class Impatient(kind):  # type: ignore[misc, valid-type]
-        def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
-            super().submit(requests, operation)
-            self.later(PATIENCE_S, self._lose_patience, operation)
-
-        def _lose_patience(self, operation: Operation) -> None:
-            if not operation.complete:
-                self.release(operation)
-
-    return Impatient
+def let_go(steps: Steps, slots: list[Slot]) -> None:
+    """Give back the slots of a step's gradients, and not once more when it is answered."""
+    steps.give_back(slots)
+    slots.clear()
 
 
 def slot_freed_at_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A slot is free when one shard has answered, though the other has not."""
+    held: dict[Operation, tuple[Steps, list[Slot]]] = {}
+    bind, answered = Steps._bind, Operation.answered
 
-    class Hasty(SimulatedWorker):
-        def received(self, stream: Stream, frame: Frame) -> None:
-            super().received(stream, frame)
-            for operation in list(self._slots):
-                if operation.replies:
-                    self.release(operation)
+    def keep(steps: Steps, ticket: Ticket, operation: Operation, *rest: Any) -> None:
+        held[operation] = steps, rest[0]
+        bind(steps, ticket, operation, *rest)
 
-    return with_worker(Hasty)
+    def take(operation: Operation, shard: int, reply: Done | Refused) -> None:
+        if operation in held:
+            let_go(*held.pop(operation))
+        answered(operation, shard, reply)
+
+    monkeypatch.setattr(Steps, "_bind", keep)
+    monkeypatch.setattr(Operation, "answered", take)
+    return SimulatedCluster
 
 
 def held_reply_lost_on_reconnect(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
@@ -338,7 +354,7 @@ def restarted_worker_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[
     def nothing(*reports: object, **options: object) -> dict[str, object]:
         return {}
 
-    monkeypatch.setattr(process_module, "resume", nothing)
+    monkeypatch.setattr(steps_module, "resume", nothing)
     return SimulatedCluster
 
 
@@ -779,28 +795,21 @@ def values_forgotten_too_early(monkeypatch: pytest.MonkeyPatch) -> type[Simulate
 def restarted_worker_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A later incarnation takes itself to be waited for, also where its rank rested."""
 
-    class Assumes(SimulatedWorker):
-        def going_on(self, outside: bool) -> None:
-            super().going_on(outside and self.incarnation == 1)
+    resume = Steps.resume
 
-    return with_worker(Assumes)
+    def assumes(steps: Steps, told: Sequence[ServerBeat], *, returned: bool) -> None:
+        resume(steps, told, returned=False)
+
+    monkeypatch.setattr(Steps, "resume", assumes)
+    monkeypatch.setattr(steps_module, "not_joined", lambda reports, rank: frozenset())
+    return SimulatedCluster
 
 
 def samples_risked_on_the_way_in(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A worker that comes later brings samples with its first step, which may be for a clock that
-    is over: nothing of it is applied, and its mark says that they are used."""
-
-    class Risks(LeasingWorker):
-        def next(self) -> bool:
-            leased = self._leased
-            left = 0 if leased is None else leased.stop - leased.start - self._used
-            if leased is None or not (left and self.enters) or self._asking or self.in_flight:
-                return super().next()
-            self.left -= 1
-            self._use(leased)
-            return False
-
-    return type("Planted", (SimulatedCluster,), {"leaser_type": Risks})
+    """A worker that comes later does not join before its first step, which may be for a clock that
+    is over: nothing of it is applied, and its mark says that its samples are used."""
+    monkeypatch.setattr(Steps, "_join_before", lambda steps, ordered: None)
+    return SimulatedCluster
 
 
 OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
@@ -834,7 +843,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (change_at_the_clock_under_way, Async(), {"faults": CHANGES}),
     (joiner_begins_at_clock_0, BoundedStaleness(1), {"faults": JOINS}),
     (joiner_begins_ahead, Async(), {"faults": JOINS}),
-    (votes_outlive_a_decision_about_members, Sync(reduce="sum"), {"faults": JOINS}),
+    (votes_outlive_a_decision_about_members, Sync(reduce="sum"), {"faults": JOINS, "servers": 3}),
     (decision_about_members_is_sent_once, Async(), {}),
     (decision_holds_before_its_clock, Sync(reduce="sum"), {}),
     (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paramserve.consistency.built_in import Sync
-from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
+from paramserve.errors import ParamServeError
 from paramserve.messages import BlockSpec, Piece
 from paramserve.rules import SGD, Adam, Array, PushInfo, Rule, Run
 from paramserve.testing import Call, Counting, Faults, Pushed, Row, Scenario, SimulatedCluster
@@ -49,9 +49,9 @@ class Steady(SimulatedWorker):
         return False
 
     def _step_of(self, kind: float) -> None:
-        def then(call: Call, operation: Operation) -> None:
-            assert operation.error is None
-            self.answered(call, operation)
+        def then(call: Call, error: ParamServeError | None) -> None:
+            assert error is None
+            self.answered(call, error)
 
         self.step(self.every, self.every if kind < 0.5 else (), tick=True, then=then)
 

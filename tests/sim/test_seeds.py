@@ -88,6 +88,20 @@ def test_seeds_where_a_rank_came_back_while_a_clock_was_decided_without_it(
     replay(seed, **options)
 
 
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [
+        # A request to join that was interrupted took the room of the step.
+        (Sync(reduce="sum"), 26),
+        # A shard heard that a rank had joined again before it was told of its suspension.
+        (BoundedStaleness(1), 14),
+    ],
+    ids=["join", "suspension"],
+)
+def test_seeds_where_an_interrupted_call_was_followed_by_a_join(policy: Policy, seed: int) -> None:
+    replay(seed, consistency=policy)
+
+
 @pytest.mark.parametrize("policy", FEW)
 def test_seeds_meet_every_kind_of_fault_and_answer(policy: str) -> None:
     seen: Counter[str] = Counter()

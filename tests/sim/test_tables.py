@@ -18,7 +18,7 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import RowGradient
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
-from paramserve.testing.row_counting import KEYS, RowsWorker, SimulatedTables, replay
+from paramserve.testing.row_counting import KEYS, SimulatedTables, replay
 
 SEEDS = 6
 FOUND_WITHIN = 60
@@ -89,8 +89,8 @@ def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
 
 
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    worker = planted.impatient(RowsWorker)
-    return type("Planted", (SimulatedTables,), {"worker_type": worker})
+    planted.slot_freed_on_timeout(monkeypatch)
+    return SimulatedTables
 
 
 def clock_forgets_keys_that_only_later_workers_have(

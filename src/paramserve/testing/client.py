@@ -1,30 +1,24 @@
-"""What a simulated client asks of the shards: defines and steps, and the slots of each."""
+"""What a simulated client asks of the shards: the shipping client's steps, and what is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from paramserve.client.links import Slot
-from paramserve.client.steps import offset_of
+from paramserve.client.steps import BlockPush, StepOptions, StepParts, offset_of
+from paramserve.client.ticket import Outcome, Ticket
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
+from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.messages import (
-    Define,
-    Gradient,
-    JoinGroup,
-    ReadTarget,
-    SetPolicy,
-    ShardRequest,
-    Step,
-    SuspendMembership,
-)
+from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenced
+from paramserve.messages import Define, ShardRequest, Step
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ClientProcess
@@ -32,55 +26,74 @@ from paramserve.testing.process import ClientProcess
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
 
+Answered = Callable[[Call, ParamServeError | None], None]
+
+
+class Planned(NamedTuple):
+    """What the history is told of a call when it is sent; see `Call`."""
+
+    push: int | None
+    blocks: frozenset[int]
+    spoiled: bool
+    wrong: bool
+    samples: tuple[int, int] | None
+
 
 class SimulatedClient(ClientProcess):
     """A client process that can define blocks, push to them and read them.
 
-    A slot is its call's from the first send until all shards have answered.
+    A call that an interrupt ends has no ticket: its program does not see what it reads, and what it
+    was refused with is raised by the next call.
     """
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
         self.blocks: dict[str, Block] = {}
         """Those that it knows, by name."""
-        self.in_flight = 0
-        """Steps that are not answered yet."""
-        self.enters = False
-        """Whether it has to join before its next step."""
-        self._slots: dict[Operation, list[Slot]] = {}
+        self._planned: Planned | None = None
+        """The call that is about to be sent."""
+        self._issued: list[tuple[Call, Operation]] = []
+        """What the present call has sent."""
         self._calls = 0
         self._pushes = 0
 
     @property
-    def group(self) -> int:
-        """Number of the one group that there is."""
-        return next(iter(self.blocks.values())).group
+    def block(self) -> Block:
+        """Any of the one group that there is."""
+        return next(iter(self.blocks.values()))
 
-    def values(self, block: Block, slot: Slot) -> Any:
-        """A slot as the block's elements: [size]."""
-        return slot.array(block)
-
-    def release(self, operation: Operation) -> None:
-        """Let go of the slots of an operation."""
-        self.exchange.give_back(self._slots.pop(operation, ()))
+    def traits_at(self, clock: int) -> PolicyTraits:
+        """What this client takes to hold for its step of a clock."""
+        return self.terms.at(self.block.group, clock)
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
-        slot = self.exchange.take(block.nbytes)
-        self.cluster.workload.start(self.values(block, slot), block)
+        slots = self._first_values(block)
         requests = [
-            Define(0, block.spec, attempt, slot.arena, offset_of(block, slot, shard))
+            Define(0, block.spec, attempt, slots[0].arena, offset_of(block, slots[0], shard))
+            if slots
+            else Define(0, block.spec, attempt, 0, 0)
             for shard in range(len(self.exchange.shards))
         ]
         operation = Operation(len(requests))
-        self._slots[operation] = [slot]
 
         def complete() -> None:
-            self.release(operation)
+            self.exchange.give_back(slots)
             then(operation)
 
-        self._then_soon(operation, complete)
-        self.submit(requests, operation)
+        self.when_answered(operation, complete)
+        try:
+            self.exchange.submit(requests, operation)
+        except KeyboardInterrupt:
+            assert operation.numbered, "it is under way, and a program waits for it later"
+
+    def _first_values(self, block: Block) -> Sequence[Slot]:
+        """A block's first values; a table has none."""
+        slot = self.exchange.take(block.nbytes)
+        self.cluster.workload.start(slot.array(block), block)
+        return [slot]
+
+    # --- steps --------------------------------------------------------------------------
 
     def step(
         self,
@@ -91,203 +104,169 @@ class SimulatedClient(ClientProcess):
         skip: bool = False,
         spoiled: bool = False,
         wrong: bool = False,
-        state: int | None = None,
         samples: tuple[int, int] | None = None,
-        mark: tuple[int, int] | None = None,
-        then: Callable[[Call, Operation], None],
-    ) -> None:
-        """One step of all shards; `then` is called when all have answered.
+        then: Answered,
+    ) -> bool:
+        """One step of all shards; `then` is called when all have answered. Whether it was sent;
+        the script goes on after a while if it was not.
 
         Args:
             spoiled: one element of the gradient, on one shard, is NaN.
             wrong: one shard refuses the step, whatever its gradient.
-            state: how many clocks its reads contain, if they show a whole state.
-            samples: [start, stop) of those that its gradients come from, and `mark` of its lease.
+            samples: [start, stop) of those that its gradients come from.
         """
         number = None
         if push and not skip:
             number, self._pushes = self._pushes, self._pushes + 1
         ids = frozenset(block.id for block in push) if number is not None else frozenset()
-        call = self._issue(number, ids, state, tick, spoiled or wrong)
-        call.samples = samples
-        sources = self._gradients(push, number, spoiled)
-        targets = self._targets(pull)
-        plain = Step(0, self.group, self.clock, tick, (), (), skip=skip, mark=mark)
-        requests = self._for_each_shard(plain, call.bases, sources, targets)
-        if wrong:
-            shards = [call.number % len(requests)]
-            if self._each_shard_judges():
-                shards = list(range(len(requests)))
-            for shard in shards:
-                requests[shard] = structs.replace(requests[shard], weight=0.0)
-        operation = Operation(len(requests))
-        self._slots[operation] = self._slots_of(sources, targets)
-        self._then_soon(operation, partial(self._complete, call, operation, targets, then))
-        for each in self.exchange.shards:
-            self.cluster.call_of[self.writer, each.number, each.session.last + 1] = call
-        self.stepping = self.clock
-        if tick:
-            self.clock += 1
-        self.in_flight += 1
-        self.submit(requests, operation)
-        self.stepping = None
+        self._planned = Planned(number, ids, spoiled or wrong, wrong, samples)
+        what = "step" if push or tick else "pull"
+        tickets: list[tuple[Ticket, StepParts]] = []
+        self._issued.clear()
 
-    def _issue(
-        self, push: int | None, blocks: frozenset[int], state: int | None, tick: bool, spoiled: bool
-    ) -> Call:
-        """Record that the next call begins."""
-        number, self._calls = self._calls, self._calls + 1
-        return self.cluster.history.issue(
-            self.writer,
-            number,
-            push,
-            blocks,
-            state,
-            rank=self.rank,
-            clock=self.clock,
-            tick=tick,
-            spoiled=spoiled,
-            bases=tuple(self.versions),
-            pending=self.enters,
-        )
+        def send() -> None:
+            if spoiled:  # its gradient is made for the policy of its clock
+                self.steps.enter_ahead(self.block, None)
+            self.steps.begin(None, what)
+            which = None if number is None else Pushed(self.writer, self.rank, number, self.clock)
+            parts = self._parts(what, push, pull, which, StepOptions(tick, skip=skip), spoiled)
+            tickets.append((self.steps.send([parts])[0], parts))
 
-    def _targets(self, pull: Sequence[Any]) -> Sequence[Any]:
-        """Memory for what is read: blocks and slots."""
-        return [(block, self.exchange.take(block.nbytes)) for block in pull]
-
-    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[Slot]:
-        """Those of a step's gradients and of what it reads."""
-        return [slot for _, slot in (*sources, *targets)]
-
-    def _for_each_shard(
-        self,
-        step: Step,
-        bases: Sequence[int],
-        sources: Sequence[Any],
-        targets: Sequence[Any],
-    ) -> list[Step]:
-        """A step as every shard gets it: with the places of its own parts of the slots."""
-        requests = []
-        for shard, base in enumerate(bases):
-            push = tuple(Gradient(b.id, s.arena, offset_of(b, s, shard)) for b, s in sources)
-            pull = tuple(ReadTarget(b.id, s.arena, offset_of(b, s, shard)) for b, s in targets)
-            requests.append(structs.replace(step, push=push, pull=pull, base=base))
-        return requests
-
-    def change_policy(self, policy: Policy) -> None:
-        """Ask the shards for another policy; the answers to later steps tell of it."""
-        requests = [SetPolicy(0, self.group, policies.spec(policy)) for _ in self.exchange.shards]
-        self._ask_all(requests)
-
-    def suspend(self) -> None:
-        """No clock is to wait for this worker until it joins again."""
-        self._ask_all([SuspendMembership(0, self.group) for _ in self.exchange.shards])
-
-    def join(self) -> None:
-        """Clocks are to wait for this worker from now on."""
-
-        def joined(operation: Operation) -> None:
-            self.clock = max(self.clock, *(reply.at for reply in operation.replies.values()))
-            self.enters = False
-            self.cluster.history.rests(self.rank, False)
-
-        self._ask_all([JoinGroup(0, self.group) for _ in self.exchange.shards], joined)
-
-    def _ask_all(
-        self,
-        requests: Sequence[ShardRequest],
-        then: Callable[[Operation], None] = lambda operation: None,
-    ) -> None:
-        operation = Operation(len(requests))
+        self.make(send)
+        self.member_told()
+        if not self._issued:
+            self.script()
+            return False
+        call, operation = self._issued[0]
 
         def complete() -> None:
-            self.in_flight -= 1
-            self._hear(operation, None)
-            if operation.error is None:
-                then(operation)
-            self.script()
+            for ticket, parts in tickets:
+                if operation.error is None:
+                    self._read(call, ticket.result(), pull, parts)
+                self.steps.error_was_read(ticket)
+                ticket.release()
+            self._complete(call, operation)
+            then(call, operation.error)
 
-        self._then_soon(operation, complete)
-        self.in_flight += 1
-        self.submit(requests, operation)
+        self.when_answered(operation, complete)
+        return True
 
-    def _gradients(self, push: Sequence[Any], number: int | None, spoiled: bool) -> Sequence[Any]:
-        """A step's gradients: blocks and slots."""
-        if number is None:
-            return []
-        sources = [(block, self.exchange.take(block.nbytes)) for block in push]
-        which = Pushed(self.writer, self.rank, number, self.clock)
-        for block, slot in sources:
-            self.cluster.workload.fill(self.values(block, slot), block, which)
+    def _parts(
+        self,
+        what: str,
+        push: Sequence[Any],
+        pull: Sequence[Any],
+        which: Pushed | None,
+        options: StepOptions,
+        spoiled: bool,
+    ) -> StepParts:
+        """A step with its gradients, which say which push they are of (None: it has none)."""
+        pushes = []
+        if which is not None:
+            for block in push:
+                slot = self.exchange.take(block.nbytes)
+                values = slot.array(block)
+                self.cluster.workload.fill(values, block, which)
+                pushes.append((BlockPush(block, values), slot))
         if spoiled:
-            block, slot = sources[-1]
-            values = self.values(block, slot)
-            values[-1] = np.nan
+            given = pushes[-1][0]
+            given.gradient[-1] = np.nan
             if self._each_shard_judges():
                 for shard in range(len(self.exchange.shards)):
-                    low, high = block.range(shard)
-                    values[low:high][-1:] = np.nan
-        return sources
+                    low, high = given.block.range(shard)
+                    given.gradient[low:high][-1:] = np.nan
+        return StepParts(what, self.block, pushes, pull, options)
+
+    def sending(
+        self, requests: Sequence[ShardRequest], operation: Operation
+    ) -> Sequence[ShardRequest]:
+        step, planned = requests[0], self._planned
+        if not isinstance(step, Step) or planned is None:
+            return requests
+        self._planned = None
+        number, self._calls = self._calls, self._calls + 1
+        call = self.cluster.history.issue(
+            self.writer,
+            number,
+            planned.push,
+            planned.blocks,
+            rank=self.rank,
+            clock=step.clock,
+            tick=step.tick,
+            spoiled=planned.spoiled,
+            bases=tuple(each.base for each in requests if isinstance(each, Step)),
+            pending=self.pending,
+        )
+        call.samples = planned.samples
+        self._issued.append((call, operation))
+        for each in self.exchange.shards:
+            self.cluster.call_of[self.writer, each.number, each.session.last + 1] = call
+        self.stepping = step.clock
+        if not planned.wrong:
+            return requests
+        one = number % len(requests)
+        return [
+            structs.replace(each, weight=0.0)
+            if isinstance(each, Step) and (shard == one or self._each_shard_judges())
+            else each
+            for shard, each in enumerate(requests)
+        ]
 
     def _each_shard_judges(self) -> bool:
         """Whether a shard may apply the next step though another one refuses it. A worker that has
         come later may not know the policy."""
         return self.late or not self.traits_at(self.clock).collects
 
-    def _then_soon(self, operation: Operation, action: Callable[[], None]) -> None:
-        """Do something when all shards have answered, and the process is at nothing else."""
-
-        def complete() -> None:
-            if self.exchange.lost is None:  # else it is fenced
-                action()
-
-        operation.then(partial(self.soon, complete))
-
-    def _complete(
-        self,
-        call: Call,
-        operation: Operation,
-        targets: Sequence[Any],
-        then: Callable[[Call, Operation], None],
-    ) -> None:
-        error = operation.error
+    def _complete(self, call: Call, operation: Operation) -> None:
+        """Tell the history what all shards have answered."""
+        error, replies = operation.error, operation.replies
         if error is not None:
             call.error, call.applied = type(error).__name__, error.applied
         else:
-            replies = operation.replies
             dropped = frozenset(shard for shard, reply in replies.items() if reply.skipped)
             call.skipped = len(dropped) == len(replies)
             call.dropped = frozenset() if call.skipped else dropped
-            if any(reply.at >= 0 for reply in replies.values()):
-                call.state = None  # It may have read a later one.
-            if any(reply.pending for reply in replies.values()):
-                self.enters = True
-            for target in targets:
-                self._read(call, target)
-        self._hear(operation, call)
+            if all(reply.at < 0 for reply in replies.values()):  # else it may have read a later one
+                call.state = self.shown(call)
         self.cluster.history.answer(call)
-        self.release(operation)
-        self.in_flight -= 1
         self.cluster.recorder.moved(self)
-        then(call, operation)
 
-    def _hear(self, operation: Operation, call: Call | None) -> None:
-        """Take what the answers say besides; of a step (`call`) also where it goes on."""
-        for shard, reply in sorted(operation.replies.items()):
-            self.retiring = self.retiring or reply.retire
-            for news in reply.news:
-                self.learn(news)
-            if call is not None and call.reads:
-                self.versions[shard] = max(self.versions[shard], reply.version)
-        if call is not None and operation.replies:
-            self.clock = max(self.clock, *(reply.at for reply in operation.replies.values()))
+    def shown(self, call: Call) -> int | None:
+        """How many synchronous clocks a call's reads contain; None: not known."""
+        return None
 
-    def _read(self, call: Call, target: Any) -> None:
+    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
         """Tell the history what was read."""
-        block, slot = target
-        values = self.values(block, slot)
-        for shard in range(len(self.exchange.shards)):
-            low, high = block.range(shard)
-            if high > low:
-                row = self.cluster.workload.read(values[low:high], low)
-                call.reads[Part(block.id, shard)] = row
+        for block in pull:
+            for shard in range(len(self.exchange.shards)):
+                low, high = block.range(shard)
+                if high > low:
+                    row = self.cluster.workload.read(outcome.values[block.id][low:high], low)
+                    call.reads[Part(block.id, shard)] = row
+
+    # --- calls that wait ----------------------------------------------------------------
+
+    def change_policy(self, policy: Policy) -> None:
+        """Ask the shards for another policy; the answers to later steps tell of it."""
+        self.make(partial(self.steps.change_policy, self.block, policies.spec(policy), None))
+
+    def suspend(self) -> None:
+        """No clock is to wait for this worker until it joins again."""
+        self.cluster.history.rests(self.rank, True)
+        self.make(partial(self.steps.suspend, self.block, None))
+        self.member_told()
+        self.script()
+
+    def make(self, call: Callable[[], None]) -> None:
+        """Make a call, as a program that goes on after an interrupt and after an error: each may
+        be that of an earlier step, whose outcome is read with its ticket."""
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        except (ClientClosed, Timeout):
+            raise
+        except WorkerFenced as error:
+            self._fence(error.failed)
+        except ParamServeError:
+            self.cluster.network.note(f"writer {self.writer} is told of an earlier step's error")

@@ -95,10 +95,12 @@ class Counting:
     """What the simulated clients push and read. Subclass it for pushes of another kind.
 
     Attributes:
+        group: of all blocks.
         blocks: by name, the pieces of each: two small blocks that stay whole, on different shards,
             and one that is split over all shards.
     """
 
+    group = "default"
     dtype: np.dtype[Any] = np.dtype(np.float64)
     rule: Rule = Add()
     """A cluster whose policies multiply gradients takes `AddWhole` instead of `Add`."""

@@ -140,12 +140,13 @@ class _Reads:
 
     def own(self, call: Call, part: Part) -> int | None:
         """Its own pushes in what it had read last when it began a call; None: nothing of the part,
-        though it may have read it before."""
+        though it may have read it before, or as no member, of whose reads no copies are kept."""
         # A later call may be answered first: a shard answers in order, but a call waits for all.
         known = [
             (each.number, each)
             for each in self._calls.get(call.writer, ())
             if each.answered is not None and each.answered < call.issued
         ]
-        row = max(known)[1].reads.get(part) if known else None
+        last = max(known)[1] if known else None
+        row = None if last is None or last.pending else last.reads.get(part)
         return None if row is None else row.counts[call.writer]

@@ -1,4 +1,4 @@
-"""A simulated client's process: its life, and the shipping exchange on simulated connections.
+"""A simulated client's process: its life, and the shipping client on simulated connections.
 
 The process is a fiber. It does one thing after the other: what its script has planned, and in
 between it waits in `Exchange.read_until`, as a thread of a real client does.
@@ -14,17 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paramserve.client.exchange import Exchange
+from paramserve.client.steps import Steps
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_session import Operation
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
 from paramserve.messages import (
     CoordinatorReply,
     CoordinatorRequest,
     Failed,
-    GroupPolicy,
     Hello,
     Join,
     Joined,
@@ -58,6 +56,27 @@ _decode_call = decoder(CoordinatorReply).decode
 Then = Callable[[Any], None]
 
 
+class SimulatedExchange(Exchange):
+    """An exchange that tells its process what it sends, and lets faults happen meanwhile."""
+
+    process: ClientProcess
+
+    def submit_together(
+        self,
+        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        numbered: Callable[[], None] | None = None,
+    ) -> None:
+        told = [
+            (self.process.sending(requests, operation), operation) for requests, operation in calls
+        ]
+        self.process.submitting = True
+        try:
+            super().submit_together(told, numbered)
+        finally:
+            self.process.submitting = False
+            self.process.stepping = None
+
+
 class ClientProcess(ABC):
     """One process, without what it is there for.
 
@@ -66,7 +85,8 @@ class ClientProcess(ABC):
         rank: of the worker, or -1.
     """
 
-    exchange: Exchange
+    exchange: SimulatedExchange
+    steps: Steps
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         self.cluster = cluster
@@ -79,13 +99,14 @@ class ClientProcess(ABC):
         self.fenced = False
         """Told that it does not belong to the cluster any more."""
         self.finished = False
-        self.clock = 0
+        self.clocks: dict[str, int] = {}
+        """By group, its ended steps; those of `steps`, once there are any."""
+        self.submitting = False
+        """Whether it sends requests that a fault may interrupt."""
         self.stepping: int | None = None
         """Clock of the step that is being sent, for faults in the middle of it."""
         self.retiring = False
         """Told that the run will do without it."""
-        self.versions = [0] * cluster.scenario.servers
-        """Read last from each shard."""
         self.terms = GroupTraits(cluster.described)
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
@@ -93,14 +114,14 @@ class ClientProcess(ABC):
         """By shard: whether requests speak of this client's memory; else bytes are copied."""
         self.late = False
         """Whether it may find the others under way."""
-        self._returned = False
-        """Whether its rank had ended for good."""
         self._fiber = Fiber(cluster.clock, self._run)
         self._due: deque[Callable[[], None]] = deque()
         """What it does next."""
+        self._awaited: dict[Operation, Callable[[], None]] = {}
+        """What it does when all shards have answered."""
         self._links: dict[int, VirtualLink] = {}
         """By number of their stream."""
-        self._submitting = self._interrupted = False
+        self._interrupted = False
         self._then: Then | None = None
         self._coordinator = cluster.call_coordinator(self)
 
@@ -109,9 +130,10 @@ class ClientProcess(ABC):
         """For ways that are cut or slow."""
         return worker_place(self.rank)
 
-    def traits_at(self, clock: int) -> PolicyTraits:
-        """What this client takes to hold for its step of a clock."""
-        return self.terms.at(0, clock)
+    @property
+    def clock(self) -> int:
+        """Its ended steps of the one group that there is."""
+        return self.clocks.get(self.cluster.workload.group, 0)
 
     @property
     def alive(self) -> bool:
@@ -159,12 +181,22 @@ class ClientProcess(ABC):
                 self.cluster.session_type,
                 Arena.private,
             )
-            if self.late:
-                self._resume()
+            self.exchange.process = self
+            self._begin_steps(joined)
         except ParamServeError as error:
             self._fence(error.failed)
             return False
         return True
+
+    def _begin_steps(self, joined: Joined) -> None:
+        """As `Connection` and `Client` do."""
+        self.steps = Steps(self.exchange, self.rank, DEADLINES.request_s, self.terms)
+        self.steps.first = self.rank < joined.first
+        goes_on = joined.incarnation > 1 or joined.late
+        told = self.exchange.reports(DEADLINES.start_s) if goes_on else []
+        self.steps.resume(told, returned=joined.returned)
+        self.clocks = self.steps.clocks
+        self.member_told()
 
     def _work(self) -> None:
         self.script()
@@ -179,22 +211,48 @@ class ClientProcess(ABC):
                 self.exchange.read_until(self._has_something_to_do, self.cluster.clock.now + LOOK_S)
 
     def _has_something_to_do(self) -> bool:
-        return bool(self._due) or self.exchange.lost is not None
+        answered = any(operation.complete for operation in self._awaited)
+        return bool(self._due) or answered or self.exchange.lost is not None
+
+    def take_answers(self) -> None:
+        """Do what waits for operations that are complete by now."""
+        for operation in [each for each in self._awaited if each.complete]:
+            if self.alive and self.exchange.lost is None:  # else it is fenced
+                self._awaited.pop(operation)()
 
     def _do_due(self) -> None:
+        self.take_answers()
         while self._due and self.alive:
             self._due.popleft()()
+
+    def when_answered(self, operation: Operation, action: Callable[[], None]) -> None:
+        """Do something when all shards have answered, and the process is at nothing else."""
+        self._awaited[operation] = action
+
+    @property
+    def in_flight(self) -> int:
+        """What it still awaits the answers to."""
+        return len(self._awaited)
 
     @abstractmethod
     def script(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
 
-    def going_on(self, outside: bool) -> None:  # noqa: B027 - a hook, rightly empty
-        """The shards have told where it goes on.
+    @property
+    def pending(self) -> bool:
+        """Whether it has to join before its next step, as far as it knows."""
+        return self.steps.membership.pending(self.cluster.workload.group)
 
-        Args:
-            outside: whether it has to join first: no shard waits for its rank.
-        """
+    def member_told(self) -> None:
+        """Tell the history if its rank is a member, as far as it knows."""
+        if not self.pending:
+            self.cluster.history.rests(self.rank, False)
+
+    @abstractmethod
+    def sending(
+        self, requests: Sequence[ShardRequest], operation: Operation
+    ) -> Sequence[ShardRequest]:
+        """A request goes to all shards; what is sent instead."""
 
     def kill(self) -> None:
         """The process ends at once; what it has sent may still arrive, or not."""
@@ -276,7 +334,7 @@ class ClientProcess(ABC):
                 self._fiber.wait_until(again_at)
             reply = self._ask_to_join()
         self.id, self.incarnation = reply.client, reply.incarnation
-        self.late, self._returned = reply.late, reply.returned
+        self.late = reply.late
         self.cluster.joined(self)
         return reply
 
@@ -288,23 +346,6 @@ class ClientProcess(ABC):
             if not replies:
                 self._fiber.wait_until(self.cluster.clock.now + LOOK_S)
         return replies[0]
-
-    def _resume(self) -> None:
-        """A later incarnation asks all shards how far its rank was, and one that comes later than
-        the others how far these are."""
-        told = self.exchange.reports(DEADLINES.start_s)
-        reports = [beat.groups for beat in told]
-        for report in (each for groups in reports for each in groups):
-            for change in report.changes:
-                self.learn(change)
-        found = resume(reports, self.rank)
-        self.clock = max((each.clock for each in found.values()), default=0)
-        self.going_on(self._returned or bool(not_joined(reports, self.rank)))
-
-    def learn(self, news: GroupPolicy | None) -> None:
-        """A shard has told of a change of policy."""
-        if news is not None:
-            self.terms.changed(news)
 
     # --- connections --------------------------------------------------------------------
 
@@ -365,17 +406,7 @@ class ClientProcess(ABC):
         if then is not None:
             then(_decode_call(frame.header))
 
-    # --- requests -----------------------------------------------------------------------
-
-    def submit(self, requests: Sequence[ShardRequest], operation: Operation) -> None:
-        """Number one request for each shard and send it; a fault may end the process in between."""
-        self._submitting = True
-        try:
-            self.exchange.submit(requests, operation)
-        except KeyboardInterrupt:
-            assert operation.numbered, "it is under way, and a program waits for it later"
-        finally:
-            self._submitting = False
+    # --- faults -------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Raise `KeyboardInterrupt` in the call that is sending; within a frame or behind it."""
@@ -383,7 +414,7 @@ class ClientProcess(ABC):
         self._interrupted = True
 
     def _sent(self, link: VirtualLink) -> None:
-        if self._submitting and self.alive:
+        if self.submitting and self.alive:
             self.cluster.maybe_fail(self)
             if self.dead:
                 self._fiber.kill()

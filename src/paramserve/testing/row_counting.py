@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from paramserve.client.links import Slot
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
+from paramserve.client.steps import StepOptions, StepParts
+from paramserve.client.ticket import Outcome
 from paramserve.compiling import load_table
 from paramserve.core.block import ShardBlock
-from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.core.table.store import Purpose
-from paramserve.messages import Define, Piece, PlaceBlock, Step, TableSpec
+from paramserve.messages import Piece, PlaceBlock, TableSpec
 from paramserve.rules import Rule
 from paramserve.rules.add import Add
 from paramserve.rules.registry import described_by
@@ -65,6 +65,7 @@ class RowCounting(Counting):
     A row is one tile, and an element that tells whose it is: each push adds the key's number + 1.
     """
 
+    group = NAME
     dtype = np.dtype(np.float32)
     rule: Rule = Add()
 
@@ -182,56 +183,38 @@ class RowsClient(ScriptedClient):
         )
         self.call(call, self._placed)
 
-    def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
-        requests = [Define(0, block.spec, attempt, 0, 0) for _ in self.exchange.shards]
-        operation = Operation(len(requests))
+    def _first_values(self, block: Block) -> Sequence[Slot]:
+        return []
 
-        self._then_soon(operation, lambda: then(operation))
-        self.submit(requests, operation)
+    def _parts(
+        self,
+        what: str,
+        push: Sequence[Any],
+        pull: Sequence[Any],
+        which: Pushed | None,
+        options: StepOptions,
+        spoiled: bool,
+    ) -> StepParts:
+        row_pushes, row_pulls = list[RowPush](), list[RowPull]()
+        if which is not None:
+            keys, values = self.workload.gradients(push, which)
+            if spoiled:
+                values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
+            row_pushes.append(lay_push(self.exchange, self.block, keys, values, None))
+        if pull:
+            create = self.cluster.random.random() < 0.7
+            keys = KEYS[[key.id for key in pull]]
+            row_pulls.append(lay_pull(self.exchange, self.block, keys, create=create))
+        return StepParts(what, self.block, (), (), options, row_pushes, row_pulls, leased=True)
 
-    def _gradients(
-        self, push: Sequence[Any], number: int | None, spoiled: bool
-    ) -> Sequence[RowPush]:
-        if number is None:
-            return []
-        which = Pushed(self.writer, self.rank, number, self.clock)
-        keys, values = self.workload.gradients(push, which)
-        if spoiled:
-            values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
-        return [lay_push(self.exchange, self.blocks[NAME], keys, values, None)]
-
-    def _targets(self, pull: Sequence[Any]) -> Sequence[tuple[RowPull, Sequence[RowKey]]]:
-        if not pull:
-            return []
-        create = self.cluster.random.random() < 0.7
-        keys = KEYS[[key.id for key in pull]]
-        return [(lay_pull(self.exchange, self.blocks[NAME], keys, create=create), pull)]
-
-    def _slots_of(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[Slot]:
-        slots = [each.slot for each in sources]
-        return slots + [slot for pull, _ in targets for slot in (pull.keys, pull.values)]
-
-    def _for_each_shard(
-        self, step: Step, bases: Sequence[int], sources: Sequence[Any], targets: Sequence[Any]
-    ) -> list[Step]:
-        return [
-            structs.replace(
-                step,
-                push=tuple(each.headers[shard] for each in sources),
-                pull=tuple(pull.places[shard] for pull, _ in targets),
-                base=base,
-            )
-            for shard, base in enumerate(bases)
-        ]
-
-    def _read(self, call: Call, target: Any) -> None:
-        pull, chosen = target
+    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
         dim = self.workload.dim
-        rows = np.frombuffer(pull.values.bytes, np.float32, pull.rows * dim)
         owners = shard_of(KEYS, len(self.exchange.shards))
-        for key, row in zip(chosen, rows.reshape(-1, dim), strict=True):
-            part = Part(key.id, int(owners[key.id]))
-            call.reads[part] = self.workload.row(key.id, row)
+        for read in parts.row_pulls:
+            rows = np.frombuffer(read.values.bytes, np.float32, read.rows * dim)
+            for key, row in zip(pull, rows.reshape(-1, dim), strict=True):
+                part = Part(key.id, int(owners[key.id]))
+                call.reads[part] = self.workload.row(key.id, row)
 
 
 class RowsWorker(RowsClient, SimulatedWorker):

@@ -11,7 +11,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.errors import WorkerFenced
+from paramserve.errors import ParamServeError, WorkerFenced
 from paramserve.messages import (
     Defined,
     Failed,
@@ -64,36 +64,35 @@ class ScriptedClient(SimulatedClient):
 
     def _go_on(self) -> None:
         self._thinking = False
+        self.retiring = self.steps.retiring
         if self.retiring and self.left > 0:
             self.left = 0
         while self.changes and self.alive and not self.full:
             self.change_policy(self.changes.popleft())
+            self.take_answers()
         while self.alive and not self.full and self.next():
-            pass
+            self.take_answers()
         idle = self.alive and self.in_flight == 0 and not self.calling
-        if idle and self.left == 0:
+        if idle and self.full:  # of calls that were interrupted, whose answers no script awaits
+            self.script()
+        elif idle and self.left == 0 and self.step(pull=self.every, then=self.last):
             self.left = -1
-            self.step(pull=self.every, state=self.state(), then=self.last)
 
     @abstractmethod
     def next(self) -> bool:
         """Begin the next call, if one is left; whether another may follow at once."""
 
-    def state(self) -> int | None:
-        """How many synchronous clocks a read contains that is begun now; None: not known."""
-        return None
-
-    def answered(self, call: Call, operation: Operation) -> None:
+    def answered(self, call: Call, error: ParamServeError | None) -> None:
         """A call is complete."""
-        if isinstance(operation.error, WorkerFenced):
-            self._fence(operation.error.failed)
+        if isinstance(error, WorkerFenced):
+            self._fence(error.failed)
         else:
             self.script()
 
-    def last(self, call: Call, operation: Operation) -> None:
+    def last(self, call: Call, error: ParamServeError | None) -> None:
         """The last read is complete: leave."""
-        if isinstance(operation.error, WorkerFenced):
-            self._fence(operation.error.failed)
+        if isinstance(error, WorkerFenced):
+            self._fence(error.failed)
         else:
             self.call(Leave(0), lambda _: self.end())
 
@@ -104,7 +103,7 @@ class ScriptedClient(SimulatedClient):
         name = self._undefined[0]
         call = PlaceBlock(
             0,
-            "default",
+            workload.group,
             workload.dtype.name,
             spec(workload.rule),
             workload.blocks[name],
@@ -120,6 +119,7 @@ class ScriptedClient(SimulatedClient):
         block = Block(reply.spec)
         self.exchange.blocks[block.id] = self.cluster.blocks[block.id] = block
         self.blocks[self._undefined[0]] = block
+        self.steps.defined(block)
         if reply.attempt == 0:
             self._known()
         else:
@@ -145,60 +145,43 @@ class SimulatedWorker(ScriptedClient):
     being decided without its rank, which had ended for good.
     """
 
-    def going_on(self, outside: bool) -> None:
-        self.enters = outside
-        if not outside:  # a rest of the incarnation before came to no shard
-            self.cluster.history.rests(self.rank, False)
-
-    def state(self) -> int | None:
-        """For a read without a step: how many clocks it shows, if nobody goes on without it."""
-        return self._shown(self.clock)
-
-    def _shown(self, clock: int, *, step: bool = False) -> int | None:
-        """How many clocks a read shows that is answered with, or (`step`) ends with, a clock."""
-        if self.enters:
+    def shown(self, call: Call) -> int | None:
+        """A read without a step shows whole clocks if nobody goes on without it."""
+        if call.pending or not (call.tick or call.push is None):
             return None
-        policies = (self.traits_at(clock - step).policy, self.traits_at(max(0, clock - 1)).policy)
+        clocks = (call.clock, max(0, call.clock + call.tick - 1))
+        policies = [self.traits_at(clock).policy for clock in clocks]
         if not all(isinstance(policy, Sync) for policy in policies):
             return None
-        alone = not step and any(
+        alone = not call.tick and any(
             isinstance(policy, Sync) and (policy.backup or policy.timeout_s is not None)
             for policy in policies
         )
-        return None if alone else clock
+        return None if alone else call.clock + call.tick
 
     def next(self) -> bool:
-        if self.left <= 0 or self.joins():
+        if self.left <= 0:
             return False
         self.left -= 1
         kind = self.cluster.random.random()
-        if kind >= 0.985 and not self.in_flight:
-            self.enters = True
-            self.cluster.history.rests(self.rank, True)
+        if kind >= 0.985:
             self.suspend()
             return False
         self._step_of(kind)
         return True
 
-    def joins(self) -> bool:
-        """Whether it has to join before its next step; if so, it asks to."""
-        if self.enters and not self.in_flight:
-            self.join()
-        return self.enters
-
     def _step_of(self, kind: float) -> None:
         every, collects = self.every, self.traits_at(self.clock).collects
-        after = self._shown(self.clock + 1, step=True)
         if kind < 0.68:
-            self.step(every, every, tick=True, state=after, then=self.answered)
+            self.step(every, every, tick=True, then=self.answered)
         elif kind < 0.78:
             self.step(every, tick=True, then=self.answered)
         elif kind < 0.88:
-            self.step(pull=every, state=self.state(), then=self.answered)
+            self.step(pull=every, then=self.answered)
         elif kind < 0.92:
-            self.step(pull=every, tick=True, state=after, then=self.answered)
+            self.step(pull=every, tick=True, then=self.answered)
         elif kind < 0.96:
-            self.step(every, every, tick=True, skip=True, state=after, then=self.answered)
+            self.step(every, every, tick=True, skip=True, then=self.answered)
         elif kind < 0.965:
             self.step(every, every, tick=True, wrong=True, then=self.answered)
         elif collects or kind < 0.97:
@@ -229,9 +212,6 @@ class LeasingWorker(SimulatedWorker):
             return False
         leased = self._leased
         if leased is not None and self._used < leased.stop - leased.start:
-            self._rests = False
-            if self.joins():
-                return False
             self.left -= 1
             self._use(leased)
             return True
@@ -245,27 +225,20 @@ class LeasingWorker(SimulatedWorker):
     def _use(self, leased: Leased) -> None:
         start = leased.start + self._used
         stop = min(start + leased.batch, leased.stop)
-        self._used = stop - leased.start
-        self._mark, self._rests = (leased.lease, self._used), False
+        mark, self._rests = (leased.lease, stop - leased.start), False
+        self.steps.next_mark = lambda: mark
         every, both = self.every, self.cluster.random.random() < 0.8
-        self.step(
-            every,
-            every if both else (),
-            tick=True,
-            state=self._shown(self.clock + 1, step=True) if both else None,
-            samples=(start, stop),
-            mark=self._mark,
-            then=self.answered,
-        )
+        pull = every if both else ()
+        if self.step(every, pull, tick=True, samples=(start, stop), then=self.answered):
+            self._mark, self._used = mark, stop - leased.start
 
     def _draw_idle(self) -> None:
         """Let nobody wait for this worker, and wait for what others give back."""
         if self._rests:
             self._draw(wait_s=LEASE_WAIT_S, idle=True)
             return
-        self.enters = self._rests = True
-        self.cluster.history.rests(self.rank, True)
-        self.suspend()  # and again, when it is answered
+        self._rests = True
+        self.suspend()  # and again, when it goes on
 
     def _draw(self, wait_s: float, idle: bool) -> None:
         self._asking = True

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from paramserve.client.exchange import Exchange
 from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
@@ -27,7 +26,7 @@ from paramserve.testing.counting import AddWhole, Counting, leaves_whole
 from paramserve.testing.history import Call, History
 from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve.testing.network import Bytes, End, Faults, Network, Stream
-from paramserve.testing.process import ClientProcess
+from paramserve.testing.process import ClientProcess, SimulatedExchange
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
@@ -86,7 +85,7 @@ class SimulatedCluster:
 
     shard_type: type[Shard] = Shard
     session_type: type[ClientSession] = ClientSession
-    exchange_type: type[Exchange] = Exchange
+    exchange_type: type[SimulatedExchange] = SimulatedExchange
     coordination_type: type[Coordination] = Coordination
     worker_type: type[SimulatedWorker] = SimulatedWorker
     reader_type: type[SimulatedReader] = SimulatedReader
