@@ -217,8 +217,8 @@ class Steps(ClientClocks):
         stall_s: how long a shard that lives may take to say whom a wait is for.
         all_live: whether the coordinator counts all of these ranks as live.
         versions: read last, by group number and shard.
-        first: whether the cluster was started with this rank: it is a member of groups that are
-            defined after it has come.
+        first: whether the cluster was started with this rank, and did not go on without it: it is a
+            member of groups that are defined after it has come.
         resumed: the clock of each group where this client began, if not at 0.
         staged: by group, what waits for its tick.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
@@ -284,6 +284,7 @@ class Steps(ClientClocks):
             self.resumed[name] = found.clock
             self.repeated = max(self.repeated, found.repeated)
         self._found = frozenset(by_name)
+        self.first = self.first and not returned
         for name in by_name if returned else not_joined(reports, self._rank):
             self.membership.came_late(name)
 

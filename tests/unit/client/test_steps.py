@@ -624,3 +624,15 @@ def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
 
     one.steps.resume([told(0, has, has), told(1, without, has)], returned=returned)
     assert one.pending() == pending
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_rank_that_the_others_went_on_without_is_pending_in_a_group_that_is_new(
+    returned: bool,
+) -> None:
+    one = Bench()
+    one.steps.resume([ServerBeat(0, ()), ServerBeat(1, ())], returned=returned)
+    new = block_of({"of later": (30_000,)}, number=9, group="later", shards=2)
+    one.memory.blocks[9] = new
+    one.steps.defined(new)
+    assert one.steps.membership.pending("later") is returned
