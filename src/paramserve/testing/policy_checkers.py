@@ -38,15 +38,15 @@ def bounded_staleness(history: History) -> list[str]:
     """3. A read at clock c has every update of clock <= c - s - 1 of the workers that count there.
 
     s is the bound of `BoundedStaleness`, and 0 under `Sync`. Which workers count on a shard when it
-    answers is what that shard has shown; `who_counts` judges that. A worker that rests is at no
-    clock: it reads what is there.
+    answers is what that shard has shown; `who_counts` judges that. A worker that rests, or has not
+    joined yet, is at no clock: it reads what is there.
     """
     if all(_bound(policy) is None for _, policy in history.policies):
         return []
     wrong = []
     pushes = _by_rank(history)
     for call in history.calls:
-        if not call.reads or call.rank < 0:
+        if not call.reads or call.rank < 0 or call.pending:
             continue
         clock = call.clock + call.tick
         policies = (history.policy_of(call), history.policy_at(clock))
