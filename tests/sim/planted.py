@@ -5,7 +5,7 @@ The checkers know none of them. Each function plants one and returns the cluster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from paramserve.client import steps as steps_module
+from paramserve.client.clocks import ClientClocks
 from paramserve.client.links import Slot
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
@@ -42,6 +43,7 @@ from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core import group as group_module
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
+from paramserve.core.client_membership import ClientMembership, Joining
 from paramserve.core.client_session import ClientSession, Operation
 from paramserve.core.commit import Collect, Contribution, Lead
 from paramserve.core.events import ClientHere
@@ -49,6 +51,7 @@ from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.leases import Leases, Span
+from paramserve.core.partition import Block
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
 from paramserve.core.read_copies import Reads
@@ -887,4 +890,72 @@ ASYNC: tuple[Plant, ...] = (
     outcome_forgotten,
     only_the_newest_sent_again,
     number_restarted_with_the_worker,
+)
+
+
+# --- memberships of several groups ---------------------------------------------------------------
+
+
+def each_shard_decides_who_is_a_member(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A group has no lead for its members: each shard decides when it executes a request."""
+
+    class Alone(MembershipAgreement):
+        def __init__(self, state: Any, shard: int, *rest: Any) -> None:
+            super().__init__(state, shard, *rest)
+            self._lead, self._others = shard, []
+
+    monkeypatch.setattr(group_module, "MembershipAgreement", Alone)
+    return SimulatedCluster
+
+
+def groups_that_follow_are_joined_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A rank is a member of the others before the first clock of its entry is decided."""
+    later = MembershipAgreement.enter_later
+
+    def enter(
+        self: MembershipAgreement, rank: int, client: int, seq: int, groups: tuple[int, ...]
+    ) -> None:
+        later(self, rank, client, seq, groups)
+        self.enter_others(rank, client)
+
+    monkeypatch.setattr(MembershipAgreement, "enter_later", enter)
+    return SimulatedCluster
+
+
+def rank_that_joins_stays_in_the_other_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """Who begins at the first group again is waited for in the second one meanwhile."""
+    entering = ClientMembership._entering
+
+    def without_leaving(
+        self: ClientMembership, collecting: Sequence[Block], defined: Iterable[Block]
+    ) -> list[Joining]:
+        found = []
+        for each in entering(self, collecting, defined):
+            kept = [other for other in each.others if self.pending(other.group_name)]
+            found.append(each._replace(others=tuple(kept)))
+        return found
+
+    monkeypatch.setattr(ClientMembership, "_entering", without_leaving)
+    return SimulatedCluster
+
+
+def own_clock_of_a_group_that_follows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A client takes the clock that it has counted for that of a group that follows."""
+
+    def own(self: ClientClocks, group: str, tick: bool) -> int:
+        return self.clocks.get(group, 0)
+
+    monkeypatch.setattr(ClientClocks, "_clock_of_step", own)
+    return SimulatedCluster
+
+
+GROUPS: tuple[Plant, ...] = (
+    each_shard_decides_who_is_a_member,
+    groups_that_follow_are_joined_at_once,
+    rank_that_joins_stays_in_the_other_group,
+    own_clock_of_a_group_that_follows,
 )

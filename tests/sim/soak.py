@@ -11,6 +11,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 
 from tests.sim.policies import POLICIES, TABLE_POLICIES
@@ -23,18 +24,21 @@ CHUNK = 20
 TOLD_S = 5.0
 """How often it says how far it is."""
 
-Chunk = tuple[bool, str, int, int, int, int]
-"""Whether with a table, policy, servers, workers, first seed, and the one behind the last."""
+Chunk = tuple[bool, str, str, int, int, int, int]
+"""Whether with a table, policy, that of a second group (empty: there is none), servers, workers,
+first seed, and the one behind the last."""
 
 
 def run(chunk: Chunk) -> tuple[int, int, str]:
     """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
-    tables, name, servers, workers, first, stop = chunk
+    tables, name, second, servers, workers, first, stop = chunk
     policy = TABLE_POLICIES[name] if tables else POLICIES[name]
     kind = SimulatedTables if tables else SimulatedCluster
     events = 0
     for seed in range(first, stop):
         scenario = Scenario(servers=servers, workers=workers, consistency=policy)
+        if second:
+            scenario = replace(scenario, second=POLICIES[second], others=(), restarts=False)
         cluster = kind(seed, scenario)
         try:
             cluster.run()
@@ -55,11 +59,12 @@ def chunks(
     servers: int = 2,
     workers: int = 3,
     tables: bool = False,
+    second: str = "",
 ) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
     return [
-        (tables, name, servers, workers, low, min(low + CHUNK, first + each))
+        (tables, name, second, servers, workers, low, min(low + CHUNK, first + each))
         for low in range(first, first + each, CHUNK)
         for name in policies
     ]
@@ -70,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
     parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
+    parser.add_argument("--second", choices=sorted(POLICIES), default="", help="a second group's")
     parser.add_argument("--tables", action="store_true", help="train a keyed table")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
@@ -80,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [given.policy] if given.policy else list(TABLE_POLICIES if given.tables else POLICIES)
     if given.tables and names[0] not in TABLE_POLICIES:
         parser.error(f"--policy of tables is one of {', '.join(TABLE_POLICIES)}")
-    work = chunks(names, given.first, given.seeds, given.servers, given.workers, given.tables)
+    shape = given.servers, given.workers, given.tables, given.second
+    work = chunks(names, given.first, given.seeds, *shape)
     began = told = time.monotonic()
     seeds = events = 0
     with get_context("spawn").Pool(given.processes) as pool:

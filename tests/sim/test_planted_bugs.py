@@ -77,6 +77,16 @@ def test_planted_bug_of_the_client_is_found(
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
 
 
+@pytest.mark.parametrize("plant", planted.GROUPS, ids=lambda plant: plant.__name__)
+def test_planted_bug_of_two_groups_is_found(
+    plant: planted.Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = plant(monkeypatch)
+    second = Sync(reduce="sum")
+    options: dict[str, Any] = {"others": (), "second": second, "restarts": False}
+    assert first_violation(kind, second, **options) is not None
+
+
 @pytest.mark.parametrize(("plant", "policy"), RESTARTS)
 def test_planted_bug_of_restarts_is_found(
     plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,19 @@ def test_seeds_where_an_interrupted_call_was_followed_by_a_join(policy: Policy, 
     replay(seed, consistency=policy)
 
 
+@pytest.mark.parametrize("first", range(0, 80, CHUNK))
+def test_seeds_of_two_groups_that_collect_keep_every_invariant(first: int) -> None:
+    for seed in range(first, min(80, first + CHUNK)):
+        # A rank that dies between its two groups, and is waited for, would have to go on with the
+        # second one: its program does not know.
+        replay(seed, others=(), second=Sync(reduce="sum"), restarts=False)
+
+
+def test_seeds_of_a_group_that_collects_and_one_that_does_not_keep_every_invariant() -> None:
+    for seed in range(20):
+        replay(seed, others=(), second=Async())
+
+
 @pytest.mark.parametrize("policy", FEW)
 def test_seeds_meet_every_kind_of_fault_and_answer(policy: str) -> None:
     seen: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenced
-from paramserve.messages import Define, ShardRequest, Step
+from paramserve.messages import CURRENT_CLOCK, Define, JoinGroup, ShardRequest, Step
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ClientProcess
@@ -50,21 +50,25 @@ class SimulatedClient(ClientProcess):
         super().__init__(cluster, writer, rank)
         self.blocks: dict[str, Block] = {}
         """Those that it knows, by name."""
-        self._planned: Planned | None = None
-        """The call that is about to be sent."""
-        self._issued: list[tuple[Call, Operation]] = []
+        self._planned: dict[str, Planned] = {}
+        """By group, the call that is about to be sent."""
+        self._issued: list[tuple[str, Call, Operation]] = []
         """What the present call has sent."""
         self._calls = 0
         self._pushes = 0
 
     @property
     def block(self) -> Block:
-        """Any of the one group that there is."""
+        """Any of the first group."""
         return next(iter(self.blocks.values()))
 
-    def traits_at(self, clock: int) -> PolicyTraits:
-        """What this client takes to hold for its step of a clock."""
-        return self.terms.at(self.block.group, clock)
+    def block_of(self, group: str) -> Block:
+        """Any of a group."""
+        return next(each for each in self.blocks.values() if each.group_name == group)
+
+    def traits_at(self, clock: int, group: str = "") -> PolicyTraits:
+        """What this client takes to hold for its step of a clock, of the first group or another."""
+        return self.terms.at((self.block_of(group) if group else self.block).group, clock)
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
@@ -105,55 +109,79 @@ class SimulatedClient(ClientProcess):
         spoiled: bool = False,
         wrong: bool = False,
         samples: tuple[int, int] | None = None,
+        groups: Sequence[str] = (),
         then: Answered,
     ) -> bool:
         """One step of all shards; `then` is called when all have answered. Whether it was sent;
         the script goes on after a while if it was not.
 
         Args:
+            groups: whose blocks are pushed and read; none: the first one's.
             spoiled: one element of the gradient, on one shard, is NaN.
             wrong: one shard refuses the step, whatever its gradient.
             samples: [start, stop) of those that its gradients come from.
         """
-        number = None
-        if push and not skip:
-            number, self._pushes = self._pushes, self._pushes + 1
-        ids = frozenset(block.id for block in push) if number is not None else frozenset()
-        self._planned = Planned(number, ids, spoiled or wrong, wrong, samples)
         what = "step" if push or tick else "pull"
-        tickets: list[tuple[Ticket, StepParts]] = []
+        options = StepOptions(tick, skip=skip)
+        self._planned.clear()
         self._issued.clear()
+        tickets: dict[Operation, tuple[Ticket, StepParts, Sequence[Any]]] = {}
 
         def send() -> None:
             if spoiled:  # its gradient is made for the policy of its clock
                 self.steps.enter_ahead(self.block, None)
-            self.steps.begin(None, what)
-            which = None if number is None else Pushed(self.writer, self.rank, number, self.clock)
-            parts = self._parts(what, push, pull, which, StepOptions(tick, skip=skip), spoiled)
-            tickets.append((self.steps.send([parts])[0], parts))
+            self.steps.begin(None, what, max(1, len(groups)))
+            parts, pulls = list[StepParts](), list[Sequence[Any]]()
+            for group in groups or (self.block.group_name,):
+                pushed, read = self._of(group, push), self._of(group, pull)
+                if not (pushed or read or tick):
+                    continue
+                which = None
+                if pushed and not skip:
+                    which = Pushed(self.writer, self.rank, self._pushes, self.clock)
+                    self._pushes += 1
+                pulls.append(read)
+                parts.append(self._parts(what, group, pushed, read, which, options, spoiled))
+                number = None if which is None else which.number
+                ids = frozenset(each.id for each in pushed) if which is not None else frozenset()
+                self._planned[group] = Planned(number, ids, spoiled or wrong, wrong, samples)
+            for ticket, part, read in zip(self.steps.send(parts), parts, pulls, strict=True):
+                assert ticket.operation is not None
+                tickets[ticket.operation] = ticket, part, read
 
         self.make(send)
         self.member_told()
         if not self._issued:
             self.script()
             return False
-        call, operation = self._issued[0]
+        issued = list(self._issued)
+        for group, call, operation in issued:
 
-        def complete() -> None:
-            for ticket, parts in tickets:
-                if operation.error is None:
-                    self._read(call, ticket.result(), pull, parts)
-                self.steps.error_was_read(ticket)
-                ticket.release()
-            self._complete(call, operation)
-            then(call, operation.error)
+            def complete(
+                group: str = group, call: Call = call, operation: Operation = operation
+            ) -> None:
+                if operation in tickets:
+                    ticket, parts, read = tickets[operation]
+                    if operation.error is None:
+                        self._read(call, ticket.result(), read, parts)
+                    self.steps.error_was_read(ticket)
+                    ticket.release()
+                self._complete(group, call, operation)
+                if all(each.answered is not None for _, each, _ in issued):
+                    then(call, operation.error)
 
-        self.when_answered(operation, complete)
+            self.when_answered(operation, complete)
         return True
+
+    def _of(self, group: str, chosen: Sequence[Any]) -> Sequence[Any]:
+        """Of what is pushed or read, that of a group."""
+        alone = len(self.cluster.histories) == 1
+        return [each for each in chosen if alone or each.group_name == group]
 
     def _parts(
         self,
         what: str,
+        group: str,
         push: Sequence[Any],
         pull: Sequence[Any],
         which: Pushed | None,
@@ -175,32 +203,39 @@ class SimulatedClient(ClientProcess):
                 for shard in range(len(self.exchange.shards)):
                     low, high = given.block.range(shard)
                     given.gradient[low:high][-1:] = np.nan
-        return StepParts(what, self.block, pushes, pull, options)
+        return StepParts(what, self.block_of(group), pushes, pull, options)
 
     def sending(
         self, requests: Sequence[ShardRequest], operation: Operation
     ) -> Sequence[ShardRequest]:
-        step, planned = requests[0], self._planned
-        if not isinstance(step, Step) or planned is None:
+        step = requests[0]
+        if isinstance(step, JoinGroup):  # in the others it is no member until they follow
+            for each in self.blocks.values():
+                if each.group in step.others:
+                    self.cluster.histories[each.group_name].rests(self.rank, True)
+                    self.follows.add(each.group_name)
+        if not isinstance(step, Step):
             return requests
-        self._planned = None
+        group = next(e.group_name for e in self.blocks.values() if e.group == step.group)
+        planned = self._planned.pop(group)
         number, self._calls = self._calls, self._calls + 1
-        call = self.cluster.history.issue(
+        call = self.cluster.histories[group].issue(
             self.writer,
             number,
             planned.push,
             planned.blocks,
             rank=self.rank,
-            clock=step.clock,
+            clock=step.clock if step.clock != CURRENT_CLOCK else CURRENT_CLOCK - 1 - number,
             tick=step.tick,
             spoiled=planned.spoiled,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
-            pending=self.pending,
+            pending=self.steps.membership.pending(group) or self._asks_clock(group),
         )
         call.samples = planned.samples
-        self._issued.append((call, operation))
-        for each in self.exchange.shards:
-            self.cluster.call_of[self.writer, each.number, each.session.last + 1] = call
+        self._issued.append((group, call, operation))
+        for shard in self.exchange.shards:
+            key = (self.writer, shard.number, shard.session.last + len(self._issued))
+            self.cluster.call_of[key] = group, call
         self.stepping = step.clock
         if not planned.wrong:
             return requests
@@ -212,12 +247,18 @@ class SimulatedClient(ClientProcess):
             for shard, each in enumerate(requests)
         ]
 
+    def _asks_clock(self, group: str) -> bool:
+        """Whether no answer has said its clock of a group yet."""
+        calls = self.cluster.histories[group].calls
+        asked = (c for c in calls if c.writer == self.writer and c.clock < 0)
+        return group in self.follows or any(c.answered is None for c in asked)
+
     def _each_shard_judges(self) -> bool:
         """Whether a shard may apply the next step though another one refuses it. A worker that has
         come later may not know the policy."""
         return self.late or not self.traits_at(self.clock).collects
 
-    def _complete(self, call: Call, operation: Operation) -> None:
+    def _complete(self, group: str, call: Call, operation: Operation) -> None:
         """Tell the history what all shards have answered."""
         error, replies = operation.error, operation.replies
         if error is not None:
@@ -226,12 +267,17 @@ class SimulatedClient(ClientProcess):
             dropped = frozenset(shard for shard, reply in replies.items() if reply.skipped)
             call.skipped = len(dropped) == len(replies)
             call.dropped = frozenset() if call.skipped else dropped
-            if all(reply.at < 0 for reply in replies.values()):  # else it may have read a later one
-                call.state = self.shown(call)
-        self.cluster.history.answer(call)
+            at = max(reply.at for reply in replies.values())
+            if call.clock < 0 and at >= 0:
+                call.clock = at - call.tick
+                self.follows.discard(group)
+                self.member_told()
+            elif at < 0:  # else it may have read a later one
+                call.state = self.shown(call, group)
+        self.cluster.histories[group].answer(call)
         self.cluster.recorder.moved(self)
 
-    def shown(self, call: Call) -> int | None:
+    def shown(self, call: Call, group: str) -> int | None:
         """How many synchronous clocks a call's reads contain; None: not known."""
         return None
 
@@ -250,10 +296,11 @@ class SimulatedClient(ClientProcess):
         """Ask the shards for another policy; the answers to later steps tell of it."""
         self.make(partial(self.steps.change_policy, self.block, policies.spec(policy), None))
 
-    def suspend(self) -> None:
-        """No clock is to wait for this worker until it joins again."""
-        self.cluster.history.rests(self.rank, True)
-        self.make(partial(self.steps.suspend, self.block, None))
+    def suspend(self, *groups: str) -> None:
+        """No clock is to wait for this worker until it joins again, in the first group or these."""
+        for group in groups or (self.block.group_name,):
+            self.cluster.histories[group].rests(self.rank, True)
+            self.make(partial(self.steps.suspend, self.block_of(group), None))
         self.member_told()
         self.script()
 

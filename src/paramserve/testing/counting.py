@@ -95,12 +95,13 @@ class Counting:
     """What the simulated clients push and read. Subclass it for pushes of another kind.
 
     Attributes:
-        group: of all blocks.
+        group: of all blocks that are in no second one.
         blocks: by name, the pieces of each: two small blocks that stay whole, on different shards,
             and one that is split over all shards.
     """
 
     group = "default"
+    second_group = "second"
     dtype: np.dtype[Any] = np.dtype(np.float64)
     rule: Rule = Add()
     """A cluster whose policies multiply gradients takes `AddWhole` instead of `Add`."""
@@ -114,6 +115,11 @@ class Counting:
             "right": (Piece("right", (self.tile,)),),
             "wide": (Piece("wide", (tiles, self.tile)),),
         }
+        self.second: dict[str, tuple[Piece, ...]] = {
+            "up": (Piece("up", (2, self.tile)),),
+            "tall": (Piece("tall", (tiles, self.tile)),),
+        }
+        """The blocks of a second group, where there is one."""
         self._columns: dict[tuple[int, int], Array] = {}
 
     def start(self, slot: Array, block: Block) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from paramserve.consistency.base import Policy
@@ -42,7 +43,7 @@ class Call:
         push: number of the push among the writer's, or None.
         blocks: what it pushes to.
         rank: the writer's; -1 for none.
-        clock: the writer's clock before it.
+        clock: the writer's clock before it; below 0: not known, and another for each call.
         tick: whether it ends its clock.
         state: if its reads show a synchronous clock as a whole, how many clocks they contain.
         spoiled: whether its gradients hold NaN, or a shard refuses it for another reason.
@@ -186,7 +187,7 @@ class Shared:
 
 @dataclass
 class History:
-    """A recorded run.
+    """A recorded run, as far as one group is concerned.
 
     Attributes:
         ranks: all that the cluster begins with.
@@ -237,12 +238,27 @@ class History:
     unfinished: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
-    _order: int = 0
+    _orders: Iterator[int] = field(default_factory=lambda: count(1))
 
     def next(self) -> int:
         """The order of what happens now."""
-        self._order += 1
-        return self._order
+        return next(self._orders)
+
+    def of_another_group(self, policy: Policy) -> History:
+        """The history of another group in the same run: what happens to processes, and the order
+        of everything, is common."""
+        return History(
+            policy.collects,
+            self.ranks,
+            [(0, policy)],
+            fences=self.fences,
+            away=self.away,
+            ended=self.ended,
+            unfinished=self.unfinished,
+            slow=self.slow,
+            raised=self.raised,
+            _orders=self._orders,
+        )
 
     def issue(
         self,

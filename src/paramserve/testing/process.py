@@ -101,6 +101,8 @@ class ClientProcess(ABC):
         self.finished = False
         self.clocks: dict[str, int] = {}
         """By group, its ended steps; those of `steps`, once there are any."""
+        self.follows: set[str] = set()
+        """Groups that it has joined after another one, and whose clock it was not told yet."""
         self.submitting = False
         """Whether it sends requests that a fault may interrupt."""
         self.stepping: int | None = None
@@ -238,15 +240,11 @@ class ClientProcess(ABC):
     def script(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether it has to join before its next step, as far as it knows."""
-        return self.steps.membership.pending(self.cluster.workload.group)
-
     def member_told(self) -> None:
-        """Tell the history if its rank is a member, as far as it knows."""
-        if not self.pending:
-            self.cluster.history.rests(self.rank, False)
+        """Tell the history where its rank is a member, as far as it knows."""
+        for group, history in self.cluster.histories.items():
+            if not self.steps.membership.pending(group) and group not in self.follows:
+                history.rests(self.rank, False)
 
     @abstractmethod
     def sending(

@@ -83,7 +83,8 @@ def _resumed_wrongly(history: History) -> list[str]:
     wrong = []
     reached: dict[int, int] = {}
     for calls in history.by_writer().values():
-        rank, steps = calls[0].rank, [call for call in calls if call.tick]
+        steps = [call for call in calls if call.tick and call.clock >= 0]
+        rank = calls[0].rank
         if rank < 0 or not steps:
             continue
         if steps[0].clock < reached.get(rank, 0):

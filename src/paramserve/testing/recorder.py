@@ -66,11 +66,12 @@ class Recorder:
         self._cluster = cluster
         self._told: dict[int, GroupPolicy] = {}
         """Changes of policy by number, as the first shard told of them."""
-        self._came: dict[int, dict[int, dict[int, float]]] = {}
-        """By clock, shard and rank: when the step came."""
+        self._came: dict[tuple[str, int], dict[int, dict[int, float]]] = {}
+        """By group and clock, shard and rank: when the step came."""
         self._told_by: dict[int, list[Applied]] = {}
         """By shard: what its rules were asked for in the present event."""
-        self._decided_at = 0.0
+        self._decided_at: dict[str, float] = {}
+        """By group."""
         self._healed_at: float | None = None
         self._moved_at: dict[int, float] = {}
 
@@ -108,17 +109,18 @@ class Recorder:
 
     def arrived(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
         """A numbered request has reached a shard."""
-        cluster, history = self._cluster, self._cluster.history
-        call = cluster.call_of.get((client.writer, shard, request.seq))
+        cluster = self._cluster
+        group, call = cluster.call_of.get((client.writer, shard, request.seq), ("", None))
         if call is None:
             return
+        history = cluster.histories[group]
         key = (shard, client.writer, call.number)
         if key not in history.reached:
             history.reached[key] = history.next()
         if call.push is not None:
             history.arrived(shard, client.writer, call.push)
         if call.tick and isinstance(request, Step):
-            came = self._came.setdefault(call.clock, {}).setdefault(shard, {})
+            came = self._came.setdefault((group, call.clock), {}).setdefault(shard, {})
             came.setdefault(client.rank, cluster.clock.now)
 
     def members_told(self, shard: int, message: Members) -> None:
@@ -157,37 +159,39 @@ class Recorder:
 
     def decided(self, commit: Commit, group: GroupState, step_s: float | None) -> None:
         """The lead has decided about a synchronous clock, with this median time of a step."""
-        history = self._cluster.history
+        history = self._cluster.histories[group.name]
         known = {client.id: (client.rank, client.writer) for client in self._cluster.clients}
         contributors = tuple(known[each] for each in commit.contributors)
         order, now = history.next(), self._cluster.clock.now
-        came = self._came.get(commit.clock, {})
+        before = self._decided_at.get(group.name, 0.0)
+        came = self._came.get((group.name, commit.clock), {})
         first = min((min(each.values()) for each in came.values()), default=now)
-        due = self._due(commit.clock, len(group.clocks))
+        due = self._due(group.name, commit.clock, len(group.clocks))
         history.decided.append(
             Decided(
                 commit.clock,
                 order,
                 contributors,
                 not contributors,
-                now - max(first, self._decided_at),
-                0.0 if due is None else now - max(due, self._decided_at),
+                now - max(first, before),
+                0.0 if due is None else now - max(due, before),
                 step_s,
             )
         )
-        self._decided_at = now
+        self._decided_at[group.name] = now
 
-    def _due(self, clock: int, counting: int) -> float | None:
+    def _due(self, group: str, clock: int, counting: int) -> float | None:
         """When as many steps as the policy asks for had come to every shard; None: not known."""
         scenario = self._cluster.scenario
         policy = scenario.consistency
         everybody = counting == scenario.workers  # else somebody has just left, or rests
-        if self._told or not isinstance(policy, Sync) or not everybody:
+        one = len(self._cluster.histories) == 1
+        if self._told or not one or not isinstance(policy, Sync) or not everybody:
             return None
         needed = max(1, counting - policy.backup)
         due = 0.0
         for shard in range(scenario.servers):
-            times = sorted(self._came.get(clock, {}).get(shard, {}).values())
+            times = sorted(self._came.get((group, clock), {}).get(shard, {}).values())
             if len(times) < needed:
                 return None
             due = max(due, times[needed - 1])
@@ -201,7 +205,8 @@ class Recorder:
         for member in message.members:
             ended = member.state in ("left", "dead")
             if history.is_away(member.rank) and not ended:
-                history.rests(member.rank, True)  # until it joins
+                for each in self._cluster.histories.values():
+                    each.rests(member.rank, True)  # until it joins
             history.belongs(member.rank, ended)
 
     def finish(self) -> None:
@@ -219,8 +224,9 @@ class Recorder:
         shards = len(cluster.servers)
         for server in cluster.servers:
             for _, block in sorted(server.shard.blocks.items()):
+                own = cluster.histories[block.spec.group_name]
                 for number, row in cluster.workload.parts(block, server.number, shards):
-                    history.final[Part(number, server.number)] = row
+                    own.final[Part(number, server.number)] = row
         for client in cluster.clients:
             if client.alive:
                 waiting = [
@@ -242,7 +248,6 @@ class ShardRecorder:
 
     def __init__(self, cluster: SimulatedCluster, shard: Shard) -> None:
         self._cluster = cluster
-        self._history = cluster.history
         self._recorder = cluster.recorder
         self._shard = shard
         self._decided: dict[int, int] = {}
@@ -276,7 +281,7 @@ class ShardRecorder:
 
     def _look(self, effects: Effects) -> None:
         """Tell the history what has changed here: values, clocks, who counts, who is answered."""
-        order = self._history.next()
+        order = self._cluster.history.next()
         versions = dict(self._versions)
         applied = self._recorder.applied(self._shard.number)
         for machine in self._shard.groups.values():
@@ -296,7 +301,7 @@ class ShardRecorder:
             for rank, clock in group.clocks.items():
                 before = self._clocks.get((group.id, rank), 0)
                 if clock < before:
-                    self._history.backwards.append(
+                    self._cluster.histories[group.name].backwards.append(
                         f"shard {self._shard.number}: the clock of rank {rank} went from {before} "
                         f"back to {clock}"
                     )
@@ -323,7 +328,7 @@ class ShardRecorder:
                     more ^= low
         version = self._versions.get(group.id, 0)
         self._versions[group.id] = group.version
-        self._history.updates.append(
+        self._cluster.histories[group.name].updates.append(
             Update(
                 self._shard.number,
                 order,
@@ -336,7 +341,7 @@ class ShardRecorder:
         )
 
     def _who_counts(self, group: GroupState, order: int) -> None:
-        history = self._history
+        history = self._cluster.histories[group.name]
         before = self._counting.get(group.id, {})
         slowest = min(before.values(), default=None)
         for rank in sorted({*before, *group.clocks}):
@@ -360,12 +365,13 @@ class ShardRecorder:
         for news in done.news:
             self._recorder.learned(self._shard.number, news)
         writer = self._cluster.writers.get(client, -1)
-        call = self._cluster.call_of.get((writer, self._shard.number, done.seq))
+        name, call = self._cluster.call_of.get((writer, self._shard.number, done.seq), ("", None))
         if call is not None:
-            group = self._cluster.group
+            group = next(g for g, each in self._shard.groups.items() if each.state.name == name)
             versions = (before.get(group, 0), self._versions.get(group, 0))
             key = (self._shard.number, writer, call.number)
-            first = self._history.answers.setdefault(key, Answered(order, done.skipped, *versions))
+            answers = self._cluster.histories[name].answers
+            first = answers.setdefault(key, Answered(order, done.skipped, *versions))
             if first.order != order and answer.payload is not None and not answer.exact:
                 call.reread.add(self._shard.number)
 

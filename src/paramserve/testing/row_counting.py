@@ -189,6 +189,7 @@ class RowsClient(ScriptedClient):
     def _parts(
         self,
         what: str,
+        group: str,
         push: Sequence[Any],
         pull: Sequence[Any],
         which: Pushed | None,

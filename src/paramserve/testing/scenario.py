@@ -31,6 +31,7 @@ class Scenario:
         faults: None: drawn from the seed.
         script: faults that happen besides, as `kill(worker=1, clock=7)`.
         others: what the policy may be changed to while running, if the faults have changes.
+        second: policy of a second group, which has blocks of its own; None: there is one group.
         samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
     """
 
@@ -45,6 +46,7 @@ class Scenario:
     script: tuple[ScriptedFault, ...] = ()
     others: tuple[Policy, ...] = OTHERS
     samples: int = 0
+    second: Policy | None = None
 
     @property
     def policies(self) -> tuple[Policy, ...]:

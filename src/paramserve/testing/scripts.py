@@ -7,6 +7,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core.client_session import Operation
@@ -47,6 +48,8 @@ class ScriptedClient(SimulatedClient):
         self.changes: deque[Policy] = deque()
         """Policies that it is to give the group, when it has room for a request."""
         self._undefined = list(cluster.workload.blocks)
+        if cluster.scenario.second is not None:
+            self._undefined += list(cluster.workload.second)
         self._thinking = False
 
     @property
@@ -75,8 +78,9 @@ class ScriptedClient(SimulatedClient):
         idle = self.alive and self.in_flight == 0 and not self.calling
         if idle and self.full:  # of calls that were interrupted, whose answers no script awaits
             self.script()
-        elif idle and self.left == 0 and self.step(pull=self.every, then=self.last):
-            self.left = -1
+        elif idle and self.left == 0:
+            groups = tuple(self.cluster.histories)
+            self.left = -1 if self.step(pull=self.every, groups=groups, then=self.last) else 0
 
     @abstractmethod
     def next(self) -> bool:
@@ -101,14 +105,16 @@ class ScriptedClient(SimulatedClient):
     def _place(self) -> None:
         workload = self.cluster.workload
         name = self._undefined[0]
+        first, second = name in workload.blocks, self.cluster.scenario.second
         call = PlaceBlock(
             0,
-            workload.group,
+            workload.group if first else workload.second_group,
             workload.dtype.name,
             spec(workload.rule),
-            workload.blocks[name],
+            workload.blocks[name] if first else workload.second[name],
             True,
             WAIT_S,
+            consistency=None if first or second is None else policies.spec(second),
         )
         self.call(call, self._placed)
 
@@ -145,17 +151,17 @@ class SimulatedWorker(ScriptedClient):
     being decided without its rank, which had ended for good.
     """
 
-    def shown(self, call: Call) -> int | None:
+    def shown(self, call: Call, group: str) -> int | None:
         """A read without a step shows whole clocks if nobody goes on without it."""
         if call.pending or not (call.tick or call.push is None):
             return None
         clocks = (call.clock, max(0, call.clock + call.tick - 1))
-        policies = [self.traits_at(clock).policy for clock in clocks]
-        if not all(isinstance(policy, Sync) for policy in policies):
+        known = [self.traits_at(clock, group).policy for clock in clocks]
+        if not all(isinstance(policy, Sync) for policy in known):
             return None
         alone = not call.tick and any(
             isinstance(policy, Sync) and (policy.backup or policy.timeout_s is not None)
-            for policy in policies
+            for policy in known
         )
         return None if alone else call.clock + call.tick
 
@@ -188,6 +194,63 @@ class SimulatedWorker(ScriptedClient):
             self.step(every, every, tick=True, spoiled=True, then=self.answered)
         else:
             self.step(every[1:], every[:1], then=self.answered)
+
+
+class GroupsWorker(SimulatedWorker):
+    """Steps two groups, in one call or one after the other; sometimes one of them rests a while.
+
+    After each step of the first group comes one of the second: all workers step them in this order.
+    It steps both before one rests again: what was suspended with no step in between is joined
+    together, so that a step of one group alone would make it a member of both.
+    """
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self._groups = (cluster.workload.group, cluster.workload.second_group)
+        self._owes = False
+        """Whether the second group's step is to follow."""
+        self._began = False
+        self._out: dict[str, int] = {}
+        """By group that rests: for how many steps of the other one."""
+        self._rested = False
+        """Whether a group has rested since the last step of both."""
+
+    def next(self) -> bool:
+        if self.left <= 0:
+            return False
+        first, second = self._groups
+        if not self._began:
+            self._began = True
+            member = not any(map(self.steps.membership.pending, self._groups))
+            if member and self.incarnation > 1:  # the older one may have ended in between
+                self.suspend(first, second)
+                return False
+        if self._owes:
+            self._owes = not self._step(second)
+            return True
+        self.left -= 1
+        draw = self.cluster.random.random
+        if draw() < 0.08 and not self._rested:
+            out = self.cluster.random.choice(((first,), (second,), (first, second)))
+            self.suspend(*out)
+            self._out, self._rested = dict.fromkeys(out, 1 + int(3 * draw())), True
+            return False
+        here = [group for group in self._groups if group not in self._out]
+        self._out = {group: left - 1 for group, left in self._out.items() if left > 1}
+        if draw() < 0.1:
+            self.step(pull=self.every, groups=self._groups, then=self.answered)
+        elif len(here) == 2 and draw() < 0.4:
+            self._owes = self._step(first)
+            self._rested = self._rested and not self._owes
+        elif here and self._step(*here):
+            self._rested = self._rested and len(here) < 2
+        return True
+
+    def _step(self, *groups: str) -> bool:
+        own = [each for each in self.every if each.group_name in groups]
+        draw = self.cluster.random.random
+        pull, skip = own if draw() < 0.7 else [], draw() < 0.05
+        return self.step(own, pull, tick=True, skip=skip, groups=groups, then=self.answered)
 
 
 class LeasingWorker(SimulatedWorker):
@@ -271,11 +334,11 @@ class SimulatedReader(ScriptedClient):
         chosen = [block for block in self.every if draw() < 0.5]
         if chosen and self.cluster.counts_updates:
             chosen = self.every  # A push without elements on some shard would not show there.
-        kind = draw()
+        kind, groups = draw(), tuple(self.cluster.histories)
         if kind < 0.4 or not chosen:
-            self.step(pull=self.every, then=self.answered)
+            self.step(pull=self.every, groups=groups, then=self.answered)
         elif kind < 0.7:
-            self.step(chosen, then=self.answered)
+            self.step(chosen, groups=groups, then=self.answered)
         else:
-            self.step(chosen, self.every, then=self.answered)
+            self.step(chosen, self.every, groups=groups, then=self.answered)
         return True

@@ -30,6 +30,7 @@ from paramserve.testing.process import ClientProcess, SimulatedExchange
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
+    GroupsWorker,
     LeasingWorker,
     ScriptedClient,
     SimulatedReader,
@@ -124,10 +125,14 @@ class SimulatedCluster:
         self.counts_updates = self.scenario.counts_updates
         self.workload = self._new_workload()
         self.blocks: dict[int, Block] = {}
-        self.group = 0
-        """Number of the one group that there is."""
-        self.call_of: dict[tuple[int, int, int], Call] = {}
-        """Which call of a writer has a number on a shard."""
+        self.histories = {self.workload.group: self.history}
+        """By group."""
+        if self.scenario.second is not None:
+            second = self.history.of_another_group(self.scenario.second)
+            self.histories[self.workload.second_group] = second
+            self.worker_type = GroupsWorker
+        self.call_of: dict[tuple[int, int, int], tuple[str, Call]] = {}
+        """Which call of a writer has a number on a shard, and its group."""
         self.writers: dict[int, int] = {}
         """By the id that the coordinator gave."""
         self.wanted = self.scenario.workers
@@ -181,7 +186,8 @@ class SimulatedCluster:
         Raises:
             Violation: the text says how to run it again.
         """
-        check(self.history, self.again)
+        for history in self.histories.values():
+            check(history, self.again)
 
     @property
     def again(self) -> str:
