@@ -14,7 +14,7 @@ from tests.contract.role_cluster import RoleCluster, wait_until
 
 from paramserve.client import links
 from paramserve.client.exchange import FIRST_ARENA_BYTES, WINDOW
-from paramserve.client.steps import BlockPush
+from paramserve.client.step_parts import BlockPush
 from paramserve.config import Limits
 from paramserve.core.table.options import Zeros
 from paramserve.rules import Add

@@ -1,7 +1,7 @@
 """The client: routes pushes and pulls to the shards, by name, by block or by key.
 
 `client` is what users hold. It owns the parts that make its calls: `connection` (joins, leaves),
-`steps` (one message to every shard; `clocks`: how far the client is), `directory`
+`steps` (one message to every shard, of `step_parts`; `clocks`: how far the client is), `directory`
 (what is defined), `dense` (parameters by name and by block; `gradients`: their way into shared
 memory), `keyed` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
 `leases` and `snapshots` work through a client. `table` and `ticket` are what its calls give back;
@@ -13,7 +13,7 @@ from paramserve.client.client import Client
 from paramserve.client.connection import Connection
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.snapshots import GroupSnapshot, Snapshots
-from paramserve.client.steps import BlockPush
+from paramserve.client.step_parts import BlockPush
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Outcome, Ticket
 

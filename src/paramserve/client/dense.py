@@ -20,17 +20,15 @@ from paramserve.client.exchange import done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.keyed import Keyed, joined
 from paramserve.client.names import as_pairs
-from paramserve.client.steps import (
+from paramserve.client.step_parts import (
     NOTHING_STAGED,
     BlockPush,
     Staged,
     StepOptions,
     StepParts,
-    Steps,
     check_weight,
-    fail_staged,
-    offset_of,
 )
+from paramserve.client.steps import Steps, fail_staged, offset_of
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_kernels

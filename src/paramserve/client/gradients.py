@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot
 from paramserve.client.names import NamedPiece, Names
-from paramserve.client.steps import BlockPush, Filling, check_rule
+from paramserve.client.step_parts import BlockPush, Filling, check_rule
 from paramserve.config import NO_RANK
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.core.partition import Block

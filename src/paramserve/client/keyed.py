@@ -17,16 +17,15 @@ from paramserve.client.exchange import done
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
-from paramserve.client.steps import (
+from paramserve.client.step_parts import (
     NOTHING_STAGED,
     Staged,
     StepOptions,
     StepParts,
-    Steps,
     check_row_hyper,
     check_weight,
-    fail_staged,
 )
+from paramserve.client.steps import Steps, fail_staged
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing

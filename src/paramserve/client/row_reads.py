@@ -17,7 +17,8 @@ from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
 from paramserve.client.row_cache import CacheReport, Found, RowCache
 from paramserve.client.row_slots import RowPull, lay_pull, owned
-from paramserve.client.steps import StepParts, Steps
+from paramserve.client.step_parts import StepParts
+from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.table import routing

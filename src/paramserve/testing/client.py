@@ -10,7 +10,8 @@ import numpy as np
 from msgspec import structs
 
 from paramserve.client.links import Slot
-from paramserve.client.steps import BlockPush, StepOptions, StepParts, offset_of
+from paramserve.client.step_parts import BlockPush, StepOptions, StepParts
+from paramserve.client.steps import offset_of
 from paramserve.client.ticket import Outcome, Ticket
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paramserve.client.links import Slot
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
-from paramserve.client.steps import StepOptions, StepParts
+from paramserve.client.step_parts import StepOptions, StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.compiling import load_table
 from paramserve.core.block import ShardBlock

@@ -8,7 +8,7 @@ from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
 from paramserve.client.names import Names
-from paramserve.client.steps import BlockPush, Filling
+from paramserve.client.step_parts import BlockPush, Filling
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
 from paramserve.errors import NonFinite, ParamServeError

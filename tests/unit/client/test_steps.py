@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.steps import BlockPush, Staged, StepOptions, StepParts, Steps, check_push
+from paramserve.client.step_parts import BlockPush, Staged, StepOptions, StepParts, check_push
+from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec

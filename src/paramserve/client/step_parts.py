@@ -1,0 +1,172 @@
+"""What a step is made of, as its callers give it, and the checks before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy.typing as npt
+
+from paramserve.client.exchange import Slot
+from paramserve.client.row_slots import RowPull, RowPush
+from paramserve.client.ticket import Ticket
+from paramserve.config import RuleSpec
+from paramserve.core.partition import Block
+from paramserve.errors import ParamServeError
+from paramserve.rules.base import Hyper
+from paramserve.rules.registry import BUILT_IN
+from paramserve.rules.registry import build as build_rule
+from paramserve.rules.rows import check_rows, row_layout
+
+if TYPE_CHECKING:
+    from paramserve.client.table import TablePush
+
+Array = npt.NDArray[Any]
+
+
+class BlockPush(NamedTuple):
+    """One block's gradient for `Dense.step`.
+
+    `gradient` is what `gradient_slot` gave; `active` lists the pieces that have a gradient (None:
+    all); `hyper` are the rule's hyper-parameters for this push (None: as defined).
+    """
+
+    block: Block
+    gradient: Array
+    active: tuple[int, ...] | None = None
+    hyper: Hyper | None = None
+
+
+def check_rule(block: Block) -> RuleSpec:
+    """The block's rule. Raises `ParamServeError` if it has none: it cannot be pushed to."""
+    if block.rule is None:
+        raise ParamServeError(
+            f"{block.pieces[0].name!r} has no rule: it cannot be pushed to",
+            fix="define it with a rule, or use assign",
+        )
+    return block.rule
+
+
+def check_push(push: BlockPush) -> None:
+    """Refuse what the shards would refuse, before anything is sent to any of them.
+
+    Raises:
+        ParamServeError, ValueError: the block has no rule, a hyper-parameter is out of range, or
+            the rule's state does not suffice for them. Of a rule that is not built in, which need
+            not be known here, only the first is checked.
+    """
+    block, hyper = push.block, push.hyper
+    described = check_rule(block)
+    if hyper is not None and described.name in BUILT_IN:  # the shards check what others are
+        rule = build_rule(described)
+        rule.check(hyper)
+        needed = rule.states(hyper)
+        if len(needed) > len(rule.states(rule.hyper())):
+            raise ParamServeError(
+                f"{rule.name} with {hyper} needs the state {', '.join(needed)}, but the block of "
+                f"{block.pieces[0].name!r} was defined without it",
+                fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
+            )
+
+
+def check_row_hyper(block: Block, hyper: Hyper) -> None:
+    """Refuse hyper-parameters that the shards would refuse for a table's rows, before anything is
+    sent: a synchronous clock that only some count cannot be ended any more.
+
+    Raises:
+        ValueError: one is out of range, or needs more than the rows hold. Of a rule that is not
+            built in, which need not be known here, nothing is checked.
+    """
+    described = check_rule(block)
+    if described.name in BUILT_IN:
+        assert block.table is not None
+        rule = build_rule(described)
+        rule.check(hyper)
+        check_rows(rule, row_layout(rule, block.table.dim, block.table.dtype), hyper)
+
+
+@dataclass
+class Filling:
+    """A slot that one block's gradient is written to."""
+
+    block: Block
+    slot: Slot
+    lent: set[int] = field(default_factory=set)
+    """Pieces whose places in it the caller was given, and has not pushed yet."""
+    staged: set[int] = field(default_factory=set)
+    """Pieces whose gradients lie in it."""
+
+
+@dataclass
+class Staged:
+    """What was pushed to a group whose policy collects, since its last tick."""
+
+    weight: float | None = None
+    """What was said of the step."""
+    gradients: dict[int, Filling] = field(default_factory=dict)
+    """By block."""
+    rows: list[TablePush] = field(default_factory=list)
+    """Where the group is a table."""
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+NOTHING_STAGED = Staged()
+"""Not to be changed."""
+
+Captured = Sequence[tuple[BlockPush, Slot]]
+"""Gradients with the slots that they lie in."""
+
+
+class StepOptions(NamedTuple):
+    """How a step is meant; see `messages.Step`."""
+
+    tick: bool = False
+    weight: float = 1.0
+    skip: bool = False
+    clip_norm: float = 0.0
+    note: bytes = b""
+
+
+class StepParts(NamedTuple):
+    """One group's part of a call.
+
+    `pushes` and `row_pushes` are captured: their slots go back when all shards have answered.
+    """
+
+    what: str
+    """"push", "pull", "tick" or "step", for messages."""
+    block: Block
+    """Any of the group."""
+    pushes: Captured = ()
+    pull: Sequence[Block] = ()
+    options: StepOptions = StepOptions()
+    row_pushes: Sequence[RowPush] = ()
+    row_pulls: Sequence[RowPull] = ()
+    leased: bool = False
+    """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
+    staged: Sequence[Ticket] = ()
+    """Of pushes that waited for this tick: they have its outcome."""
+
+    def order(self) -> tuple[bool, int]:
+        """In which all clients send the parts of a call: tables first, then by group. A shard runs
+        a client's requests one after the other, so two workers whose steps come in different orders
+        could wait for each other's second one, for ever."""
+        return self.block.table is None, self.block.group
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Those of the gradients."""
+        return [slot for _, slot in self.pushes] + [each.slot for each in self.row_pushes]
+
+    @property
+    def read_slots(self) -> list[Slot]:
+        """Those of keys that are read, and of the rows."""
+        return [slot for each in self.row_pulls for slot in (each.keys, each.values)]
+
+
+def check_weight(weight: float | None) -> None:
+    """Refuse a number of samples that is none; None stands for 1."""
+    if weight is not None and not 0.0 < weight < math.inf:
+        raise ValueError(f"weight must be > 0 and finite, not {weight}")
