@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sim import planted, planted_client, planted_drivers
+from tests.sim import planted, planted_client, planted_drivers, planted_sessions
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
@@ -20,25 +20,28 @@ SEEDS_OF_DRIVERS = 120
 CASES = [
     *(
         pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
-        for plant in planted.SYNC
+        for plant in planted_sessions.SYNC
     ),
-    *(pytest.param(plant, Async(), id=f"{plant.__name__}-async") for plant in planted.ASYNC),
+    *(
+        pytest.param(plant, Async(), id=f"{plant.__name__}-async")
+        for plant in planted_sessions.ASYNC
+    ),
 ]
 RESTARTS = [
     *(
         pytest.param(plant, Sync(reduce="sum"), id=f"{plant.__name__}-sync")
-        for plant in planted.RESTARTS_SYNC
+        for plant in planted_sessions.RESTARTS_SYNC
     ),
     *(
         pytest.param(plant, Async(), id=f"{plant.__name__}-async")
-        for plant in planted.RESTARTS_ASYNC
+        for plant in planted_sessions.RESTARTS_ASYNC
     ),
 ]
 
 
 OFF_BY_ONE = [
     pytest.param(plant, policy, options, id=f"{plant.__name__}-{type(policy).__name__}")
-    for plant, policy, options in planted.OFF_BY_ONE
+    for plant, policy, options in (*planted.OFF_BY_ONE, *planted_sessions.DEATHS_BY_CLOCK)
 ]
 DRIVERS = [
     pytest.param(plant, policy, options, id=plant.__name__)

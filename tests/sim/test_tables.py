@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.sim import planted
+from tests.sim import planted_sessions
 from tests.sim.policies import TABLE_POLICIES
 
 from paramserve.consistency.base import Policy
@@ -84,12 +84,12 @@ def test_without_faults_every_push_of_rows_is_acknowledged() -> None:
 
 
 def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    planted.no_duplicate_filter(monkeypatch)
+    planted_sessions.no_duplicate_filter(monkeypatch)
     return SimulatedTables
 
 
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    planted.slot_freed_on_timeout(monkeypatch)
+    planted_sessions.slot_freed_on_timeout(monkeypatch)
     return SimulatedTables
 
 
