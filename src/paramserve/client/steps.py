@@ -425,10 +425,11 @@ class Steps(ClientClocks):
         """Join until nothing is left to: an answer may tell of another policy, by which other
         groups follow."""
         for _ in range(CHANGES_MAX):
-            for joining in planned():
-                self._join(joining, limit_s)
-            if not planned():
+            found = planned()
+            if not found:
                 return
+            for joining in found:
+                self._join(joining, limit_s)
 
     def _join(self, joining: Joining, limit_s: float | None) -> None:
         block = joining.block

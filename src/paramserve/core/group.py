@@ -327,7 +327,8 @@ class GroupMachine:
             return
         self.waiting.pop(session.client, None)
         error = session.fenced()
-        error.applied = "no" if session.done is None else "yes"
+        pushed = session.done is not None and isinstance(held.message, Step)
+        error.applied = "yes" if pushed else "no"
         self._outbox.append(Reply(session, Answer(refusal(held.message.seq, error))))
 
     def forget(self, client: int) -> None:

@@ -42,9 +42,9 @@ class MembershipAgreement:
         self._state = state
         self._shard = shard
         self._lead = lead_of(state.id, shards)
-        self._behind: dict[int, None] = {}
+        self._unacknowledged: dict[int, None] = {}
         """On the lead: the shards that are not known to go by the newest decision."""
-        self._since = 0
+        self._holds_from = 0
         """On the lead: its undecided clock when it decided last."""
         self._others = [each for each in range(shards) if each != shard]
         self._resend_s = resend_s
@@ -88,28 +88,28 @@ class MembershipAgreement:
 
     def _decide(self, joined: dict[int, Joined]) -> bool:
         state = self._state
-        self._since = state.committed
-        self._behind.update(dict.fromkeys(self._others))
+        self._holds_from = state.committed
+        self._unacknowledged.update(dict.fromkeys(self._others))
         state.members.decided(state.members.number + 1, joined, state.start)
         self._tell_all()
         return True
 
     def _tell_all(self) -> None:
         self._repeat_at = self._state.now + self._resend_s
-        for shard in self._behind:
+        for shard in self._unacknowledged:
             self.tell(shard)
 
     def tell(self, shard: int) -> None:
         """Send the newest decision to a shard."""
         state, members = self._state, self._state.members
         entries = tuple((rank, *by) for rank, by in sorted(members.joined.items()))
-        message = GroupMembership(state.id, members.number, self._since, entries)
+        message = GroupMembership(state.id, members.number, self._holds_from, entries)
         self._outbox.append(Send(shard, message))
 
     def on_known(self, message: MembershipKnown) -> None:
         """On the lead: a shard goes by a decision."""
         if message.number >= self._state.members.number:
-            self._behind.pop(message.shard, None)
+            self._unacknowledged.pop(message.shard, None)
 
     # --- what the others know --------------------------------------------------------------------
 
@@ -168,9 +168,9 @@ class MembershipAgreement:
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what a shard does not know."""
-        if self._behind and self._repeat_at <= now:
+        if self._unacknowledged and self._repeat_at <= now:
             self._tell_all()
 
     def deadlines(self) -> list[float]:
         """When to repeat."""
-        return [self._repeat_at] if self._behind else []
+        return [self._repeat_at] if self._unacknowledged else []

@@ -151,9 +151,7 @@ def test_decision_holds_on_no_shard_before_its_clock() -> None:
     one = pair()
     both(one, FIRST, 1.0)
     both(one, OTHER, 10.0)
-    while [shard.groups[0].state.committed for shard in one.shards] == [0, 0]:
-        shard, message = one.wire.pop(0)
-        one.happen(FromShard(message), shard)
+    decide_on_one_shard(one)
     commits, one.wire = one.wire, []
     one.join(8, 7)
     one.send(8, JoinGroup(0, 0), 0)
@@ -269,6 +267,15 @@ def test_step_of_a_rank_that_has_not_joined_uses_no_samples() -> None:
     one.join(8, 7)
     one.step(8, {0: [1.0]}, mark=(3, 5))
     assert one.shards[0].report()[0].marks == ()
+
+
+def test_join_that_is_held_when_its_rank_ends_is_refused_and_not_applied() -> None:
+    one = pair()
+    one.join(8, 7)
+    one.send(8, JoinGroup(0, 0), 1)
+    one.join(9, 7, incarnation=2)
+    told = one.answers(8, 1)[-1]
+    assert (told.kind, told.applied) == ("WorkerFenced", "no")
 
 
 def test_client_without_a_rank_cannot_join() -> None:
@@ -451,6 +458,13 @@ def both(one: Rig, client: int, number: float, **options: Any) -> None:
         one.step(client, {0: [number]}, shard=shard, **options)
 
 
+def decide_on_one_shard(one: Rig) -> None:
+    """The lead has decided clock 0, and its commit is on its way to the other shard."""
+    while [shard.groups[0].state.committed for shard in one.shards] == [0, 0]:
+        shard, message = one.wire.pop(0)
+        one.happen(FromShard(message), shard)
+
+
 def values(one: Rig) -> list[float]:
     one.deliver()
     return one.value() + one.value(0, 1)
@@ -504,9 +518,7 @@ def test_restart_where_one_shard_has_decided_already_goes_on_behind_it() -> None
     one = pair()
     both(one, FIRST, 1.0)
     both(one, OTHER, 10.0)
-    while [shard.groups[0].state.committed for shard in one.shards] == [0, 0]:
-        shard, message = one.wire.pop(0)
-        one.happen(FromShard(message), shard)
+    decide_on_one_shard(one)
     assert restart(one) == 1
     both(one, SECOND, 2.0, clock=1)
     both(one, OTHER, 20.0, clock=1)
