@@ -131,7 +131,7 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
     wait_until(lambda: {shard.sessions.members[1].state for shard in shards} == {"dead"})
     on_the_way = [HoldsBack(server.role._peers.send) for server in cluster.servers]
     for server, peers in zip(cluster.servers, on_the_way, strict=True):
-        server.role._peers.send = peers  # type: ignore[method-assign]
+        server.role._peers.send = peers  # type: ignore[method-assign]  # wrapped
     alone = push(first)
     wait_until(lambda: all(shard.groups[0].state.collect.sent for shard in shards))
     again = define(cluster.client(1))

@@ -151,7 +151,7 @@ def test_interrupted_fork_leaves_no_answer_for_the_next(
         def __getattr__(self, name: str) -> object:
             return getattr(self._real, name)
 
-    used._control = Interrupts(used._control)  # type: ignore[assignment]
+    used._control = Interrupts(used._control)  # type: ignore[assignment]  # wrapped
     with pytest.raises(KeyboardInterrupt):
         fleet.launch(role("echo"))
     assert not used.usable

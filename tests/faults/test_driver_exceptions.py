@@ -65,7 +65,7 @@ def test_run_interrupted_gives_its_values_with_the_interrupt(
     with pytest.raises(KeyboardInterrupt) as caught, raised_at(pipe, KeyboardInterrupt):
         ps.run(victims.regress, args=(pipe, 10), workers=2)
     assert type(caught.value) is KeyboardInterrupt  # by which the interpreter knows how to exit
-    result = caught.value.result  # type: ignore[attr-defined]
+    result = caught.value.result  # type: ignore[attr-defined]  # ours
     assert result.stopped
     assert np.abs(result.values["default"]["w"]).sum() > 0
     assert "paramserve: interrupted after" in capfd.readouterr().err
@@ -78,7 +78,7 @@ def test_run_interrupted_before_it_waits_has_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ps.Job, "__enter__", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         ps.run(victims.sleep_forever)
-    assert caught.value.result.values == {}  # type: ignore[attr-defined]
+    assert caught.value.result.values == {}  # type: ignore[attr-defined]  # ours
 
 
 def test_with_block_that_raises_ends_the_job_and_keeps_its_values(pipe: str) -> None:

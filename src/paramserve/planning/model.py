@@ -35,7 +35,7 @@ RECENT = 64
 
 
 class ShardGroupView:
-    """A `core.decisions.GroupView`."""
+    """A `consistency.base.GroupView`: the policy reads `brought` by that name."""
 
     def __init__(self, workers: int) -> None:
         self.clocks: dict[int, int] = dict.fromkeys(range(workers), 0)

@@ -48,7 +48,7 @@ class Call:
         state: if its reads show a synchronous clock as a whole, how many clocks they contain.
         spoiled: whether its gradients hold NaN, or a shard refuses it for another reason.
         samples: [start, stop) of the shared samples that its gradients come from.
-        pending: whether its worker has to join before its next step: it is waited for nowhere.
+        pending: whether its worker joins before its next step: no clock waits for it.
         bases: by shard, the version that they were computed from, if it was told.
         error: kind of the refusal; `applied` is what the error said.
         skipped: it was told that its push is applied nowhere.

@@ -152,7 +152,7 @@ class SimulatedWorker(ScriptedClient):
     """
 
     def shown(self, call: Call, group: str) -> int | None:
-        """A read without a step shows whole clocks if nobody goes on without it."""
+        """A read without a step shows whole clocks if the others do not go on without it."""
         if call.pending or not (call.tick or call.push is None):
             return None
         clocks = (call.clock, max(0, call.clock + call.tick - 1))

@@ -165,7 +165,7 @@ class ControlLink:
                     time.sleep(AGAIN_S)  # it may have failed at once
             return True
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  # no call comes before the release
                 self._lock.release()
             except RuntimeError:
                 pass
@@ -258,7 +258,7 @@ class ControlLink:
         except ConnectionError as error:
             raise self._gone(error) from error
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  # no call comes before the release
                 self._lock.release()
             except RuntimeError:
                 pass
@@ -305,7 +305,7 @@ class ControlLink:
             self._link.send(encode(message))
             return True
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass
@@ -327,7 +327,7 @@ class ControlLink:
                 return None
             return self._link.receive(0.0)
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass
@@ -358,7 +358,7 @@ class ControlLink:
         except (ConnectionError, ClientClosed):
             return False
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass

@@ -51,7 +51,7 @@ def link() -> TakesBeats:
 
 
 def beating(link: TakesBeats, every_s: float = NEVER_S, **limits: int) -> Heartbeat:
-    return Heartbeat(link, 0, every_s, Limits(**limits))  # type: ignore[arg-type]
+    return Heartbeat(link, 0, every_s, Limits(**limits))  # type: ignore[arg-type]  # a fake
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def interrupted(call: Callable[[], object], moment: int, handler: Callable[[], o
 @pytest.mark.parametrize("main", ["log", "send"])
 def test_handler_that_logs_within_the_call_loses_nothing(main: str) -> None:
     link = TakesBeats()
-    heartbeat = Heartbeat(link, 0, NEVER_S, Limits())  # type: ignore[arg-type]
+    heartbeat = Heartbeat(link, 0, NEVER_S, Limits())  # type: ignore[arg-type]  # a fake
     logged = 0
 
     def log() -> None:

@@ -184,7 +184,7 @@ def test_watching_seconds_never_go_back_where_the_end_waited_for_a_reader() -> N
     threads: list[threading.Thread] = []
     watching = Watching("model", every=10, keep=4, seconds=lambda: now[0])
     first = watching.take(lambda: client, {})
-    ask, client.take = client.take, take_snapshot  # type: ignore[method-assign]
+    ask, client.take = client.take, take_snapshot  # type: ignore[method-assign]  # wrapped
     second = watching.take(lambda: client, {})
     threads[0].join(10.0)
     third = watching.take_kept()
