@@ -131,6 +131,8 @@ class RoleCluster:
         registers: Sequence[Any] = (),
     ) -> None:
         self.kind = kind
+        self.ways = kind
+        """What the addresses that clients may dial begin with; empty: all of them."""
         self._restarts = restarts
         self._registered: Registered = registered(registers)
         self.token = secrets.token_bytes(32)
@@ -261,7 +263,7 @@ class RoleCluster:
                 raise ConnectTimeout("the server has stopped", fix="none")
             return InProcessLink.connect(entrance, hello, arenas=arenas)
         return Link.connect(
-            [each for each in addresses if each.startswith(self.kind)],
+            [each for each in addresses if each.startswith(self.ways)],
             hello,
             credentials=credentials,
             arenas=arenas,

@@ -423,11 +423,12 @@ def cut_link(client: Client) -> None:
     link._sock.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("way", ["unix", "tcp", "both"])
 def test_link_that_breaks_while_the_server_is_busy_is_made_anew(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster, way: str
 ) -> None:
-    cluster = make_cluster(kind)
+    cluster = make_cluster("unix" if way == "unix" else "tcp")
+    cluster.ways = "" if way == "both" else way
     client = cluster.client()
     client.define("w", np.zeros(3), rule=Add())
     with cluster.frozen():

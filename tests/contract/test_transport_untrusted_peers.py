@@ -293,6 +293,18 @@ def test_unix_socket_beside_tcp_needs_no_token(make_host: MakeHost) -> None:
     link.close()
 
 
+def test_busy_unix_socket_beside_tcp_is_why_no_connection_was_made(
+    tmp_path: Path,
+) -> None:
+    addresses = [f"unix:{tmp_path}/busy.sock", "tcp:127.0.0.1:1"]
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(f"{tmp_path}/busy.sock")
+        busy.listen()
+        with pytest.raises(ConnectTimeout, match=r"busy\.sock") as found:
+            Link.connect(addresses, Hello("client"), credentials=KNOWN, timeout_s=0.05)
+    assert dial.listens(found.value.__cause__)
+
+
 def test_token_is_in_no_log_and_no_repr(
     make_host: MakeHost, caplog: pytest.LogCaptureFixture
 ) -> None:

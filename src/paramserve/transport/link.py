@@ -24,7 +24,7 @@ from paramserve.errors import ConnectTimeout, ParamServeError
 from paramserve.messages import ALIGN, Hello
 from paramserve.transport import forks
 from paramserve.transport.arena import Arena
-from paramserve.transport.dial import check_addresses, dial, is_unix, remaining
+from paramserve.transport.dial import check_addresses, dial, is_unix, listens, remaining
 from paramserve.transport.framing import (
     BUFFER_BYTES,
     IO_PARTS_MAX,
@@ -121,7 +121,8 @@ class Link:
             lost_s: a TCP connection ends when the peer's host is silent for about this long.
         Raises:
             ValueError: an address that is none, or TCP with a token that is too short.
-            ConnectTimeout: no answer. Nothing was applied.
+            ConnectTimeout: no answer. Nothing was applied. Its cause is the failure at an address
+                where a process listens, if there is one: see `dial.listens`.
             NotAuthenticated, ProtocolError: a side does not know the other; or a TCP
                 address was about to be dialled without a token, or without TLS where it is spoken.
             ParamServeError: the peer refused the hello; this is its error.
@@ -146,7 +147,8 @@ class Link:
                 if isinstance(failure, ParamServeError):
                     raise failure
             if time.monotonic() + _RETRY_S >= deadline:
-                raise _nobody(failures, timeout_s) from failures[-1][1]
+                heard = [failure for _, failure in failures if listens(failure)]
+                raise _nobody(failures, timeout_s) from (heard or [failures[-1][1]])[0]
             time.sleep(_RETRY_S)
 
     @classmethod
