@@ -18,7 +18,7 @@ from tests.contract.echo_host import frame
 from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, taken, wait_until
 
 from paramserve.client import Client, Snapshots
-from paramserve.config import Deadlines
+from paramserve.config import NO_CREDENTIALS, Deadlines
 from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
     ClientClosed,
@@ -440,6 +440,17 @@ def test_link_that_breaks_while_the_server_is_busy_is_made_anew(
         wake.join(WAIT_S)
     assert ticket.result().version == 1
     assert client.pull("w").tolist() == [1.0] * 3
+
+
+def test_server_that_ends_is_gone_also_where_its_other_address_needs_a_token(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("tcp")
+    cluster.ways, cluster.credentials = "", NO_CREDENTIALS
+    client = cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    cluster.stop()
+    gone(lambda: client.push("w", np.ones(3)).result())
 
 
 def test_server_that_does_not_answer_for_stall_s_is_gone(make_cluster: MakeCluster) -> None:

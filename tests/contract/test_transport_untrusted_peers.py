@@ -36,7 +36,7 @@ from tests.contract.echo_host import (
 )
 from tests.contract.role_cluster import wait_until
 
-from paramserve.config import Credentials, Limits
+from paramserve.config import NO_CREDENTIALS, Credentials, Limits
 from paramserve.errors import (
     ConnectTimeout,
     NotAuthenticated,
@@ -293,15 +293,16 @@ def test_unix_socket_beside_tcp_needs_no_token(make_host: MakeHost) -> None:
     link.close()
 
 
+@pytest.mark.parametrize("credentials", [KNOWN, NO_CREDENTIALS], ids=["token", "no token"])
 def test_busy_unix_socket_beside_tcp_is_why_no_connection_was_made(
-    tmp_path: Path,
+    tmp_path: Path, credentials: Credentials
 ) -> None:
     addresses = [f"unix:{tmp_path}/busy.sock", "tcp:127.0.0.1:1"]
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(f"{tmp_path}/busy.sock")
         busy.listen()
         with pytest.raises(ConnectTimeout, match=r"busy\.sock") as found:
-            Link.connect(addresses, Hello("client"), credentials=KNOWN, timeout_s=0.05)
+            Link.connect(addresses, Hello("client"), credentials=credentials, timeout_s=0.05)
     assert dial.listens(found.value.__cause__)
 
 

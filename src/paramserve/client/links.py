@@ -38,6 +38,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport.arena import RESERVED_BYTES, Arena
+from paramserve.transport.dial import is_unix
 from paramserve.transport.link import Link
 from paramserve.transport.timing import Timing
 
@@ -334,6 +335,9 @@ class Links:
         self._by_fileno[shard.fileno] = shard
         self._poll.register(shard.fileno, select.POLLIN)
         self._down.discard(shard.number)
+        if is_unix(link.address) and not self._credentials.token:
+            # No other address can be dialled: without it the server is gone, and not unknown.
+            shard.addresses = [each for each in shard.addresses if is_unix(each)]
         return link
 
     def _disconnect(self, shard: ReachedShard) -> None:

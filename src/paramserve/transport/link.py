@@ -133,6 +133,9 @@ class Link:
         while True:
             failures: list[tuple[str, Exception]] = []
             for address in order:
+                tokenless = not (is_unix(address) or credentials.token)
+                if tokenless and any(listens(failure) for _, failure in failures):
+                    continue  # The peer is reached over a Unix socket: it is busy, not unknown.
                 try:
                     link = cls._open(
                         address, hello, credentials, arenas, deadline, limits, io_timeout_s, lost_s

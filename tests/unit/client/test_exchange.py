@@ -14,7 +14,7 @@ from tests.unit.client.fakes import Links
 
 from paramserve.client import exchange as module
 from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange
-from paramserve.config import ConsistencySpec, Deadlines, Limits
+from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Deadlines, Limits
 from paramserve.core.client_session import Operation
 from paramserve.errors import (
     ClientClosed,
@@ -34,7 +34,7 @@ class Bench:
         self.links = Links()
         joined = Joined(1, 5, 0, 1, 0, ADDRESSES, ConsistencySpec("Async"))
         deadlines = Deadlines(start_s=1.0, reconnect_s=0.1, request_s=1.0)
-        self.exchange = Exchange(joined, -1, b"", Limits(), deadlines, self.links)
+        self.exchange = Exchange(joined, -1, NO_CREDENTIALS, Limits(), deadlines, self.links)
         self.completed: list[Operation] = []
 
     def submit(self) -> Operation:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.client.fakes import Links
 
 from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange, Slot
-from paramserve.config import ConsistencySpec, Deadlines, Limits
+from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Deadlines, Limits
 from paramserve.messages import Joined
 from paramserve.transport.arena import Arena
 
@@ -40,7 +40,9 @@ class Memory:
 def exchange_with(memory: Memory) -> Exchange:
     joined = Joined(1, 5, 0, 1, 0, (("unix:0",),), ConsistencySpec("Async"))
     deadlines = Deadlines(start_s=1.0, reconnect_s=0.1, request_s=1.0)
-    return Exchange(joined, -1, b"", Limits(), deadlines, Links(), allocate=memory.allocate)
+    return Exchange(
+        joined, -1, NO_CREDENTIALS, Limits(), deadlines, Links(), allocate=memory.allocate
+    )
 
 
 def spread(least: int, most: int) -> Amount:
