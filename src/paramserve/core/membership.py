@@ -43,7 +43,7 @@ class Membership:
         self.workers_at_first = workers
         """How many the cluster was started for."""
         self._awaited_from_first = set(range(workers))
-        """Ranks for which the others wait, or have waited, from the beginning."""
+        """Ranks that the others wait for from the beginning, as long as they have not ended."""
         self.number = 1
         """Of the membership: grows with every change."""
         self.members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
@@ -193,11 +193,11 @@ class Membership:
         after = {LIVE: RETIRING, EXPECTED: LEFT, RESTARTING: DEAD}
         for rank, member in sorted(self.members.items()):
             if rank >= workers and member.state in after:
-                if member.state == EXPECTED:
-                    self._awaited_from_first.discard(rank)
                 self._change(structs.replace(member, state=after[member.state]))
 
     def _change(self, member: Member) -> None:
+        if member.state in (LEFT, DEAD):  # The others go on without it.
+            self._awaited_from_first.discard(member.rank)
         self._restarting.pop(member.rank, None)
         self.members[member.rank] = member
         self.number += 1

@@ -289,3 +289,16 @@ def test_late_is_who_was_given_up_before_it_came() -> None:
     one.scale(1)
     one.scale(2)
     assert [one.late(rank, 1) for rank in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_late_is_who_died_before_it_came(restarts: bool) -> None:
+    one = membership()
+    if restarts:
+        assert one.restarting(1, 0.0)
+        assert not one.late(1, 1), "the others wait for it"
+    assert one.ended(1, DEAD)
+    one.scale(1)
+    one.scale(2)
+    assert one.join(Join(1, 1, 0), 0.0)[1] == 1
+    assert one.late(1, 1)
