@@ -101,26 +101,34 @@ class Gradients:
         return piece.view(lent.slot.array(block))
 
     def capture(self, blocks: Sequence[Block], arrays: Mapping[str, Array]) -> tuple[Pushes, bool]:
-        """Copy gradients by name into slots, checking them in the same pass."""
+        """Copy gradients by name into slots, checking them in the same pass.
+
+        Raises:
+            Overloaded: there is no memory for them. Everything is as it was.
+        """
         bad = None
-        fillings = []
+        fillings: list[Filling] = []
         pushes: Pushes = []
-        for block in blocks:
-            filling = self._filling(block, arrays)
-            fillings.append(filling)
-            flat = filling.slot.array(block)
-            active = []
-            for piece in self._names.pieces(block):
-                gradient = arrays.get(piece.name)
-                if gradient is not None:
-                    active.append(piece.index)
-                    if not piece.fill(flat, gradient, piece.index in filling.lent) and bad is None:
-                        bad = piece.name
-            whole = None if len(active) == len(block.pieces) else tuple(active)
-            pushes.append((BlockPush(block, flat, whole), filling.slot))
-        if bad is not None and self._refuses(blocks[0]):
+        try:
+            for block in blocks:
+                filling = self._filling(block, arrays)
+                fillings.append(filling)
+                flat = filling.slot.array(block)
+                active = []
+                for piece in self._names.pieces(block):
+                    gradient = arrays.get(piece.name)
+                    if gradient is not None:
+                        active.append(piece.index)
+                        lent = piece.index in filling.lent
+                        if not piece.fill(flat, gradient, lent) and bad is None:
+                            bad = piece.name
+                whole = None if len(active) == len(block.pieces) else tuple(active)
+                pushes.append((BlockPush(block, flat, whole), filling.slot))
+            if bad is not None and self._refuses(blocks[0]):
+                raise self._nonfinite(bad)
+        except BaseException:
             self._undo(fillings)
-            raise self._nonfinite(bad)
+            raise
         return pushes, bad is None
 
     def stage(
@@ -131,33 +139,37 @@ class Gradients:
         Args:
             into: what was kept before, by block; gets these.
         Raises:
-            ParamServeError: a block has no rule. Everything is as it was.
+            ParamServeError: a block has no rule, or there is no memory. Everything is as it was.
         """
         for block in blocks:
             check_rule(block)
         bad = None
-        new, fillings, sums = [], [], []
-        for block in blocks:
-            filling = into.get(block.id)
-            if filling is None:
-                filling = self._filling(block, arrays)
-                new.append(filling)
-            fillings.append(filling)
-            flat = filling.slot.array(block)
-            for piece in self._names.pieces(block):
-                gradient = arrays.get(piece.name)
-                if gradient is None:
-                    continue
-                if piece.index in filling.staged:
-                    finite = bool(np.isfinite(gradient).all())
-                    sums.append((piece.view(flat), gradient))
-                else:
-                    finite = piece.fill(flat, gradient, piece.index in filling.lent)
-                if not finite and bad is None:
-                    bad = piece.name
-        if bad is not None and self._refuses(blocks[0]):
+        new: list[Filling] = []
+        fillings, sums = [], []
+        try:
+            for block in blocks:
+                filling = into.get(block.id)
+                if filling is None:
+                    filling = self._filling(block, arrays)
+                    new.append(filling)
+                fillings.append(filling)
+                flat = filling.slot.array(block)
+                for piece in self._names.pieces(block):
+                    gradient = arrays.get(piece.name)
+                    if gradient is None:
+                        continue
+                    if piece.index in filling.staged:
+                        finite = bool(np.isfinite(gradient).all())
+                        sums.append((piece.view(flat), gradient))
+                    else:
+                        finite = piece.fill(flat, gradient, piece.index in filling.lent)
+                    if not finite and bad is None:
+                        bad = piece.name
+            if bad is not None and self._refuses(blocks[0]):
+                raise self._nonfinite(bad)
+        except BaseException:
             self._undo(new)
-            raise self._nonfinite(bad)
+            raise
         self._exchange.unfinished = "a push"
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
             for total, gradient in sums:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
@@ -11,7 +13,7 @@ from paramserve.client.names import Names
 from paramserve.client.step_parts import BlockPush, Filling
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
-from paramserve.errors import NonFinite, ParamServeError
+from paramserve.errors import NonFinite, Overloaded, ParamServeError
 
 BLOCK = block_of({"a": (3,), "b": (2,)})
 ONE = np.ones(3)
@@ -158,3 +160,28 @@ def test_terms_are_asked_for_when_something_is_not_finite(bench: Bench) -> None:
         bench.gradients.take([BlockPush(BLOCK, slot)])
     bench.refuses = False
     assert bench.gradients.take([BlockPush(BLOCK, slot)])[1] is False
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_push_without_memory_for_all_its_blocks_leaves_everything_as_it_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, stages: bool
+) -> None:
+    second, large = block_of({"c": (2,)}, number=1), block_of({"d": (9,)}, number=2)
+    for block in (second, large):
+        bench.names.add(block)
+    take = bench.memory.take
+
+    def full(nbytes: int) -> object:
+        if nbytes == large.nbytes:
+            raise Overloaded("no memory", fix="push less")
+        return take(nbytes)
+
+    monkeypatch.setattr(bench.memory, "take", full)
+    blocks, arrays = [BLOCK, second, large], {"a": bench.lend("a"), "c": TWO, "d": np.ones(9)}
+    arrays["a"][:] = 1.0
+    push = partial(bench.gradients.stage, into=bench.kept) if stages else bench.gradients.capture
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            push(blocks, arrays)
+    assert (len(bench.memory.taken), bench.kept) == (1, {}), "the lent one only"
+    assert np.shares_memory(bench.lend("a"), arrays["a"])
