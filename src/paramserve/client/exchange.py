@@ -122,6 +122,8 @@ class Exchange(Links):
         """Those under way: each keeps its own answers."""
         self.waited_s = 0.0
         """Seconds that calls have waited for answers; where several threads wait, each counts."""
+        self._mute_at = self.now()
+        """When a shard that listens was last tried in vain."""
         self._reason: ParamServeError | None = None
         """Why it was closed, if not because somebody wanted it."""
         self._pid = os.getpid()
@@ -161,25 +163,33 @@ class Exchange(Links):
             self._give_up(shard, self._gone)
             return
         self._timing.sleep(RECONNECT_PAUSE_S)
+        began = self.now()
         try:
             self._connect(shard, self._deadlines.reconnect_s)
+            shard.mute_since = None
             for message in shard.session.to_resend():
                 self._transmit(shard, message)
-            shard.mute_since = None
         except ConnectionError:
             self._disconnect(shard)  # It broke again.
         except (ParamServeError, OSError) as error:
-            if self._may_answer(shard, error):
+            if self._may_answer(shard, error, began):
                 self._disconnect(shard)
                 return
             logger.debug("shard %d is given up: %s; before: %s", shard.number, error, why)
             self._give_up(shard, error)
 
-    def _may_answer(self, shard: ReachedShard, error: Exception) -> bool:
-        """Whether a shard that could not be reached is only busy, or crowded by other peers."""
+    def _may_answer(self, shard: ReachedShard, error: Exception, began: float) -> bool:
+        """Whether a shard that could not be reached is only busy, or crowded by other peers.
+
+        Args:
+            began: when it was tried.
+        """
         if not (isinstance(error, ConnectTimeout) and listens(error.__cause__)):
             return False
-        now = self.now()
+        if began - self._mute_at > self._deadlines.reconnect_s:
+            for each in self.shards:  # No call waited, and none was tried meanwhile.
+                each.mute_since = None
+        self._mute_at = now = self.now()
         shard.mute_since = shard.mute_since if shard.mute_since is not None else now
         return now - shard.mute_since < self._deadlines.stall_s
 

@@ -18,6 +18,7 @@ from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Deadlines, Limits
 from paramserve.core.client_session import Operation
 from paramserve.errors import (
     ClientClosed,
+    ConnectTimeout,
     Overloaded,
     ServerGone,
     WorkerFenced,
@@ -185,6 +186,50 @@ def test_refusal_of_the_connection_is_the_error_of_what_was_sent(bench: Bench) -
     assert bench.exchange.wait(operation, 1.0)
     assert isinstance(operation.error, WorkerFenced)
     assert operation.error.applied == "unknown"  # it may have been applied before
+
+
+class Mute:
+    """A `connect` that meets a server which listens and does not answer, on a clock of its own."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(bench.exchange, "now", lambda: self.now)
+        monkeypatch.setattr(bench.exchange, "_dial", self)
+
+    def __call__(self, *_: object, timeout_s: float, **__: object) -> None:
+        self.now += timeout_s
+        raise ConnectTimeout("busy", fix="wait") from TimeoutError()
+
+
+def test_time_without_a_call_that_waits_does_not_count_as_silence(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation, mute = bench.submit(), Mute(bench, monkeypatch)
+    bench.links[0].break_off()
+    for _ in range(2):
+        assert not bench.exchange.wait(operation, 10.0)
+        mute.now += 60.0
+    assert bench.exchange.wait(operation, 20.0)
+    assert isinstance(operation.error, ServerGone)
+    assert mute.now == pytest.approx(140.0 + Deadlines().stall_s, abs=1.0)
+
+
+def test_connection_that_breaks_while_it_is_sent_again_ends_the_silence(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation, mute = bench.submit(), Mute(bench, monkeypatch)
+    bench.links[0].break_off()
+
+    def breaks_at_once(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(bench.exchange, "_dial", mute)
+        link = bench.links(*args, **options)
+        link.broken = True
+        return link
+
+    assert not bench.exchange.wait(operation, 10.0)
+    monkeypatch.setattr(bench.exchange, "_dial", breaks_at_once)
+    assert not bench.exchange.wait(operation, 10.0)
+    assert operation.error is None
 
 
 def test_questions_of_several_threads_each_get_their_own_answers(bench: Bench) -> None:
