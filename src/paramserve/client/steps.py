@@ -387,6 +387,8 @@ class Steps(ClientClocks):
 
     def _ended(self, sent: Prepared) -> None:
         """A step with a tick was sent."""
+        if sent.clock == CURRENT_CLOCK:
+            self._asked_clock(sent.block.group_name)
         self.go_on(sent.block.group_name, sent.clock + 1)
         self.membership.stepped(sent.block)
         for staged in sent.staged:

@@ -499,6 +499,24 @@ def test_clock_that_was_asked_for_is_not_missed() -> None:
     assert (one.steps.missed, one.steps.clocks["bb"]) == (0, 8)
 
 
+def test_call_whose_last_part_is_refused_asks_for_no_clock() -> None:
+    one = Joiner(A, BB, CCC)
+    fixed = block_of({"fixed": (2,)}, number=4, group="ccc", rule=None, shards=2)
+    with pytest.raises(ParamServeError, match="has no rule"):
+        one.step(A, BB, fixed)
+    one.step(A, BB, CCC)
+    assert one.said() == [
+        (JOIN, 1, (2, 3)),
+        (STEP, 1, 0),
+        (STEP, 2, CURRENT_CLOCK),
+        (STEP, 3, CURRENT_CLOCK),
+    ]
+    one.memory.answer(2, at=8)
+    one.step(BB)
+    one.memory.answer(4, at=11, skipped=True)
+    assert (one.said(), one.steps.missed) == ([(STEP, 2, 8)], 2)
+
+
 def test_pull_does_not_join() -> None:
     one = Joiner(A)
     one.steps.send([StepParts("pull", A, pull=[A])])
