@@ -643,8 +643,9 @@ class Steps(ClientClocks):
     def raise_unread(self) -> None:
         """Raise the oldest error that was not read from its ticket."""
         self._exchange.check_whole()
-        ticket = next(iter(self._unread), None)
-        if ticket is not None:
+        unread = list(self._unread)  # at once: a thread that reads answers may add one
+        if unread:
+            ticket = unread[0]
             self.error_was_read(ticket)
             ticket.release()
             assert ticket.error is not None

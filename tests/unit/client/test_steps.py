@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ from tests.unit.client.fakes import Memory, block_of
 
 from paramserve.client.step_parts import BlockPush, Staged, StepOptions, StepParts, check_push
 from paramserve.client.steps import Steps
+from paramserve.client.ticket import Ticket
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import spec
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.errors import (
@@ -138,6 +142,36 @@ def test_unread_errors_are_raised_once_oldest_first_and_free_their_slots(bench: 
             bench.steps.begin()
     bench.steps.begin()
     assert bench.memory.taken == []
+
+
+def test_error_that_another_thread_reads_meanwhile_is_raised_by_the_next_call(
+    bench: Bench,
+) -> None:
+    """It comes between any two instructions, as a thread that reads answers holds no lock."""
+    bench.send()
+    bench.memory.refuse(0)
+    found = bench.steps._unread
+    came: list[Ticket] = []
+
+    def another(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not Steps.raise_unread.__code__:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if event == "opcode" and len(came) < 100:
+            ticket = Ticket(bench.steps, "push", BLOCK.group)
+            ticket.operation = Operation(1)
+            came.append(ticket)
+            found[ticket] = None
+        return another
+
+    before = sys.gettrace()
+    sys.settrace(another)
+    try:
+        with pytest.raises(ParamServeError, match="no 0"):
+            bench.steps.begin()
+    finally:
+        sys.settrace(before)
+    assert list(found) == came != []
 
 
 def test_error_read_from_one_of_a_steps_tickets_is_not_raised_again(bench: Bench) -> None:
