@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -43,9 +43,6 @@ from paramserve.messages import (
     Step,
     SuspendMembership,
 )
-
-if TYPE_CHECKING:
-    pass
 
 Array = npt.NDArray[Any]
 
