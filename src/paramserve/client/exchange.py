@@ -24,6 +24,7 @@ from paramserve.client.links import (
     WINDOW,
     Allocate,
     Connect,
+    Framed,
     Links,
     ReachedShard,
     Slot,
@@ -168,7 +169,7 @@ class Exchange(Links):
             self._connect(shard, self._deadlines.reconnect_s)
             shard.mute_since = None
             for message in shard.session.to_resend():
-                self._transmit(shard, message)
+                self._transmit(shard, self._frame(shard, [message]))
         except ConnectionError:
             self._disconnect(shard)  # It broke again.
         except (ParamServeError, OSError) as error:
@@ -251,6 +252,7 @@ class Exchange(Links):
             numbered: called as soon as the call is certain to be sent.
         Raises:
             ClientClosed: nothing was sent.
+            ProtocolError: the header is over `header_bytes_max`. Nothing was sent.
         """
         self.submit_together([(requests, operation)], numbered)
 
@@ -276,27 +278,43 @@ class Exchange(Links):
                     for _, operation in calls:
                         operation.failed(self._gone)
                     continue
-                messages.append(
-                    [
-                        shard.session.submit(requests[shard.number], operation, first=not index)
-                        for index, (requests, operation) in enumerate(calls)
-                    ]
-                )
+                each: list[ShardRequest] = []
+                for requests, operation in calls:
+                    request = requests[shard.number]
+                    each.append(shard.session.submit(request, operation, first=not each))
+                messages.append(each)
+            frames: list[Framed] = []
+            try:
+                for shard, each in zip(self.shards, messages, strict=False):
+                    frames.append(self._frame(shard, each))
+            except BaseException:
+                self._take_back(calls, messages)
+                raise
             if numbered is not None:
                 numbered()
             self._torn = ""
-            for shard, each in zip(self.shards, messages, strict=False):
+            for shard, frame in zip(self.shards, frames, strict=False):
                 # A broken link is made anew by the thread that reads next, which sends this again.
                 try:
-                    if len(each) == 1:
-                        self._transmit(shard, each[0])
-                    else:
-                        self._transmit_together(shard, each)
+                    self._transmit(shard, frame)
                 except ConnectionError:
                     self._disconnect(shard)
                 self._in_use.discard(shard.number)
-            if not messages:
+            if not frames:
                 self._in_use.clear()
+
+    def _take_back(
+        self,
+        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        messages: Sequence[Sequence[ShardRequest]],
+    ) -> None:
+        """Calls that were numbered just now are not sent: the next one has their numbers."""
+        for shard, each in zip(self.shards, messages, strict=False):
+            shard.session.take_back(len(each))
+        for _, operation in calls:
+            operation.numbered = False
+        self._in_use.clear()
+        self._torn = ""
 
     # --- interrupts --------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from paramserve.messages import (
 )
 from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.dial import is_unix
+from paramserve.transport.framing import header_not_sent
 from paramserve.transport.link import Link
 from paramserve.transport.timing import Timing
 
@@ -77,6 +78,8 @@ SPIN_TCP_S = 200e-6
 
 Allocate = Callable[[int, int], Arena]
 """Makes an arena of a size, with a number."""
+Framed = tuple[bytes, list[Bytes]]
+"""A frame to be sent: its header, and the parts of its payload."""
 
 
 class Connect(Protocol):
@@ -375,30 +378,31 @@ class Links:
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def _transmit(self, shard: ReachedShard, message: ShardRequest) -> None:
-        link = shard.link
-        if link is None:
-            raise ConnectionError("not connected")
-        if link.shared:
-            link.send(encode(message))
-            return
-        payload = Outgoing()
-        inline = self.payloads.inline(shard.number, message, payload)
-        link.io_timeout_s = self.io_timeout_s
-        link.send(encode(inline), payload.parts)
+    def _frame(self, shard: ReachedShard, messages: Sequence[ShardRequest]) -> Framed:
+        """Requests as one frame for a shard; with the bytes that they speak of, if it does not map
+        this memory.
 
-    def _transmit_together(self, shard: ReachedShard, messages: Sequence[ShardRequest]) -> None:
-        """Send several requests in one frame."""
+        Raises:
+            ProtocolError: the header is over `header_bytes_max`.
+        """
+        parts: list[Bytes] = []
+        link = shard.link
+        if link is not None and not link.shared:
+            payload = Outgoing()
+            messages = [self.payloads.inline(shard.number, each, payload) for each in messages]
+            parts = payload.parts
+        header = encode(messages[0] if len(messages) == 1 else Batch(tuple(messages)))
+        if len(header) > self._limits.header_bytes_max:
+            raise header_not_sent(len(header), self._limits.header_bytes_max)
+        return header, parts
+
+    def _transmit(self, shard: ReachedShard, frame: Framed) -> None:
         link = shard.link
         if link is None:
             raise ConnectionError("not connected")
-        if link.shared:
-            link.send(encode(Batch(tuple(messages))))
-            return
-        payload = Outgoing()
-        inline = [self.payloads.inline(shard.number, message, payload) for message in messages]
-        link.io_timeout_s = self.io_timeout_s
-        link.send(encode(Batch(tuple(inline))), payload.parts)
+        if not link.shared:
+            link.io_timeout_s = self.io_timeout_s
+        link.send(*frame)
 
     # --- polling ---------------------------------------------------------------------------
 

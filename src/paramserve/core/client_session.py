@@ -157,6 +157,13 @@ class ClientSession:
         self.unanswered.append(Sent(numbered, operation, self.calls))
         return numbered
 
+    def take_back(self, requests: int) -> None:
+        """The last call, of so many requests, is not sent after all."""
+        for _ in range(requests):
+            self.unanswered.pop()
+        self.last -= requests
+        self.calls -= 1
+
     def sent(self, seq: int) -> Sent | None:
         """The unanswered request of this number; None if it was answered before."""
         for each in self.unanswered:

@@ -20,22 +20,24 @@ from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,
     Overloaded,
+    ProtocolError,
     ServerGone,
     WorkerFenced,
 )
-from paramserve.messages import Done, Fetch, Joined, Refused, ServerBeat, Waiting
+from paramserve.messages import Assign, Done, Fetch, Joined, Refused, ServerBeat, Waiting
 
 ADDRESSES = (("unix:0",), ("unix:1",))
+LIMITS = Limits()
 
 
 class Bench:
     """An exchange with two shards."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.links = Links()
         joined = Joined(1, 5, 0, 1, 0, ADDRESSES, ConsistencySpec("Async"))
         deadlines = Deadlines(start_s=1.0, reconnect_s=0.1, request_s=1.0)
-        self.exchange = Exchange(joined, -1, NO_CREDENTIALS, Limits(), deadlines, self.links)
+        self.exchange = Exchange(joined, -1, NO_CREDENTIALS, limits, deadlines, self.links)
         self.completed: list[Operation] = []
 
     def submit(self) -> Operation:
@@ -87,6 +89,23 @@ def test_full_window_of_one_shard_keeps_the_others_from_getting_more(bench: Benc
     assert bench.exchange.wait_for_room(1.0, 1)
     bench.submit()
     assert bench.links.said(1) == [1, 2, 3, 4, 5]
+
+
+def test_request_whose_header_is_too_large_is_sent_to_no_shard_and_takes_no_number() -> None:
+    bench = Bench(Limits(header_bytes_max=1000))
+    large = Assign(0, 0, 0, 1, 64, active=tuple(range(2000)))
+    operation = Operation(2)
+    with pytest.raises(ProtocolError, match=r"not sent, the limit is 1000.*Applied: no"):
+        bench.exchange.submit([Fetch(0, 0, 0, 1, 64), large], operation)
+    assert (operation.numbered, bench.links[0].sent, bench.links[1].sent) == (False, [], [])
+    for seq in (1, 2, 3, 4):
+        assert bench.exchange.has_room()
+        bench.submit()
+        bench.answer(seq)
+    assert bench.exchange.settle(1.0)
+    assert (len(bench.completed), bench.links.said(1)) == (4, [1, 2, 3, 4])
+    assert len(bench.links.made["unix:1"]) == 1, "the link is used on"
+    bench.exchange.close()
 
 
 def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
