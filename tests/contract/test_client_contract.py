@@ -274,8 +274,9 @@ def test_gradient_stays_the_callers_until_its_own_push(cluster: RoleCluster) -> 
     a, b = client.gradient("a"), client.gradient("b")
     a[:], b[:] = 1.0, 2.0
     client.push("a", a)
-    for _ in range(3):
-        client.pull(["a", "b"])  # would take the slot, had the first push let go of it
+    client.pull("b")
+    client.gradient("a")[:] = 3.0
+    client.pull(["a", "b"])  # these two would take the slot, had the first push let go of it
     client.push("b", b)
     assert (client.pull("a") == 1.0).all()
     assert (client.pull("b") == 2.0).all()
