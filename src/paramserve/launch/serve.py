@@ -384,10 +384,7 @@ def serve(
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
     described, registered = checked(policy, workers, rules, policies)
-    if servers < 1 or workers < 0:
-        raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
-    if until_done and join is None and not workers:
-        raise ValueError("until_done needs the number of workers: without any it would never end")
+    _check_numbers(servers, workers, ends=until_done and join is None)
     _check_advertise(advertise)
     settings = Settings(
         bind=bind,
@@ -405,6 +402,14 @@ def serve(
     )
     warn_if_open(bind, tls)
     asyncio.run(_serve(settings, ready))
+
+
+def _check_numbers(servers: int, workers: int, ends: bool) -> None:
+    """Refuse what a cluster cannot have. `ends`: it is to end when all workers have left."""
+    if servers < 1 or workers < 0:
+        raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
+    if ends and not workers:
+        raise ValueError("until_done needs the number of workers: without any it would never end")
 
 
 def _check_advertise(host: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,6 +155,17 @@ class SimulatedClient(ClientProcess):
         if not self._issued:
             self.script()
             return False
+        self._await(tickets, then)
+        return True
+
+    def _await(
+        self, tickets: Mapping[Operation, tuple[Ticket, StepParts, Sequence[Any]]], then: Answered
+    ) -> None:
+        """Read what each group answers to the present call, and go on when all have.
+
+        Args:
+            tickets: with what the program reads from them; a call that was interrupted has none.
+        """
         issued = list(self._issued)
         for group, call, operation in issued:
 
@@ -172,7 +183,6 @@ class SimulatedClient(ClientProcess):
                     then(call, operation.error)
 
             self.when_answered(operation, complete)
-        return True
 
     def _of(self, group: str, chosen: Sequence[Any]) -> Sequence[Any]:
         """Of what is pushed or read, that of a group."""
