@@ -47,7 +47,7 @@ class PullTimeout(Timeout):
 
 
 class ConnectTimeout(Timeout):
-    """Nobody answered at an address, or the cluster was not complete in time."""
+    """No process answered at an address, or the cluster was not complete in time."""
 
 
 class DefineTimeout(Timeout):

@@ -380,7 +380,7 @@ def test_worker_that_comes_back_to_another_cluster_changes_nothing_there(
 
 
 def test_address_without_a_listener_is_told_in_time(servers: Servers) -> None:
-    with pytest.raises(ConnectTimeout, match="nobody answered"):
+    with pytest.raises(ConnectTimeout, match="no process answered"):
         ps.connect(f"127.0.0.1:{free_port()}", rank=0, token_file=servers.token, timeout_s=0.2)
 
 

@@ -1,7 +1,7 @@
 """One client's exchange with all shards: it sends requests, waits for answers, and sends again.
 
-It is synchronous: whoever waits polls the sockets in its own thread. Of several waiting threads one
-polls and the others wait for what it reads. It knows nothing of names, rules or groups' meaning.
+It is synchronous: a thread that waits polls the sockets. Of several waiting threads one polls and
+the others wait for what it reads. It knows nothing of names, rules or groups' meaning.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Exchange(Links):
         self._mute_at = self.now()
         """When a shard that listens was last tried in vain."""
         self._reason: ParamServeError | None = None
-        """Why it was closed, if not because somebody wanted it."""
+        """Why it was closed, if the program did not close it."""
         self._pid = os.getpid()
         self._add_arena(FIRST_ARENA_BYTES)
         try:
@@ -560,7 +560,7 @@ class Exchange(Links):
             self._condition.notify_all()
 
     def abandon(self) -> None:
-        """This process is a fork of the client's: whoever waits on its copy is told so."""
+        """This process is a fork of the client's: a call that waits on its copy is told so."""
         self._closed = True
         self._lock = threading.RLock()  # Another thread of the parent may have held the old one.
         self._condition = threading.Condition(self._lock)

@@ -649,7 +649,7 @@ class Steps(ClientClocks):
             raise again(ticket.error)
 
     def forget(self, ticket: Ticket) -> None:
-        """Nobody waits for this ticket any more: its slots go back once they are free."""
+        """No caller waits for this ticket any more: its slots go back once they are free."""
         self._forgotten.append(ticket)
 
     def _let_go(self) -> None:

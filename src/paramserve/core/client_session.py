@@ -49,7 +49,7 @@ class Operation:
         self._on_complete: Callable[[], None] | None = None
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do this once when it is complete, by whoever brings the last answer; or now."""
+        """Do this once when it is complete, in the thread that reads the last answer; or now."""
         if self.complete:
             action()
         else:
@@ -100,8 +100,8 @@ class Sent:
 class ClientSession:
     """Numbered requests to one shard.
 
-    `window` calls may be unanswered, which have `requests` numbers together; whoever wants to send
-    more waits for a reply first.
+    `window` calls may be unanswered, which have `requests` numbers together; a call that would
+    send more waits for a reply first.
     """
 
     def __init__(self, shard: int, window: int, requests: int | None = None) -> None:

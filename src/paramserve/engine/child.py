@@ -175,8 +175,8 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
         reports.send("failed", describe(error))
         sys.exit(EXIT_FAILED)
     finally:
-        # It is ending by itself: an exception in the middle of the interpreter's own end helps
-        # nobody, and the driver kills what takes too long.
+        # It is ending by itself: an exception in the middle of the interpreter's own end tells
+        # the driver nothing, and the driver kills what takes too long.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

@@ -93,9 +93,9 @@ class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     """Give these tensors a block, or find the one that has exactly them.
 
-    `define` False: wait for somebody else to define it. `whole_tensors`: the rule needs each tensor
-    whole on one shard. `table`: what is placed is a table; its name is the group's and the only
-    piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
+    `define` False: wait until another client defines it. `whole_tensors`: the rule needs each
+    tensor whole on one shard. `table`: what is placed is a table; its name is the group's and the
+    only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
     order; -1: it is none of them.
     """
 
@@ -201,8 +201,8 @@ class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
 
 
 class Scale(Struct, frozen=True, array_like=True, tag="scale"):
-    """From now on the cluster has this many workers: ranks below may join and nobody waits for
-    them before, and those above are to end."""
+    """From now on the cluster has this many workers: ranks below may join, no clock waits for
+    them before that, and those above are to end."""
 
     call: int
     workers: int

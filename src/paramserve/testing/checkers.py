@@ -331,7 +331,7 @@ class _Timeline:
             self._masks[writer] = masks
 
     def not_yet_issued(self, call: Call, row: Row, who: str) -> list[str]:
-        """Pushes in a read that nobody had issued when it was answered."""
+        """Pushes in a read that no client had issued when it was answered."""
         assert call.answered is not None
         wrong = []
         for writer, pushes in enumerate(row.pushes):

@@ -22,7 +22,7 @@ from paramserve.testing.history import Applied, Call, History, Part, Update
 from paramserve.testing.wording import call_name
 
 JUDGED = (Async, BoundedStaleness, DelayCompensated, ElasticAverage)
-"""What a user's policy answers, nobody else knows."""
+"""The policies whose answers are computed again; those of a user's policy are not known."""
 
 
 def gradients_count_as_decided(history: History) -> list[str]:

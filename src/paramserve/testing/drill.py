@@ -1,4 +1,4 @@
-"""One group of workers in memory, under random schedules: is everybody admitted in the end?
+"""One group of workers in memory, under random schedules: is each one admitted in the end?
 
 Also how a policy is asked, and which answers are allowed. `policy_suite.py` makes tests of it.
 """
@@ -25,11 +25,11 @@ from paramserve.consistency.base import (
 )
 
 MOVES = 40
-"""Random moves of a drill before everybody must be admitted."""
+"""Random moves of a drill before all must be admitted."""
 STEPS = 3
 """Steps that each worker then makes."""
 LATER_MAX = 50
-"""Times that a policy may put off the decision of a clock while nobody else can move."""
+"""Times that a policy may put off the decision of a clock while no worker can move."""
 
 
 @dataclass
@@ -111,10 +111,10 @@ class Drill:
     """One group on one shard, in memory, under a schedule that follows from the seed.
 
     First the workers push and read in any order, at any speed, and come and go. Then all move on in
-    turn, and everybody must be admitted. What is sent, lost or applied is not looked at.
+    turn, and all must be admitted. What is sent, lost or applied is not looked at.
 
     Raises:
-        AssertionError: an answer is not allowed, or somebody was never admitted; the text says who
+        AssertionError: an answer is not allowed, or a worker was never admitted; the text says who
             waited for whom, and the seed.
     """
 
@@ -263,7 +263,7 @@ class Drill:
             self._pull(rank)
 
     def _pass_time(self) -> None:
-        """Nobody can move before the policy's own deadline."""
+        """No worker can move before the policy's own deadline."""
         for _ in range(LATER_MAX):
             if self.late is None or self.late.until_s is None:
                 break
@@ -271,7 +271,7 @@ class Drill:
             self._settle()
             if self._able():
                 return
-        raise AssertionError(self._text("nobody can move"))
+        raise AssertionError(self._text("no worker can move"))
 
     def _leave(self, rank: int) -> None:
         del self.group.clocks[rank]
@@ -306,11 +306,11 @@ class Drill:
             for rank, pull in self.held.items()
         ]
         if self.group.brought:
-            waits = _with_clocks(self.late, self) if self.late is not None else "nobody"
+            waits = _with_clocks(self.late, self) if self.late is not None else "no worker"
             waiting.append(f"the clock has {sorted(self.group.brought)} and waits for {waits}")
         return (
             f"Drill({self.policy}, seed={self.seed}, workers={self.workers}): {what}; "
-            f"{'; '.join(waiting) if waiting else 'nobody waits'}; {self.group}"
+            f"{'; '.join(waiting) if waiting else 'no worker waits'}; {self.group}"
         )
 
 

@@ -95,7 +95,7 @@ class Call:
 
 
 class Decided(NamedTuple):
-    """A synchronous clock that was decided: who is in it, as (rank, writer); nobody if it was
+    """A synchronous clock that was decided: who is in it, as (rank, writer); empty if it was
     skipped or refused."""
 
     clock: int
@@ -149,8 +149,8 @@ class Update(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A rank counts on a shard from now on. `slowest` is that of the others before; None: nobody
-    counted. `joins`: it is no rank that the cluster began with, and counts for the first time."""
+    """A rank counts on a shard from now on. `slowest` is that of the others before; None: there
+    were none. `joins`: it is no rank that the cluster began with, and counts for the first time."""
 
     shard: int
     rank: int
@@ -310,7 +310,7 @@ class History:
         self._change(self.away, rank, ended)
 
     def rests(self, rank: int, whether: bool) -> None:
-        """A rank asks that nobody waits for it, or takes a step again."""
+        """A rank asks that no clock waits for it, or takes a step again."""
         self._change(self.resting, rank, whether)
 
     def _change(self, states: list[tuple[int, int, bool]], rank: int, new: bool) -> None:

@@ -49,7 +49,7 @@ class Faults:
             worker and a shard, a worker and the coordinator, or two shards.
         sluggish: a worker, or its link to one shard, takes up to `factor` times as long for up to
             `sluggish_s`.
-        change: somebody gives the group another policy: one of `Scenario.others`.
+        change: a client gives the group another policy: one of `Scenario.others`.
         join: the run is to have one worker more.
         leave: it is to have one worker less; or a worker ends by its own wish.
         stall: a server, or the coordinator, stands still for up to `stall_s`; the coordinator

@@ -3,9 +3,9 @@
     class TestMine(PolicySuite):
         policy = Mine(bound=3)
 
-pytest then runs every test below on that policy: what its methods answer, that everybody who waits
-is admitted in the end (`Drill`: a group in memory under random schedules), and that whole simulated
-clusters keep their invariants under it. Whether it trains well is not tested here.
+pytest then runs every test below on that policy: what its methods answer, that each worker that
+waits is admitted in the end (`Drill`: a group in memory under random schedules), and that whole
+simulated clusters keep their invariants under it. Whether it trains well is not tested here.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PolicySuite:
             if question.method == "on_clock":
                 standing = replace(question.arguments[0], brought=(), waited_s=0.0)
                 answer = self.policy.on_clock(standing)
-                assert isinstance(answer, Wait), f"{standing}: decided with nobody's gradients"
+                assert isinstance(answer, Wait), f"{standing}: decided with no worker's gradients"
 
     def test_partial_is_a_bool(self) -> None:
         assert isinstance(self.policy.partial, bool), f"partial is {self.policy.partial!r}"
@@ -159,7 +159,7 @@ class PolicySuite:
 
     # What becomes of its buffer.
 
-    def test_buffer_is_applied_when_nobody_is_there(self) -> None:
+    def test_buffer_is_applied_when_no_worker_is_there(self) -> None:
         for buffered in (1, 2, 50):
             left = PlainGroupView({}, version=7, buffered=buffered)
             assert self.policy.on_membership(left), f"{left}: the buffer is never applied"
@@ -190,7 +190,7 @@ class PolicySuite:
             for each in self.questions()
             if each.method == "on_push"
         )
-        # Nobody outside knows when a buffer of a user's is full, and what a read may lack.
+        # The checkers do not know when a buffer of a user's is full, and what a read may lack.
         left_out = (sessions_in_order, bounded_staleness) if buffers else ()
         checkers = tuple(each for each in ALL if each not in left_out)
         scenario = Scenario(servers=2, workers=workers, consistency=counted(self.policy))

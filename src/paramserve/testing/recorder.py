@@ -184,9 +184,9 @@ class Recorder:
         """When as many steps as the policy asks for had come to every shard; None: not known."""
         scenario = self._cluster.scenario
         policy = scenario.consistency
-        everybody = counting == scenario.workers  # else somebody has just left, or rests
+        whole = counting == scenario.workers  # else a worker has just left, or rests
         one = len(self._cluster.histories) == 1
-        if self._told or not one or not isinstance(policy, Sync) or not everybody:
+        if self._told or not one or not isinstance(policy, Sync) or not whole:
             return None
         needed = max(1, counting - policy.backup)
         due = 0.0

@@ -296,7 +296,7 @@ class LeasingWorker(SimulatedWorker):
             self._mark, self._used = mark, stop - leased.start
 
     def _draw_idle(self) -> None:
-        """Let nobody wait for this worker, and wait for what others give back."""
+        """Let no clock wait for this worker, and wait for what others give back."""
         if self._rests:
             self._draw(wait_s=LEASE_WAIT_S, idle=True)
             return

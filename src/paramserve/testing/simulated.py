@@ -44,7 +44,7 @@ SAFETY_S = 0.8
 LIVENESS_S = 30.0
 """Virtual seconds after healing within which every client must end."""
 REST_S = 0.8
-"""After the last client's end, for what is still on its way, and until nobody is waited for any
+"""After the last client's end, for what is still on its way, and until no worker is waited for any
 more: what is in a buffer then is applied."""
 STALL_S = 0.25
 """A worker that is not heard of for this long counts as dead."""

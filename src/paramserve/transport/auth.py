@@ -152,7 +152,7 @@ def credentials_of(
         ) from error
     if mode & 0o007:
         raise ParamServeError(
-            f"everybody on this machine may use the token file {path} (mode {mode & 0o777:o})",
+            f"every user of this machine may use the token file {path} (mode {mode & 0o777:o})",
             fix=f"chmod 600 {path}, and make a new token if others may have read it",
         )
     if len(token) < TOKEN_BYTES_MIN:

@@ -106,7 +106,7 @@ def dial(
     try:
         if sock.getsockname() == sock.getpeername():
             # A port without a listener can be given to this very socket, which then meets itself.
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("no process listens there")
         tcp.prepare(sock, lost_s)
         _check_greeting(sock, address, credentials.tls, deadline)
         if credentials.tls is None:

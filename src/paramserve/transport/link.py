@@ -151,7 +151,7 @@ class Link:
                     raise failure
             if time.monotonic() + _RETRY_S >= deadline:
                 heard = [failure for _, failure in failures if listens(failure)]
-                raise _nobody(failures, timeout_s) from (heard or [failures[-1][1]])[0]
+                raise _unreached(failures, timeout_s) from (heard or [failures[-1][1]])[0]
             time.sleep(_RETRY_S)
 
     @classmethod
@@ -478,9 +478,9 @@ def _tell_once(address: str, passed: str, why: Exception) -> None:
     logger.log(level, "using %s, because %s failed: %s", address, passed, why)
 
 
-def _nobody(failures: list[tuple[str, Exception]], timeout_s: float) -> ConnectTimeout:
+def _unreached(failures: list[tuple[str, Exception]], timeout_s: float) -> ConnectTimeout:
     tried = ", ".join(f"{address} ({error})" for address, error in failures)
     return ConnectTimeout(
-        f"connect timed out: nobody answered at {tried}; waited {timeout_s:.1f} s",
+        f"connect timed out: no process answered at {tried}; waited {timeout_s:.1f} s",
         fix="look whether the process that should listen there still runs, or raise timeout_s",
     )
