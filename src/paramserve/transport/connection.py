@@ -8,11 +8,10 @@ TLS: see `tls.TlsSocket`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final, Literal, Protocol
 
@@ -30,6 +29,7 @@ from paramserve.transport.framing import (
     on_wire,
     prelude,
 )
+from paramserve.transport.timing import Loop
 from paramserve.transport.tls import pending
 
 logger = logging.getLogger("paramserve")
@@ -64,6 +64,20 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """End the connection now; what the peer has not been able to take is dropped."""
+
+
+class Socket(Protocol):
+    """A connected, nonblocking socket, as far as `StreamConnection` uses it."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def sendmsg(self, buffers: Iterable[memoryview], /) -> int: ...
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class Handler(Protocol):
@@ -106,11 +120,11 @@ def as_refusable(error: ParamServeError | msgspec.MsgspecError) -> ParamServeErr
 
 
 class StreamConnection:
-    """A `Connection` over a connected, nonblocking socket whose peer is known."""
+    """A `Connection` over a socket whose peer is known."""
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Socket,
         kind: Kind,
         hello: Hello,
         arenas: dict[int, ByteArray],
@@ -118,6 +132,7 @@ class StreamConnection:
         limits: Limits,
         buffers: Buffers,
         on_end: Callable[[StreamConnection], None],
+        loop: Loop,
     ) -> None:
         self.hello = hello
         self.kind: Kind = kind
@@ -125,11 +140,12 @@ class StreamConnection:
         self.shared = bool(arenas)
         self.reset = False
         self._sock = sock
+        self._fd = sock.fileno()
         self._handler = handler
         self._limits = limits
         self._buffers = buffers
         self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
         # The frame whose payload is still arriving.
         self._header = b""
@@ -161,10 +177,10 @@ class StreamConnection:
             raise
         self._started = True
         if self._closed:
-            self._loop.call_soon(self._handler.closed, self)
+            self._loop.call_soon(partial(self._handler.closed, self))
             return
         if not self._paused:
-            self._loop.add_reader(self._sock, self._readable)
+            self._loop.add_reader(self._fd, self._readable)
         self._writable()
         self._come_back()
 
@@ -212,7 +228,7 @@ class StreamConnection:
             self._writable()
         if self._is_full() and not self._paused and not self._closed:
             self._paused, self._past_limit = True, 0
-            self._loop.remove_reader(self._sock)
+            self._loop.remove_reader(self._fd)
 
     def _is_full(self) -> bool:
         return self._queued_bytes > self._limits.send_buffer_bytes_max
@@ -225,7 +241,7 @@ class StreamConnection:
         if self._payload is None:
             self._frames(0)
         if not self._closed and not self._paused:
-            self._loop.add_reader(self._sock, self._readable)
+            self._loop.add_reader(self._fd, self._readable)
             self._come_back()
 
     def _writable(self) -> None:
@@ -244,9 +260,9 @@ class StreamConnection:
             return
         self._writing = not self._writing
         if self._writing:
-            self._loop.add_writer(self._sock, self._writable)
+            self._loop.add_writer(self._fd, self._writable)
         else:
-            self._loop.remove_writer(self._sock)
+            self._loop.remove_writer(self._fd)
 
     def _readable(self) -> None:
         if self._payload is not None:
@@ -366,15 +382,15 @@ class StreamConnection:
             return
         self._closed = True
         logger.debug("a %s connection of client %d ended: %s", self.kind, self.hello.client, reason)
-        self._loop.remove_reader(self._sock)
-        self._loop.remove_writer(self._sock)
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
         self._sock.close()
         self._queue.clear()
         self._queued_bytes = 0
         self._payload = None
         self._payload_rest = memoryview(b"")
         if self._started:
-            self._loop.call_soon(self._handler.closed, self)
+            self._loop.call_soon(partial(self._handler.closed, self))
         self._on_end(self)
 
 

@@ -212,6 +212,7 @@ class Listener:
             self._limits,
             self._buffers,
             self._forget,
+            self._loop,
         )
         self._connections.add(conn)
         conn.open(handshake.welcome(hello, arenas))

@@ -113,7 +113,7 @@ class TlsSocket(ssl.SSLSocket):
             return
 
 
-def pending(sock: socket.socket) -> bool:
+def pending(sock: object) -> bool:
     """Whether there are bytes to read that do not show in a `poll`."""
     return isinstance(sock, TlsSocket) and sock.pending() > 0
 
