@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.sim.policies import IgnoreStragglers
 
 from paramserve.client import steps as steps_module
 from paramserve.client.clocks import ClientClocks
@@ -56,6 +57,7 @@ from paramserve.messages import (
     Done,
     GroupMembership,
     ServerBeat,
+    SetPolicy,
     Step,
 )
 from paramserve.rules import PushInfo
@@ -64,6 +66,11 @@ from paramserve.testing import Faults, SimulatedCluster, slow
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
 STRAGGLER = (slow(worker=2, factor=40),)
 CHANGES = Faults(slow=0.1, change=0.05)
+UNREGISTERED: dict[str, Any] = {
+    "faults": CHANGES,
+    "others": (IgnoreStragglers(), BoundedStaleness(1)),
+    "unregistered": (1,),
+}
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 DEATHS = Faults(slow=0.2, kill=0.03)
@@ -243,6 +250,18 @@ def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type
 
 
 def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def class_that_only_the_lead_knows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Only the lead says whether it could build a policy; another shard fails in the switch."""
+    propose = PolicyAgreement.propose
+
+    def on_the_lead(self: PolicyAgreement, message: SetPolicy) -> None:
+        if self._shard == self._leader:
+            propose(self, message)
+
+    monkeypatch.setattr(PolicyAgreement, "propose", on_the_lead)
+    return SimulatedCluster
+
+
     """A shard goes by a new policy at once, and not from the clock that was agreed on."""
 
     def at(self: Changes, clock: int) -> Any:
@@ -557,6 +576,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (lease_given_twice, Async(), LEASES),
     (lease_of_a_dead_worker_lost, Async(), LEASES),
     (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
+    (class_that_only_the_lead_knows, Async(), UNREGISTERED),
     (samples_risked_on_the_way_in, Sync(reduce="sum"), LEASES),
     (restarted_worker_does_not_enter, Sync(reduce="sum"), DEATHS_OF_JOINERS),
 )

@@ -36,6 +36,8 @@ class Scenario:
     """
 
     servers: int = 2
+        unregistered: shards whose servers were started without what is registered: they build only
+            policies that are built in.
     workers: int = 3
     outstanding: int = 2
     steps: int = 10
@@ -53,6 +55,7 @@ class Scenario:
         """All that may come to hold."""
         scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
         return (self.consistency, *self.others, *scripted)
+    unregistered: tuple[int, ...] = ()
 
     @property
     def registered(self) -> Mapping[str, Any]:

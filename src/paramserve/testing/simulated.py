@@ -343,7 +343,7 @@ class SimulatedCluster:
             limits=Limits(),
             resend_s=RESEND_S,
             rules={AddWhole.name: self.recorder.rule(number)},
-            policies=self.registered,
+            policies={} if number in self.scenario.unregistered else self.registered,
         )
         shard.recorder = ShardRecorder(self, shard)
         return shard
