@@ -269,8 +269,12 @@ class Stream:
         self.ended = False
         self.broken = False
         """Whether the network has ended it."""
-        self.unread = 0
-        """Frames from the near side that the far side has not read."""
+        self.unread = [0, 0]
+        """Frames of each side that the other one has not read."""
+        self.holds: int | None = None
+        """So many of them at most, or any number: a side waits before it sends more."""
+        self.on_room: list[Callable[[], None]] = [_nothing, _nothing]
+        """By side: called when the other one has read a frame of it."""
         self._network = network
         self._ends = (near, far)
         self._ways = ((near.place, far.place), (far.place, near.place))
@@ -301,7 +305,7 @@ class Stream:
 
     def put(self, side: int, frame: Frame, *, held: bool = False) -> None:
         """As `send`, but no fault hits this frame. `held`: it waited at a cut."""
-        self.unread += side == NEAR and not held
+        self.unread[side] += not held
         network, way = self._network, self._ways[side]
         if network.is_cut(way):
             network.hold(way, partial(self.put, side, frame, held=True))
@@ -309,6 +313,15 @@ class Stream:
         at = max(self._free_at[side], network.clock.now + network.delay_s(way))
         self._free_at[side] = at
         network.clock.at(at, self._arrive, side, frame)
+
+    def taken(self, side: int) -> None:
+        """The other side has read a frame of this one."""
+        self.unread[side] -= 1
+        self.on_room[side]()
+
+    def full(self, side: int) -> bool:
+        """Whether a side has to wait before it sends more."""
+        return self.holds is not None and self.unread[side] >= self.holds
 
     def _arrive(self, side: int, frame: Frame) -> None:
         if self.ended or self._closed[1 - side]:
@@ -349,3 +362,7 @@ class Stream:
     def _tell_lost(self, side: int) -> None:
         if not self._closed[side]:
             self._ends[side].lost(self)
+
+
+def _nothing() -> None:
+    pass

@@ -93,7 +93,7 @@ class VirtualListener:
     def received(self, stream: Stream, frame: Frame) -> None:
         if not self._loop.awake(self.received, stream, frame):
             return
-        stream.unread -= 1
+        stream.taken(NEAR)
         connection = self._connections.get(stream.number)
         if connection is None or frame.header == connection.greeting:  # or it came twice
             return
@@ -147,7 +147,7 @@ class VirtualLink:
     def flush(self) -> bool:
         if self._lost or self.stream is None:
             raise ConnectionResetError("the stream has ended")
-        return self.stream.unread < UNREAD_MAX
+        return self.stream.unread[NEAR] < UNREAD_MAX
 
     def close(self) -> None:
         if self.stream is not None:
@@ -195,7 +195,7 @@ class VirtualControl:
 
     def flush(self) -> bool:
         self._closed = self._closed or self._lost
-        return not self._closed and self.stream.unread < UNREAD_MAX
+        return not self._closed and self.stream.unread[NEAR] < UNREAD_MAX
 
     def read_notices(self) -> list[Members]:
         if self._lost:
