@@ -14,16 +14,20 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.coordination import Called, CoordinatorEvent
-from paramserve.core.events import ClientGone
+from paramserve.core.events import ClientGone, DeadlineReached
 from paramserve.core.group import GroupMachine
 from paramserve.messages import Hello, Leave, Members, Ok, encode
 from paramserve.server import ServerRole
-from paramserve.testing import Faults, SimulatedCluster, simulated
+from paramserve.testing import Faults, SimulatedCluster, simulated, slow, stop
 from paramserve.transport.connection import Connection
 from paramserve.transport.peers import PeerLinks, _Peer
 
 STALLS = Faults(slow=0.1, stall=0.03, kill=0.02)
 
+COORDINATOR_STALLS = (
+    stop(coordinator=True, seconds=20.0, clock=3),
+    *(slow(worker=rank, factor=400.0) for rank in range(3)),
+)
 
 def timer_never_moved_earlier(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A server that waits for a deadline takes no notice of one that comes before it."""
@@ -129,6 +133,20 @@ def stuck_link_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> type[Simu
 
 
 def leave_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def heartbeats_wait_for_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A heartbeat is sent as a call is: the server stands still while the coordinator does."""
+
+    def beat(self: ServerRole) -> None:
+        self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
+        self._happen(DeadlineReached())
+        assert self._control is not None
+        self._control.notify(self._report(), waits=True)
+        self._flush()
+
+    monkeypatch.setattr(ServerRole, "_beat", beat)
+    return SimulatedCluster
+
+
     """The coordinator says yes to a worker that leaves, and forgets it."""
     step = CoordinatorRole._step
 
@@ -186,3 +204,8 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (coordinator_ticks_once, Sync(reduce="sum"), {}),
 )
 """What is planted, under which policy, in which scenario."""
+    (
+        heartbeats_wait_for_the_coordinator,
+        Async(),  # under Sync the others wait until it has taken that one leaves
+        {"faults": Faults(), "script": COORDINATOR_STALLS},
+    ),

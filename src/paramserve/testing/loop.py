@@ -141,3 +141,9 @@ class VirtualLoop:
             self.clock.at(self._frozen_until, action, *args)
             return False
         return True
+    def freeze_while(self, blocked: Callable[[], bool]) -> None:
+        """Let the process stand still as long as this holds, as a call that waits for its end."""
+        if blocked():
+            self.freeze(LOOK_S)
+            self.clock.after(LOOK_S, self.freeze_while, blocked)
+

@@ -97,7 +97,7 @@ class _Stop(ScriptedFault):
 
     @property
     def lasts_s(self) -> float:
-        return self.seconds
+        return 0.0 if self.coordinator else self.seconds  # training goes on without it
 
     def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
         if self.shard is not None or self.coordinator:

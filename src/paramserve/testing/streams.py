@@ -188,14 +188,20 @@ class VirtualControl:
         return -1 if self._closed else self.stream.number
 
     def notify(self, message: ServerBeat, /, *, waits: bool) -> bool:
-        if not self.flush():
+        if waits:
+            self._loop.freeze_while(self._is_full)
+        elif not self.flush():
             return False
         self.stream.send(NEAR, Frame(encode(message)))
         return True
 
     def flush(self) -> bool:
         self._closed = self._closed or self._lost
-        return not self._closed and self.stream.unread[NEAR] < UNREAD_MAX
+        return not (self._closed or self._is_full())
+
+    def _is_full(self) -> bool:
+        """Whether a send would wait: the coordinator takes nothing."""
+        return not self._lost and self.stream.unread[NEAR] >= UNREAD_MAX
 
     def read_notices(self) -> list[Members]:
         if self._lost:
