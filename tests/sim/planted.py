@@ -249,7 +249,6 @@ def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type
     return SimulatedCluster
 
 
-def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 def class_that_only_the_lead_knows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Only the lead says whether it could build a policy; another shard fails in the switch."""
     propose = PolicyAgreement.propose
@@ -262,6 +261,7 @@ def class_that_only_the_lead_knows(monkeypatch: pytest.MonkeyPatch) -> type[Simu
     return SimulatedCluster
 
 
+def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A shard goes by a new policy at once, and not from the clock that was agreed on."""
 
     def at(self: Changes, clock: int) -> Any:
@@ -563,6 +563,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (late_worker_not_told, Sync(reduce="sum", backup=1), {}),
     (change_one_clock_later_on_one_shard, Async(), {"faults": CHANGES}),
     (change_at_the_clock_under_way, Async(), {"faults": CHANGES}),
+    (class_that_only_the_lead_knows, Async(), UNREGISTERED),
     (joiner_begins_at_clock_0, BoundedStaleness(1), {"faults": JOINS}),
     (joiner_begins_ahead, Async(), {"faults": JOINS}),
     (votes_outlive_a_decision_about_members, Sync(reduce="sum"), {"faults": JOINS, "servers": 3}),
@@ -576,7 +577,6 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (lease_given_twice, Async(), LEASES),
     (lease_of_a_dead_worker_lost, Async(), LEASES),
     (lease_returned_from_its_beginning, Sync(reduce="sum"), LEASES),
-    (class_that_only_the_lead_knows, Async(), UNREGISTERED),
     (samples_risked_on_the_way_in, Sync(reduce="sum"), LEASES),
     (restarted_worker_does_not_enter, Sync(reduce="sum"), DEATHS_OF_JOINERS),
 )

@@ -23,11 +23,11 @@ from paramserve.transport.connection import Connection
 from paramserve.transport.peers import PeerLinks, _Peer
 
 STALLS = Faults(slow=0.1, stall=0.03, kill=0.02)
-
 COORDINATOR_STALLS = (
     stop(coordinator=True, seconds=20.0, clock=3),
     *(slow(worker=rank, factor=400.0) for rank in range(3)),
 )
+
 
 def timer_never_moved_earlier(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A server that waits for a deadline takes no notice of one that comes before it."""
@@ -132,7 +132,6 @@ def stuck_link_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> type[Simu
     return SimulatedCluster
 
 
-def leave_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 def heartbeats_wait_for_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A heartbeat is sent as a call is: the server stands still while the coordinator does."""
 
@@ -147,6 +146,7 @@ def heartbeats_wait_for_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> type
     return SimulatedCluster
 
 
+def leave_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The coordinator says yes to a worker that leaves, and forgets it."""
     step = CoordinatorRole._step
 
@@ -199,13 +199,13 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (control_not_read_after_it_was_restored, Sync(reduce="sum"), {}),
     (failed_attempt_stays_the_last, Sync(reduce="sum"), {}),
     (stuck_link_not_looked_at_again, Sync(reduce="sum"), {}),
-    (leave_forgotten, Async(), {}),
-    (membership_told_to_the_first_server_only, Sync(reduce="sum"), {}),
-    (coordinator_ticks_once, Sync(reduce="sum"), {}),
-)
-"""What is planted, under which policy, in which scenario."""
     (
         heartbeats_wait_for_the_coordinator,
         Async(),  # under Sync the others wait until it has taken that one leaves
         {"faults": Faults(), "script": COORDINATOR_STALLS},
     ),
+    (leave_forgotten, Async(), {}),
+    (membership_told_to_the_first_server_only, Sync(reduce="sum"), {}),
+    (coordinator_ticks_once, Sync(reduce="sum"), {}),
+)
+"""What is planted, under which policy, in which scenario."""

@@ -135,15 +135,15 @@ class VirtualLoop:
         """Let the process stand still: what happens to it meanwhile, it finds when it goes on."""
         self._frozen_until = max(self._frozen_until, self.clock.now + seconds)
 
-    def awake(self, action: Callable[..., None], *args: Any) -> bool:
-        """Whether the process runs; if it stands still, `action` comes when it goes on."""
-        if self.clock.now < self._frozen_until:
-            self.clock.at(self._frozen_until, action, *args)
-            return False
-        return True
     def freeze_while(self, blocked: Callable[[], bool]) -> None:
         """Let the process stand still as long as this holds, as a call that waits for its end."""
         if blocked():
             self.freeze(LOOK_S)
             self.clock.after(LOOK_S, self.freeze_while, blocked)
 
+    def awake(self, action: Callable[..., None], *args: Any) -> bool:
+        """Whether the process runs; if it stands still, `action` comes when it goes on."""
+        if self.clock.now < self._frozen_until:
+            self.clock.at(self._frozen_until, action, *args)
+            return False
+        return True

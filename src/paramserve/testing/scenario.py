@@ -32,12 +32,12 @@ class Scenario:
         script: faults that happen besides, as `kill(worker=1, clock=7)`.
         others: what the policy may be changed to while running, if the faults have changes.
         second: policy of a second group, which has blocks of its own; None: there is one group.
+        unregistered: shards whose servers were started without what is registered: they build only
+            policies that are built in.
         samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
     """
 
     servers: int = 2
-        unregistered: shards whose servers were started without what is registered: they build only
-            policies that are built in.
     workers: int = 3
     outstanding: int = 2
     steps: int = 10
@@ -49,13 +49,13 @@ class Scenario:
     others: tuple[Policy, ...] = OTHERS
     samples: int = 0
     second: Policy | None = None
+    unregistered: tuple[int, ...] = ()
 
     @property
     def policies(self) -> tuple[Policy, ...]:
         """All that may come to hold."""
         scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
         return (self.consistency, *self.others, *scripted)
-    unregistered: tuple[int, ...] = ()
 
     @property
     def registered(self) -> Mapping[str, Any]:
