@@ -27,7 +27,8 @@ class ParamServeError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        return f"{self.failed}. Applied: {self.applied}. To fix: {self.fix}"
+        end = "\n\n" if "\n" in self.failed else ". "  # below a traceback
+        return f"{self.failed}{end}Applied: {self.applied}. To fix: {self.fix}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (type(self).__name__, self.failed, self.applied, self.fix)
@@ -157,7 +158,11 @@ KINDS = _tree(ParamServeError)
 """Errors by name: what a server may send, and all that a client will build from a name."""
 
 
+def applied_of(text: str) -> Applied:
+    """A word of `Applied` that came from another process; what is none of them is "unknown"."""
+    return "yes" if text == "yes" else "no" if text == "no" else "unknown"
+
+
 def rebuild(kind: str, failed: str, applied: str, fix: str) -> ParamServeError:
     """Make the error that another process named; an unknown name becomes a `ProtocolError`."""
-    known: Applied = "yes" if applied == "yes" else "no" if applied == "no" else "unknown"
-    return KINDS.get(kind, ProtocolError)(failed, applied=known, fix=fix)
+    return KINDS.get(kind, ProtocolError)(failed, applied=applied_of(applied), fix=fix)

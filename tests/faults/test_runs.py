@@ -91,6 +91,7 @@ def test_worker_that_raises_fails_the_run_with_its_traceback() -> None:
         ps.run(victims.fail_on, args=(1, 3), workers=2)
     text = str(caught.value)
     assert "worker 1 raised LookupError: no batch 3" in text
+    assert text.count("no batch 3") == text.count("Applied:") == text.count("To fix:") == 1
     assert "victims.py" in text
     assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
 

@@ -54,9 +54,12 @@ class Failure(Struct, frozen=True, array_like=True):
     kind: str
     """Name of its class."""
     text: str
+    """Its message, with its notes."""
     traceback: str
+    """Without the message at its end."""
     failed: str = ""
     fix: str = ""
+    applied: str = ""
     """The parts of a `ParamServeError`, from which it can be made again."""
 
 

@@ -228,13 +228,18 @@ def describe(error: BaseException) -> bytes:
     """The body of the report "failed"."""
     import traceback
 
-    parts = (
+    from paramserve.errors import ParamServeError
+
+    whole = "".join(traceback.format_exception(error))
+    message = "".join(traceback.format_exception_only(error))
+    notes = getattr(error, "__notes__", ())
+    parts = [
         type(error).__name__,
-        str(error),
-        "".join(traceback.format_exception(error)),
-        getattr(error, "failed", ""),
-        getattr(error, "fix", ""),
-    )
+        "\n".join([str(error), *notes]),
+        whole.removesuffix(message),
+    ]
+    if isinstance(error, ParamServeError):
+        parts += ["\n".join([error.failed, *notes]), error.fix, error.applied]
     # A file name that the locale cannot decode has letters that cannot be sent.
     sent = (part.encode("utf-8", "backslashreplace").decode() for part in parts)
     return msgspec.msgpack.encode(Failure(*sent))

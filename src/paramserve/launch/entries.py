@@ -19,6 +19,7 @@ from paramserve.errors import (
     RunTimeout,
     ServerGone,
     WorkerFailed,
+    applied_of,
 )
 
 Kind = Literal["coordinator", "server", "worker"]
@@ -112,7 +113,7 @@ class Entry:
 def how_it_ended(entry: Entry) -> str:
     """In words: it raised, a signal killed it, or it exited with a code."""
     if entry.failure is not None:
-        return f"raised {entry.failure.kind}: {entry.failure.text}"
+        return f"raised {entry.failure.kind}: {entry.failure.failed or entry.failure.text}"
     if entry.silent:
         return "gave no sign of life for too long (it was stopped, or hangs)"
     if entry.status is None:
@@ -131,11 +132,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _with_traceback(entry: Entry) -> str:
+def _told(entry: Entry) -> str:
+    """How a process ended, with its traceback if it has one."""
     told = f"{entry.key} {how_it_ended(entry)}"
-    if entry.failure is None:
-        return told
-    return f"{told}\n\n{entry.failure.traceback.rstrip()}"
+    if entry.key.kind == "worker" and entry.failure is None:
+        told += " before its function returned"
+    if entry.restarts:
+        told += f" (it had been restarted {entry.restarts} times)"
+    traceback = entry.failure.traceback.rstrip() if entry.failure is not None else ""
+    return f"{told}\n\n{traceback}" if traceback else told
 
 
 def _without_a_place(entry: Entry) -> CannotPlace | None:
@@ -152,36 +157,34 @@ def gone(entry: Entry) -> ParamServeError:
     if unplaced is not None:
         return unplaced
     fix = "start the run again; a kill without a message is often the system short of memory"
+    if entry.failure is not None and entry.failure.fix:
+        fix = entry.failure.fix
     kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
-    return kind(_with_traceback(entry), applied="unknown", fix=fix)
+    return kind(_told(entry), applied="unknown", fix=fix)
 
 
-def worker_failed(entry: Entry) -> WorkerFailed | CannotPlace:
-    """The error for a worker that ended before its function returned, or never began."""
+def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace:
+    """The error for a worker that ended before its function returned, or never began.
+
+    Args:
+        instead: what the run could do about such an end than to fail; empty: nothing more.
+    """
     unplaced = _without_a_place(entry)
     if unplaced is not None:
         return unplaced
-    fix = (
-        "fix the training function, or use on_worker_death='continue' to go on without it, or "
-        "ps.Restart() to start it again"
-    )
-    if entry.failure is None and entry.silent:
+    told, failure = _told(entry), entry.failure
+    if failure is not None and failure.fix:
+        return WorkerFailed(told, applied=applied_of(failure.applied), fix=failure.fix)
+    if failure is not None:
+        fix = "fix the training function"
+    elif entry.silent:
         fix = (
             "look for what stood still: a stopped process, swapping, a C call that holds the GIL "
-            "for long; where that is in order, raise deadlines=ps.Deadlines(stall_s=...), or use "
-            "on_worker_death='continue' to go on without it"
+            "for long; where that is in order, raise deadlines=ps.Deadlines(stall_s=...)"
         )
-    elif entry.failure is None:
-        fix = (
-            "look for what ended the process (the system short of memory, sys.exit), or use "
-            "on_worker_death='continue' to go on without it"
-        )
-    told = _with_traceback(entry)
-    if entry.failure is None:
-        told += " before its function returned"
-    if entry.restarts:
-        told += f" (it had been restarted {entry.restarts} times)"
-    return WorkerFailed(told, applied="unknown", fix=fix)
+    else:
+        fix = "look for what ended the process (the system short of memory, sys.exit)"
+    return WorkerFailed(told, applied="unknown", fix=f"{fix}, or {instead}" if instead else fix)
 
 
 def stopped(seconds: float, *, workers: bool) -> ClientClosed:

@@ -39,6 +39,10 @@ class Restart:
 
 OnWorkerDeath = Literal["stop", "continue"] | Restart
 
+INSTEAD_OF_STOPPING = (
+    "use on_worker_death='continue' to go on without it, or ps.Restart() to start it again"
+)
+
 
 class Decision(NamedTuple):
     """What to do now. `error`: stop everything and raise it."""
@@ -208,7 +212,7 @@ class Roster:
         if cause.key.kind != "worker":
             return Decision(error=gone(cause))
         if self._on_worker_death == "stop":
-            return Decision(error=worker_failed(cause))
+            return Decision(error=worker_failed(cause, INSTEAD_OF_STOPPING))
         if isinstance(self._on_worker_death, Restart):
             return self._restart(settled, self._on_worker_death.times)
         for entry in settled:
@@ -221,7 +225,7 @@ class Roster:
     def _restart(self, settled: list[Entry], times: int) -> Decision:
         for entry in settled:
             if entry.restarts >= times:
-                return Decision(error=worker_failed(entry))
+                return Decision(error=worker_failed(entry, f"allow more than ps.Restart({times})"))
         for entry in settled:
             self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
         return Decision(restart=tuple(settled))

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from paramserve.engine.base import Failure
-from paramserve.errors import CannotPlace, ClientClosed, ParamServeError, RunTimeout
+from paramserve.engine.child import describe
+from paramserve.errors import (
+    CannotPlace,
+    ClientClosed,
+    DtypeMismatch,
+    Overloaded,
+    ParamServeError,
+    RunTimeout,
+)
 from paramserve.launch.entries import (
     COORDINATOR,
     Entry,
@@ -64,3 +73,50 @@ def test_stopped_says_what_it_was(workers: bool, text: str) -> None:
     error = stopped(2.04, workers=workers)
     assert isinstance(error, ClientClosed)
     assert error.failed == f"{text} after 2.0 s"
+
+
+def raised(error: Exception) -> Failure:
+    """What a process reports of an exception."""
+    try:
+        raise error
+    except Exception as caught:
+        return msgspec.msgpack.decode(describe(caught), type=Failure)
+
+
+def test_worker_that_raised_is_told_with_one_message_and_its_traceback() -> None:
+    error = LookupError("no batch 3")
+    error.add_note("of the second epoch")
+    text = str(worker_failed(Entry(WORKER, failure=raised(error)), "start it again"))
+    assert text.startswith("worker 0 raised LookupError: no batch 3\nof the second epoch\n\nTrace")
+    assert text.count("no batch 3") == text.count("second epoch") == text.count("Applied:") == 1
+    assert "test_entries.py" in text
+    assert text.endswith(
+        "\n\nApplied: unknown. To fix: fix the training function, or start it again"
+    )
+    assert "start it again" not in str(worker_failed(Entry(WORKER, failure=raised(error))))
+
+
+def test_worker_that_was_refused_is_told_with_the_fix_of_that_error() -> None:
+    refused = DtypeMismatch("'w' is float32, got int64", fix="convert it")
+    error = worker_failed(Entry(WORKER, failure=raised(refused), restarts=2), "start it again")
+    assert (error.applied, error.fix) == ("no", "convert it")
+    text = str(error)
+    head = (
+        "worker 0 raised DtypeMismatch: 'w' is float32, got int64 (it had been restarted 2 times)"
+    )
+    assert text.startswith(head)
+    for part in ("'w' is float32", "Applied:", "To fix:"):
+        assert text.count(part) == 1
+
+
+def test_server_that_raised_is_told_with_the_fix_of_its_error() -> None:
+    error = gone(Entry(SERVER, failure=raised(Overloaded("no room", fix="make some"))))
+    assert (type(error).__name__, error.fix) == ("ServerGone", "make some")
+    assert str(error).count("no room") == 1
+
+
+def test_error_that_has_parts_of_another_kind_is_told_whole() -> None:
+    class Odd(Exception):
+        failed = 3
+
+    assert "raised Odd: why" in str(worker_failed(Entry(WORKER, failure=raised(Odd("why")))))

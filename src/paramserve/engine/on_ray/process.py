@@ -184,7 +184,8 @@ class RayProcess:
         self._pending = None
         self.why = str(error)
         if not self.pid and not self._killed:
-            self._fail(type(error).__name__, f"its process could not be started: {self.why}")
+            told = f"its process could not be started: {self.why}"
+            self._fail(type(error).__name__, told, "look at the logs of Ray on its node")
         self._status = self._final if self._final is not None else KILLED
 
     def _listen(self) -> None:
@@ -212,8 +213,8 @@ class RayProcess:
             )
             self.kill()
 
-    def _fail(self, kind: str, text: str, fix: str = "") -> None:
-        failure = Failure(kind, text.partition("\n")[0], text, text, fix)
+    def _fail(self, kind: str, text: str, fix: str) -> None:
+        failure = Failure(kind, text, "", text, fix, "no")
         self._events.append(Reported(self, "failed", msgspec.msgpack.encode(failure)))
 
     def _call(self, method: str, group: str = "control", *args: object) -> Any:
