@@ -53,7 +53,7 @@ def test_model_that_one_rank_wraps_is_refused_with_the_names(
 
 def test_buffer_of_another_name_on_one_rank_is_refused(make_cluster: MakeCluster) -> None:
     train = adopting(lambda rank: Counts(f"calls{rank}"))
-    with pytest.raises(DefineMismatch, match=r"\['calls0'\], now \['calls1'\] came"):
+    with pytest.raises(DefineMismatch, match="'calls0', now 'calls1' came"):
         Ranks(make_cluster(workers=2), train).start(0, 1).end()
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
+from paramserve.core import differences
+from paramserve.core.differences import Difference
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
@@ -134,10 +136,9 @@ class Directory:
             return
         theirs = self._policies[call.group]
         if theirs != call.consistency:
-            known = _short(theirs) if theirs is not None else "the cluster's policy"
+            found = differences.of_policies(theirs, call.consistency)
             raise DefineMismatch(
-                f"group {call.group!r} is defined with {known}, now {_short(call.consistency)} "
-                "came",
+                f"group {call.group!r} is defined with {found.known}, now {found.came} came",
                 fix="give a group's policy with its first define, and everywhere the same one; "
                 "client.set_consistency changes it later",
             )
@@ -154,11 +155,11 @@ class Directory:
             return None
         entry = next(iter(entries.values()))
         if len(entries) > 1 or entry.spec.pieces != call.pieces:
-            raise _mismatch(call, entry.spec, "names and shapes", entry.spec.pieces, call.pieces)
+            raise _mismatch(call, entry.spec, differences.of_pieces(entry.spec.pieces, call.pieces))
         if entry.spec.table != call.table:
-            raise _mismatch(call, entry.spec, "the options", entry.spec.table, call.table)
+            raise _mismatch(call, entry.spec, differences.of_tables(entry.spec.table, call.table))
         if entry.spec.dtype != call.dtype:
-            raise _mismatch(call, entry.spec, "dtype", entry.spec.dtype, call.dtype)
+            raise _mismatch(call, entry.spec, Difference("dtype", entry.spec.dtype, call.dtype))
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
             # A client that waits sends its hyper-parameters with each push.
@@ -166,7 +167,7 @@ class Directory:
         else:
             same = theirs == ours
         if not same:
-            raise _mismatch(call, entry.spec, "rule", theirs, ours)
+            raise _mismatch(call, entry.spec, differences.of_rules(theirs, ours))
         return entry
 
     def _check_order(self, call: PlaceBlock) -> None:
@@ -176,10 +177,11 @@ class Directory:
             spec = entry.spec
             same = call.nth >= 0 and (spec.group_name, entry.nth) == (call.group, call.nth)
             if same and entry.stage is not Stage.REFUSED:
-                theirs, ours = [p.name for p in spec.pieces], [p.name for p in call.pieces]
+                names = [p.name for p in spec.pieces], [p.name for p in call.pieces]
+                found = differences.of_names(*names)
                 raise DefineMismatch(
                     f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
-                    f"is defined with {_short(theirs)}, now {_short(ours)} came",
+                    f"is defined with {found.known}, now {found.came} came",
                     fix="build the same model on all ranks, and wrap it on all or on none",
                 )
 
@@ -239,20 +241,13 @@ def _texts(rule: RuleSpec) -> dict[str, str]:
     return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 
 
-def _mismatch(
-    call: PlaceBlock, spec: BlockSpec, what: str, theirs: object, ours: object
-) -> DefineMismatch:
+def _mismatch(call: PlaceBlock, spec: BlockSpec, found: Difference) -> DefineMismatch:
     names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
     return DefineMismatch(
-        f"{names} in group {spec.group_name!r} is defined with {what} {_short(theirs)}, "
-        f"now {_short(ours)} came",
+        f"{names} in group {spec.group_name!r} is defined with {found.what} {found.known}, "
+        f"now {found.came} came",
         fix="define a name with one shape, dtype, rule and group, or choose another name",
     )
-
-
-def _short(thing: object) -> str:
-    text = repr(thing)
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _check(call: PlaceBlock) -> None:
