@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.connection import Connection
-from paramserve.client.names import Names, Tensor, as_tensors
+from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
 from paramserve.compiling import load_kernels
 from paramserve.config import ConsistencySpec, RuleSpec
@@ -80,6 +80,7 @@ class Directory:
         values = as_tensors(name, value)
         dtype = values[0].array.dtype
         if rule is not None:
+            check_ruled(dtype)
             load_kernels(dtype, rule)
             for tensor in values:
                 if not np.isfinite(tensor.array).all():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.partition import PLAIN_DTYPES, Block
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
 from paramserve.rules.compiled import compiled
 
@@ -61,13 +61,29 @@ def as_tensors(
         ValueError: nothing is named.
     """
     pairs = as_pairs(name, value)
-    tensors = [Tensor(each, np.asarray(pairs[each])) for each in pairs]
+    tensors = [Tensor(each, as_array(pairs[each])) for each in pairs]
     dtypes = {tensor.array.dtype.name for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(f"tensors of one define have one dtype, got {', '.join(sorted(dtypes))}")
     if not dtypes <= set(PLAIN_DTYPES):
         raise TypeError(f"values are {' or '.join(PLAIN_DTYPES)}, got {dtypes.pop()}")
     return tensors
+
+
+def check_ruled(dtype: np.dtype[Any]) -> None:
+    """Raise `TypeError` unless rules can update values of this dtype."""
+    if dtype.name not in DTYPES:
+        raise TypeError(
+            f"values with a rule are {' or '.join(DTYPES)}, got {dtype.name}: convert them with "
+            ".astype('float32'), or leave the rule out and assign them"
+        )
+
+
+def as_array(value: npt.ArrayLike) -> Array:
+    """What a caller gave for a tensor, as numpy sees it: of a tensor of torch its present values,
+    wherever they are and whether or not they are trained."""
+    detach = getattr(value, "detach", None)
+    return np.asarray(value if detach is None else detach().cpu())
 
 
 def _name(name: object) -> str:
@@ -218,7 +234,7 @@ class Names:
             ShapeMismatch, DtypeMismatch: nothing was sent.
         """
         _, piece = self._only(name)
-        array = value if type(value) is np.ndarray else np.asarray(value)
+        array = value if type(value) is np.ndarray else as_array(value)
         if array.shape != piece.shape:
             raise ShapeMismatch(
                 f"{name!r} has shape {list(piece.shape)}, got {list(array.shape)}",
@@ -259,7 +275,7 @@ def as_rows(keys: npt.ArrayLike, rows: npt.ArrayLike, dim: int, table: str) -> t
         As `as_keys`. ShapeMismatch, DtypeMismatch: the rows are others than the keys' and floats.
     """
     flat, shape = as_keys(keys, table)
-    values = np.asarray(rows)
+    values = rows if type(rows) is np.ndarray else as_array(rows)
     if values.shape != (*shape, dim):
         raise ShapeMismatch(
             f"{len(flat)} keys of table {table!r}, {list(shape)}, came with rows of shape "

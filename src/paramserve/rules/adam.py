@@ -52,6 +52,10 @@ class Adam(BuiltIn):
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, tuple | list):
+            raise TypeError(f"betas of Adam must be two numbers, not {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas of Adam must be two numbers, not {self.betas!r}")
         object.__setattr__(self, "betas", tuple(self.betas))
         super().__post_init__()
 

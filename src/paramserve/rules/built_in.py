@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -45,6 +46,14 @@ def check_hyper(rule: str, allowed: Mapping[str, Allowed], hyper: Hyper) -> None
     for (name, (words, test)), value in zip(allowed.items(), hyper, strict=True):
         if not test(value):
             raise ValueError(f"{name} of {rule} must be {words}, not {value}")
+
+
+def check_plain_number(rule: str, name: str, value: object) -> None:
+    """Raise `TypeError` for a field, or an element of one, that only becomes a number by being
+    read as one."""
+    for each in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(each, str | bytes) or not hasattr(each, "__float__"):
+            raise TypeError(f"{name} of {rule} must be a number, not {value!r}")
 
 
 class BuiltIn(ABC):
@@ -107,6 +116,8 @@ class BuiltIn(ABC):
     # --- what follows from that; `rules.base` says what each method does --------------------------
 
     def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # rules are dataclasses
+            check_plain_number(self.name, each.name, getattr(self, each.name))
         self.check(self.hyper())
         if self.state_start:
             start = float(getattr(self, self.state_start))

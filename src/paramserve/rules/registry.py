@@ -14,7 +14,7 @@ from paramserve import rules
 from paramserve.config import RuleSpec
 from paramserve.errors import UnknownRule
 from paramserve.rules.base import NO_ROWS, Rule
-from paramserve.rules.built_in import BuiltIn
+from paramserve.rules.built_in import BuiltIn, check_plain_number
 from paramserve.rules.custom import CustomRule
 
 Option = float | str | bool
@@ -121,6 +121,8 @@ def described_by(rule: Rule, rows: bool = False) -> RuleSpec:
         if not isinstance(rule, kind):
             raise TypeError(f"{type(rule).__qualname__} has the name of a built-in rule: {_RENAME}")
         build(described)
+    for name in getattr(rule, "hyper_names", ()):
+        check_plain_number(described.name, name, getattr(rule, name, 0.0))
     return described
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tests.unit.client.fakes import block_of
 
-from paramserve.client.names import NamedPiece, Names
+from paramserve.client.names import NamedPiece, Names, as_rows, as_tensors
 from paramserve.compiling import load_kernels
 
 
@@ -44,3 +45,13 @@ def test_fill_tells_what_is_not_finite(names: Names, bad: float, dtype: type) ->
 def test_fill_of_what_overflows_the_parameters_dtype_is_not_finite() -> None:
     piece = NamedPiece(block_of({"w": (2,)}, dtype="float32"), 0)
     assert not piece.fill(np.zeros(2, np.float32), np.full(2, 1e200), False)
+
+
+def test_trained_parameters_are_taken_with_their_present_values(names: Names) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+    for array in (
+        names.checked("b", parameter),
+        as_tensors("b", parameter)[0].array,
+        as_rows([3], parameter.reshape(1, 4), 4, "users")[1],
+    ):
+        assert array.reshape(-1).tolist() == [1.0] * 4

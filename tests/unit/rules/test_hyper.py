@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_row_adagrad_for_a_dense_parameter_is_refused() -> None:
 
 
 def test_adam_wrong_number_of_betas_is_refused() -> None:
-    with pytest.raises(ValueError, match="7 hyper-parameters"):
+    with pytest.raises(ValueError, match="betas of Adam must be two numbers"):
         Adam(betas=(0.9,))  # the mistake under test
 
 
@@ -126,3 +127,20 @@ def test_sgd_momentum_zero_on_a_block_with_buffer_leaves_it_alone() -> None:
     rule.apply(value, np.ones(4), (buffer,), SGD(lr=0.1).hyper(), [Run(0, 4, 3)], PUSH)
     np.testing.assert_array_equal(value, 0.9)
     np.testing.assert_array_equal(buffer, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SGD(lr="0.1"), "lr of SGD must be a number, not '0.1'"),
+        (lambda: SGD(lr=None), "lr of SGD must be a number, not None"),
+        (lambda: Adam(betas=0.9), "betas of Adam must be two numbers, not 0.9"),
+        (lambda: Adam(betas=("a", "b")), "betas of Adam must be a number"),
+        (lambda: Adagrad(initial_accumulator_value="1"), "initial_accumulator_value of Adagrad"),
+    ],
+)
+def test_option_that_is_no_number_is_refused_when_the_rule_is_made(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        make()
