@@ -335,6 +335,10 @@ class LocalSteps(Sync):
         0.9 and lr 0.7, the default here.
     """
 
+    reduce: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+    on_nonfinite: OnNonFinite = field(default="refuse", kw_only=True)
+    backup: int = field(default=0, kw_only=True)
+    timeout_s: float | Adaptive | None = field(default=None, kw_only=True)
     every: int = 1
     outer: Rule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
 

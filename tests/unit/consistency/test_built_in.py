@@ -36,6 +36,7 @@ from paramserve.consistency.built_in import (
 )
 from paramserve.consistency.registry import BUILT_IN, build, spec, terms
 from paramserve.errors import UnknownRule
+from paramserve.rules import SGD
 from paramserve.testing.policy_suite import PlainGroupView
 
 PUSH = Push(worker=0, clock=3, staleness=0)
@@ -333,3 +334,9 @@ def test_spec_of_something_else_is_a_type_error(wrong: Any) -> None:
 def test_build_unknown_name_is_refused() -> None:
     with pytest.raises(UnknownRule, match=r"'Sometimes'; known: .*Async"):
         build(structs.replace(spec(Async()), name="Sometimes"))
+
+
+def test_number_of_own_steps_may_stand_first() -> None:
+    outer = SGD(lr=1.0)
+    assert LocalSteps(8, outer) == LocalSteps(every=8, outer=outer, reduce="mean")
+    assert build(spec(LocalSteps(8)), {}) == LocalSteps(every=8)
