@@ -247,3 +247,13 @@ def check_restart(deadlines: Deadlines) -> None:
             f"deadlines: restart_s must be below request_s, not {deadlines.restart_s} and "
             f"{deadlines.request_s}: the others' pushes would time out before the worker is back"
         )
+
+
+def check_tls(value: Any) -> TLS | None:
+    """Certificates, or None. Raises `TypeError` for what is neither."""
+    if value is None or isinstance(value, TLS):
+        return value
+    raise TypeError(
+        "tls must be ps.TLS(certificate=..., key=..., authority=...), with the paths of three "
+        f"files (paramserve certs makes them), not {value!r}"
+    )

@@ -246,6 +246,10 @@ def check(
     Raises:
         TypeError: as `registered`.
     """
+    for option, things in (("rules", rules), ("policies", given)):
+        if isinstance(things, str) or not isinstance(things, Iterable):
+            name = getattr(things, "__name__", "MyRule" if option == "rules" else "MyPolicy")
+            raise TypeError(f"{option}= takes a list, as in {option}=[{name}], not {things!r}")
     classes = list(rules)
     classes += [each for each in _rules_of(consistency) if each not in classes]
     found = Registered(check_rules(classes), check_registered(given, consistency))

@@ -46,6 +46,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """
     if not callable(function):
         raise TypeError(f"the training function must be callable, got {function!r}")
+    _check_plain(function)
     try:
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:
@@ -68,6 +69,26 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             stacklevel=4,
         )
     return packed
+
+
+def _check_plain(function: Callable[..., Any]) -> None:
+    """Refuse a function whose call would only make a coroutine or a generator.
+
+    Raises:
+        TypeError: it is one.
+    """
+    name, called = _name(function), _unwrapped(function)
+    for each in (called, type(called).__call__):
+        if inspect.iscoroutinefunction(each):
+            raise TypeError(
+                f"{name} is an async function, and a worker calls it without awaiting it: make it "
+                "a plain def that calls asyncio.run(...)"
+            )
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            raise TypeError(
+                f"{name} has a yield, so that a call of it runs nothing: make it a plain def that "
+                "returns its result"
+            )
 
 
 class ForServers(NamedTuple):
@@ -127,15 +148,21 @@ def _pack(things: Sequence[Any]) -> bytes:
 def imports(function: Callable[..., Any]) -> tuple[str, ...]:
     """What a training function will import that takes seconds, as far as its module shows it:
     torch, if this process has it and the function's module names it."""
-    while isinstance(function, WithArguments | functools.partial):
-        function = function.function if isinstance(function, WithArguments) else function.func
-    plain = inspect.unwrap(getattr(function, "__func__", function))
+    called = _unwrapped(function)
+    plain = inspect.unwrap(getattr(called, "__func__", called))
     if not inspect.isfunction(plain) or "torch" not in sys.modules:
         return ()
     named = "torch" in plain.__code__.co_names
     found = [*plain.__globals__.values(), *(cell.cell_contents for cell in _full_cells(plain))]
     owners = (each.__name__ if inspect.ismodule(each) else _module(each) for each in found)
     return ("torch",) if named or any(each.split(".")[0] == "torch" for each in owners) else ()
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called in the end."""
+    while isinstance(function, WithArguments | functools.partial):
+        function = function.function if isinstance(function, WithArguments) else function.func
+    return function
 
 
 def _full_cells(function: FunctionType) -> Iterator[CellType]:

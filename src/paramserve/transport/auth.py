@@ -23,7 +23,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from paramserve.config import NO_CREDENTIALS, TLS, Credentials
+from paramserve.config import NO_CREDENTIALS, TLS, Credentials, check_tls
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION
 
@@ -138,6 +138,7 @@ def credentials_of(
     Raises:
         ParamServeError: it cannot be read, others may read it, or it holds no token.
     """
+    check_tls(tls)
     if token_file is None:
         return Credentials(tls=tls) if tls is not None else NO_CREDENTIALS
     path = Path(token_file)

@@ -131,3 +131,16 @@ def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> N
 
 def test_same_thing_registered_twice_counts_once() -> None:
     assert dict(check_registered([Own, bare, Own], Own(damping=bare))) == {"Own": Own, "bare": bare}
+
+
+@pytest.mark.parametrize(
+    ("rules", "policies", "words"),
+    [
+        (SGD, (), r"rules= takes a list, as in rules=\[SGD\]"),
+        ("SGD", (), r"rules= takes a list, as in rules=\[MyRule\]"),
+        ((), Async, r"policies= takes a list, as in policies=\[Async\]"),
+    ],
+)
+def test_what_is_registered_is_a_list(rules: Any, policies: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        check(rules, policies)

@@ -202,3 +202,31 @@ def test_imports_are_those_that_the_function_shows(
     assert packing.imports(function) == expected
     monkeypatch.delitem(sys.modules, "torch")
     assert packing.imports(function) == ()
+
+
+async def awaits(worker: Any) -> None:
+    """What no worker awaits."""
+
+
+def yields(worker: Any) -> Any:
+    yield worker
+
+
+class Awaits:
+    async def __call__(self, worker: Any) -> None:
+        """What no worker awaits."""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (awaits, r"awaits is an async function.* plain def that calls asyncio.run"),
+        (functools.partial(awaits), "is an async function"),
+        (WithArguments(awaits, ["x"]), "is an async function"),
+        (Awaits(), "is an async function"),
+        (yields, "yields has a yield"),
+    ],
+)
+def test_pack_refuses_a_function_whose_call_runs_nothing(function: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        pack(function, (), {})

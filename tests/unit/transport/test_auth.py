@@ -84,3 +84,8 @@ def test_short_token_is_a_value_error_that_does_not_show_it() -> None:
     with pytest.raises(ValueError, match="at least 16 bytes, got 6") as caught:
         auth.check_token(b"secret")
     assert "secret" not in str(caught.value).replace("secrets.token_bytes", "")
+
+
+def test_certificates_that_are_none_are_refused_with_what_they_are() -> None:
+    with pytest.raises(TypeError, match=r"tls must be ps.TLS\(certificate=.*paramserve certs"):
+        auth.credentials_of(None, True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, get_args
 
-from paramserve.config import TLS, check_number
+from paramserve.config import TLS, check_number, check_tls
 from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
 from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
@@ -74,6 +74,7 @@ class OnRay:
             if not isinstance(needs, Needs):
                 raise TypeError(f"{kind} must be ps.Needs(...), not {needs!r}")
         check_number("place_s", self.place_s, above=0)
+        check_tls(self.tls)
         if self.address is not None:
             check_address(self.address)
         self._layout.groups(["server 0", "worker 0"])
