@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -45,13 +46,32 @@ def policy_of(
     """
     own = {getattr(each, "__name__", ""): each for each in registered}
     known = {**own, **RULES, **PARTS, **BUILT_IN}
+    policies = {**{name: each for name, each in own.items() if _is_policy(each)}, **BUILT_IN}
     try:
-        found = _made(ast.parse(in_python(text), mode="eval").body, known)
+        written = in_python(text)
+        found = _made(_parsed(text, written, policies), known)
+        if _is_policy(found):
+            found = found()
     except (SyntaxError, ValueError, TypeError) as error:
         raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
     if not isinstance(found, Policy):
         raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=option)
     return found
+
+
+def _is_policy(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Policy)
+
+
+def _parsed(text: str, written: str, policies: Mapping[str, Any]) -> ast.expr:
+    """A policy's expression; where it begins with a word that names none, that is what is told."""
+    word = text.strip().partition(":")[0].partition("(")[0]
+    if word.isidentifier() and written == text and word not in policies:
+        known = ", ".join((*SHORT, *sorted(policies)))
+        near = get_close_matches(word, (*SHORT, *policies), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"no policy is called {word!r}{meant}; known: {known}")
+    return ast.parse(written, mode="eval").body
 
 
 def _made(node: ast.expr, known: Mapping[str, Any]) -> Any:
