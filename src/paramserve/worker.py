@@ -54,13 +54,6 @@ class Resumed(Struct, frozen=True, array_like=True):
     repeated: int
 
 
-class Aliases(Struct, frozen=True, array_like=True):
-    """Body of the report "aliases": further names of a group's tied tensors, with the first."""
-
-    group: str
-    names: dict[str, str]
-
-
 class ExtraState(Struct, frozen=True, array_like=True):
     """Body of the report "extra state": what `get_extra_state` gave of a group's modules, by name
     in the state dict, pickled."""
@@ -310,7 +303,7 @@ class Worker:
         """
         from paramserve.pytorch.optimizer import adopt
 
-        adopted = adopt(
+        return adopt(
             self,
             model,
             optimizer,
@@ -322,9 +315,6 @@ class Worker:
             consistency=consistency,
             dense=dense,
         )
-        if self.rank == 0 and self._report is not None:
-            self._report("aliases", msgspec.msgpack.encode(Aliases(name, self.aliases[name])))
-        return adopted
 
     def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:
         """Give the run's result what modules keep beside parameters and buffers; warn where it

@@ -152,6 +152,7 @@ class Pair:
             refreshers=[],
             own_steps=[],
             ended=set(),
+            load_state={},
         )
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -19,7 +18,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.engine.child import Bootstrap
-from paramserve.worker import Aliases, Resumed, Worker, WorkerConfig, main
+from paramserve.worker import Resumed, Worker, WorkerConfig, main
 
 
 class RecordsCalls:
@@ -147,41 +146,6 @@ def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsC
     worker.finishers.append(lambda: client.calls.append("second"))
     worker.finish()
     assert client.calls == ["first", "second", "drain", "close"]
-
-
-@pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
-def test_optimizer_rank_0_tells_the_driver_of_tied_names(
-    monkeypatch: pytest.MonkeyPatch, rank: int, told: bool
-) -> None:
-    reports: list[tuple[str, bytes]] = []
-    worker = Worker(
-        RecordsCalls(rank),  # a fake
-        seed=5,
-        report=lambda kind, body: reports.append((kind, body)),
-    )
-
-    def adopt(worker: Worker, model: Any, optimizer: Any, *, name: str, **options: Any) -> Any:
-        assert options == {
-            "overlap": True,
-            "weight": None,
-            "clip_norm": 1.0,
-            "buffers": "local",
-            "dense": "servers",
-            "consistency": None,
-        }
-        worker.aliases[name] = {"head.weight": "embedding.weight"}
-        return optimizer
-
-    fake = ModuleType("paramserve.pytorch.optimizer")
-    fake.adopt = adopt
-    monkeypatch.setitem(sys.modules, "paramserve.pytorch.optimizer", fake)
-    marker: Any = object()
-    adopted = worker.optimizer(
-        marker, marker, name="lm", overlap=True, clip_norm=1.0, buffers="local"
-    )
-    assert adopted is marker
-    expected = Aliases("lm", {"head.weight": "embedding.weight"})
-    assert reports == ([("aliases", msgspec.msgpack.encode(expected))] if told else [])
 
 
 # --- the entry -----------------------------------------------------------------------------------

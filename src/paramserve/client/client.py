@@ -109,6 +109,7 @@ class Client:
         group: str = "default",
         consistency: Policy | None = None,
         nth: int = -1,
+        aliases: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Block:
         """Create parameters on the servers. Of several who define the same, the first one's values
@@ -123,6 +124,8 @@ class Client:
                 cluster's if it has none of its own.
             nth: which one it is of the blocks that all ranks define in this group, each by itself;
                 -1: not said. Then ranks with other names for it do not wait for each other.
+            aliases: further names of tied tensors, each with the one in `name`, for those who read
+                a whole state from the servers.
         Returns:
             The block that holds the tensors.
         Raises:
@@ -139,6 +142,7 @@ class Client:
             group=group,
             consistency=consistency,
             nth=nth,
+            aliases=aliases,
             timeout_s=timeout_s,
         )
 

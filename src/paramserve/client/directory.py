@@ -71,6 +71,7 @@ class Directory:
         group: str,
         consistency: Policy | None,
         nth: int,
+        aliases: Mapping[str, str] | None,
         timeout_s: float | None,
     ) -> Block:
         """See `Client.define`."""
@@ -92,7 +93,17 @@ class Directory:
         limit = self._connection.limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
         call = PlaceBlock(
-            0, group, dtype.name, described, pieces, True, limit, whole, policy, nth=nth
+            0,
+            group,
+            dtype.name,
+            described,
+            pieces,
+            True,
+            limit,
+            whole,
+            policy,
+            nth=nth,
+            aliases=dict(aliases or {}),
         )
         block, attempt = self._place(call)
         if attempt:

@@ -220,6 +220,7 @@ class Directory:
             cuts,
             policy,
             call.table,
+            call.aliases,
         )
         self._load(spec, 1)
         entry = Entry(spec, 1, client, Stage.DEFINING, call.nth)
@@ -261,7 +262,9 @@ def _check(call: PlaceBlock) -> None:
         wrong = "a name stands twice in one define"
     elif call.dtype not in allowed:
         wrong = f"dtype {call.dtype!r}, allowed are {', '.join(allowed)}"
-    elif not all(NAME.fullmatch(name) for name in (*names, call.group)):
+    elif len(call.aliases) > PIECES_MAX:
+        wrong = f"{len(call.aliases)} further names of tied tensors, allowed are {PIECES_MAX}"
+    elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, call.group)):
         wrong = "a name is empty, longer than 512 characters or has control characters"
     elif call.table is not None and not _is_table(call):
         wrong = f"a table needs a rule, its own name for its group, and a dim from 1 to {DIM_MAX}"

@@ -1,4 +1,4 @@
-"""Reading a run's values from outside: whole groups by name, and snapshots as they come."""
+"""Reading a cluster's values from outside: whole groups by name, and snapshots as they come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -16,9 +16,9 @@ from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
 
 State = dict[str, npt.NDArray[Any]]
-Aliases = Mapping[str, Mapping[str, str]]
-"""By group: further names of tied tensors, with the name on the servers."""
 
+SNAPSHOT_POLL_S = 0.05
+"""Between two questions for the next snapshot."""
 UNTRAINED = ".buffers"
 """What `worker.optimizer` does not train lies in the group of this name behind its own."""
 
@@ -26,14 +26,15 @@ UNTRAINED = ".buffers"
 class Snapshot(NamedTuple):
     """A group's values at one version.
 
-    `seconds` counts from when the group was first seen on the servers. `state` has arrays by name,
-    with buffers and tied tensors, as a model loads them; buffers are the present ones. `dropped`:
-    earlier snapshots that were not read in time.
+    `seconds` counts from when the group was first seen on the servers. `state` is what
+    `model.load_state_dict` takes, with buffers and tied tensors: tensors if torch is imported,
+    otherwise arrays; buffers are the present ones. `dropped`: earlier snapshots that were not read
+    in time.
     """
 
     version: int
     seconds: float
-    state: State
+    state: dict[str, Any]
     dropped: int
 
 
@@ -50,19 +51,24 @@ class Reader:
             found.setdefault(block.group_name, []).append(block)
         return found
 
-    def read(self, name: str, aliases: Aliases) -> State:
+    def read(self, name: str) -> State:
         """The present values of a group, or nothing if there is none."""
-        groups = self.blocks()
         state: State = {}
-        for group in (name + UNTRAINED, name):  # a tensor that is trained since then is in both
-            for block in groups.get(group, ()):
-                state |= self._tensors(block)
-        return with_aliases(state, aliases.get(name, {}))
+        blocks = _of(name, self.blocks())
+        for block in blocks:
+            state |= self._tensors(block)
+        return with_aliases(state, blocks)
 
-    def read_all(self, aliases: Aliases) -> dict[str, State]:
+    def read_all(self) -> dict[str, State]:
         """The present values of every group; what is not trained lies with what is."""
         names = [n for n in self.blocks() if not n.endswith(UNTRAINED)]
-        return {name: self.read(name, aliases) for name in names}
+        return {name: self.read(name) for name in names}
+
+    def state_dict(self, name: str) -> dict[str, Any]:
+        """The present values of one group, as `as_state_dict` gives them. Raises what that does."""
+        state = self.read(name)
+        values = {name: state} if state else dict.fromkeys(self.blocks(), state)
+        return as_state_dict(values, name, () if state else self.tables())
 
     def tables(self) -> list[str]:
         """Names of the keyed tables that are defined now."""
@@ -120,7 +126,7 @@ class Watching:
         self._kept: deque[Snapshot] = deque()
         self._lock = threading.Lock()
 
-    def take(self, connect: Callable[[], Client], aliases: Aliases) -> Snapshot | None:
+    def take(self, connect: Callable[[], Client]) -> Snapshot | None:
         """The next one, or None if there is none yet.
 
         Args:
@@ -131,15 +137,15 @@ class Watching:
                 return self._kept.popleft()
             if self._reader is None:
                 self._reader = Reader(connect())
-            return self._ask(self._reader, aliases)
+            return self._ask(self._reader)
 
-    def drain(self, aliases: Aliases) -> None:
+    def drain(self) -> None:
         """Take over what the servers hold, because they are about to end."""
         with self._lock:
             if self._reader is None:
                 return
             try:
-                while (found := self._ask(self._reader, aliases)) is not None:
+                while (found := self._ask(self._reader)) is not None:
                     self._kept.append(found)
             except ValueError:  # a table of that name, which has none
                 return
@@ -153,7 +159,7 @@ class Watching:
         with self._lock:
             return self._kept.popleft() if self._kept else None
 
-    def _ask(self, reader: Reader, aliases: Aliases) -> Snapshot | None:
+    def _ask(self, reader: Reader) -> Snapshot | None:
         now_s = self._seconds()
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
         if self._since_s is None:
@@ -173,9 +179,9 @@ class Watching:
         self._after = found.version
         state = dict(found.values)
         if self.group + UNTRAINED in groups:
-            state = reader.read(self.group + UNTRAINED, {}) | state
-        state = with_aliases(state, aliases.get(self.group, {}))
-        return Snapshot(found.version, now_s - self._since_s, state, found.dropped)
+            state = reader.read(self.group + UNTRAINED) | state
+        state = with_aliases(state, _of(self.group, groups))
+        return Snapshot(found.version, now_s - self._since_s, as_tensors(state), found.dropped)
 
 
 def _file_name(name: str) -> str:
@@ -185,8 +191,15 @@ def _file_name(name: str) -> str:
     return name
 
 
-def with_aliases(state: State, names: Mapping[str, str]) -> State:
+def _of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
+    """The blocks that make up a group, those of what is not trained first: a tensor that is trained
+    since then is in both."""
+    return [*groups.get(name + UNTRAINED, ()), *groups.get(name, ())]
+
+
+def with_aliases(state: State, blocks: Iterable[Block]) -> State:
     """The state with tied tensors under all their names."""
+    names = {other: first for block in blocks for other, first in block.spec.aliases.items()}
     return state | {other: state[first] for other, first in names.items() if first in state}
 
 
@@ -212,8 +225,12 @@ def as_state_dict(
             f"the run has no group {name!r}; its groups: {known}",
             fix="name the group of worker.optimizer(..., name=), or 'default' for client.define",
         )
-    state = values[name]
+    return as_tensors(values[name])
+
+
+def as_tensors(state: State) -> dict[str, Any]:
+    """Tensors in the arrays' memory if torch is imported here, else the arrays themselves."""
     torch = sys.modules.get("torch")
     if torch is None:
         return dict(state)
-    return {tensor: torch.from_numpy(array) for tensor, array in state.items()}
+    return {name: torch.from_numpy(array) for name, array in state.items()}

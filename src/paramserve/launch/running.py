@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from paramserve.client import Table
 from paramserve.config import check_count
 from paramserve.consistency.registry import terms as policy_terms
@@ -20,14 +18,12 @@ from paramserve.engine.base import Engine
 from paramserve.errors import ClientClosed, ParamServeError, rebuild
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
-from paramserve.launch.reading import Reader, Snapshot, State, Watching, as_state_dict
+from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, State, Watching
 from paramserve.launch.result import Result, result_of
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group
-from paramserve.worker import Aliases
 
-SNAPSHOT_POLL_S = 0.05
 GOES_ON = "; the run goes on until job.stop() or the end of this process"
 END_S = 2.0
 """How much longer than `stop_s` and `exit_s` the end of a run may take to be known."""
@@ -162,13 +158,9 @@ class Job:
             UnknownName: nothing is defined in this group (yet), or it is a table.
         """
         try:
-            reader = self._connected()
-            state = reader.read(name, self._aliases())
-            values = {name: state} if state else dict.fromkeys(reader.blocks(), state)
-            tables = () if state else reader.tables()
+            return self._connected().state_dict(name)
         except ClientClosed:  # it has ended
             return self.wait().state_dict(name)
-        return as_state_dict(values, name, tables)
 
     def table(self, name: str) -> Table:
         """A keyed table, to be read and written from here while the run goes on.
@@ -231,7 +223,7 @@ class Job:
         supervisor = self._supervisor
         try:
             with self._telling_interrupt():
-                return watching.take(supervisor.connect, self._aliases())
+                return watching.take(supervisor.connect)
         except ParamServeError:
             # The servers are gone; the run's own end, which is near, says why.
             deadlines = supervisor.plan.deadlines
@@ -248,16 +240,15 @@ class Job:
 
     def _collect(self) -> None:
         """Read everything before the servers end: called when all workers are done."""
-        aliases = self._aliases()
         for watching in self._watching:
-            watching.drain(aliases)
+            watching.drain()
         reader = self._connected()
         try:
-            self._values = reader.read_all(aliases)
+            self._values = reader.read_all()
         except ParamServeError:  # its connection may have ended long ago
             self._reader = None
             reader = self._connected()
-            self._values = reader.read_all(aliases)
+            self._values = reader.read_all()
         self._last_beats = reader.client.connection.reports()
         if self._save_tables:
             self._table_files = reader.save_tables(self._save_tables)
@@ -273,14 +264,6 @@ class Job:
             if reader is None:
                 reader = self._reader = Reader(self._supervisor.connect(start_s=start_s))
             return reader
-
-    def _aliases(self) -> dict[str, dict[str, str]]:
-        found = {}
-        for _, kind, body in tuple(self._supervisor.reports):
-            if kind == "aliases":
-                aliases = msgspec.msgpack.decode(body, type=Aliases)
-                found[aliases.group] = aliases.names
-        return found
 
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""

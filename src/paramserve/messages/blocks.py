@@ -46,3 +46,5 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     """Of the group, which the first block of it decides; None: the cluster's."""
     table: TableSpec | None = None
     """The only block of its group; one piece, the table's name and [dim]; no cuts."""
+    aliases: dict[str, str] = {}
+    """Further names of tied tensors, each with the one that a piece of the group has."""

@@ -96,7 +96,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     `define` False: wait until another client defines it. `whole_tensors`: the rule needs each
     tensor whole on one shard. `table`: what is placed is a table; its name is the group's and the
     only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
-    order; -1: it is none of them.
+    order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer.
     """
 
     call: int
@@ -110,6 +110,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     consistency: ConsistencySpec | None = None
     table: TableSpec | None = None
     nth: int = -1
+    aliases: dict[str, str] = {}
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from paramserve.consistency.base import Policy
-from paramserve.pytorch.block import AdoptedBlock, Layout, alias_map, lay_out, names_of, sharing
+from paramserve.pytorch.block import (
+    AdoptedBlock,
+    Layout,
+    alias_map,
+    aliases_of,
+    lay_out,
+    names_of,
+    sharing,
+)
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hyper import ParamGroup, check_options
@@ -338,7 +346,12 @@ class Adopted(ABC, Generic[B]):
         for nth, (layout, rule, part) in enumerate(plans, len(self._parts)):
             if self._worker.rank == 0:
                 block = client.define(
-                    layout.values(), rule=rule, group=name, consistency=consistency, nth=nth
+                    layout.values(),
+                    rule=rule,
+                    group=name,
+                    consistency=consistency,
+                    nth=nth,
+                    aliases=aliases_of(self._model, layout.names),
                 )
             else:
                 block = client.directory.await_block(

@@ -5,7 +5,7 @@ A `Layout` says how the parameters of one dtype lie one after the other in a fla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +85,11 @@ def alias_map(model: torch.nn.Module) -> dict[str, str]:
         if canonical != name:
             aliases[name] = canonical
     return aliases
+
+
+def aliases_of(model: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
+    """As `alias_map`, of tensors with these first names only."""
+    return {other: first for other, first in alias_map(model).items() if first in names}
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paramserve.errors import ShapeMismatch
 from paramserve.messages import VALUE
-from paramserve.pytorch.block import split
+from paramserve.pytorch.block import aliases_of, split
 from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Untrained:
         buffers: bool,
     ) -> None:
         self._client = client
+        self._model = model
         self._group = group
         persistent = model.state_dict(keep_vars=True).keys()
         self._chosen: list[tuple[Source, Tensor, bool]] = [
@@ -132,7 +133,13 @@ class Untrained:
         nth = len(self._kept)
         shapes = {name: value.shape for name, value in values.items()}
         if define:
-            block = self._client.define(values, rule=None, group=self._group, nth=nth)
+            block = self._client.define(
+                values,
+                rule=None,
+                group=self._group,
+                nth=nth,
+                aliases=aliases_of(self._model, values),
+            )
         else:
             block = self._client.directory.await_block(
                 shapes,

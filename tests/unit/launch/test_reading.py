@@ -20,10 +20,16 @@ from paramserve.launch.reading import Reader, Watching, as_state_dict, with_alia
 from paramserve.messages import BlockSpec, Piece
 
 
-def block(number: int, group: str, **shapes: tuple[int, ...]) -> Block:
+def block(
+    number: int,
+    group: str,
+    aliases: dict[str, str] | None = None,
+    **shapes: tuple[int, ...],
+) -> Block:
     pieces = tuple(Piece(name, shape) for name, shape in shapes.items())
     size = sum(int(np.prod(shape)) for shape in shapes.values())
-    return Block(BlockSpec(number, number, group, "float32", None, pieces, (0, size)))
+    tied = aliases if aliases is not None else {}
+    return Block(BlockSpec(number, number, group, "float32", None, pieces, (0, size), aliases=tied))
 
 
 class WritesItsName:
@@ -94,12 +100,12 @@ def torch_not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_read_puts_the_blocks_of_a_group_together_with_its_buffers() -> None:
     client = HoldsValues(
-        block(1, "model", weight=(2, 3), bias=(2,)),
+        block(1, "model", {"tied": "bias", "gone": "nothing"}, weight=(2, 3), bias=(2,)),
         block(2, "model", scale=()),
         block(3, "model.buffers", mean=(2,)),
         block(4, "other", w=(1,)),
     )
-    state = reader(client).read("model", {"model": {"tied": "bias", "gone": "nothing"}})
+    state = reader(client).read("model")
     assert {name: array.shape for name, array in state.items()} == {
         "weight": (2, 3),
         "bias": (2,),
@@ -114,21 +120,21 @@ def test_read_puts_the_blocks_of_a_group_together_with_its_buffers() -> None:
 
 def test_read_all_has_no_group_of_its_own_for_buffers() -> None:
     client = HoldsValues(block(1, "model", w=(1,)), block(2, "model.buffers", mean=(1,)))
-    values = reader(client).read_all({})
+    values = reader(client).read_all()
     assert {name: set(state) for name, state in values.items()} == {"model": {"w", "mean"}}
 
 
 def test_read_of_an_unknown_group_is_empty() -> None:
-    assert reader(HoldsValues(block(1, "model", w=(1,)))).read("other", {}) == {}
+    assert reader(HoldsValues(block(1, "model", w=(1,)))).read("other") == {}
 
 
 def test_watching_waits_until_the_group_is_defined() -> None:
     client = HoldsValues(versions=(10,))
     watching = watching_at(1.0, 2.5)
-    assert watching.take(lambda: client, {}) is None
+    assert watching.take(lambda: client) is None
     assert client.watched == []
     client.held.append(block(1, "model", w=(2,)))
-    first = watching.take(lambda: client, {})
+    first = watching.take(lambda: client)
     assert client.watched == [("model", 10, 4)]
     assert first is not None
     assert (first.version, first.seconds) == (10, 0.0)
@@ -137,7 +143,7 @@ def test_watching_waits_until_the_group_is_defined() -> None:
 def test_watching_gives_each_version_once_and_counts_seconds_from_the_definition() -> None:
     client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20))
     watching = watching_at(1.0, 1.5, 2.0)
-    taken = [watching.take(lambda: client, {}) for _ in range(3)]
+    taken = [watching.take(lambda: client) for _ in range(3)]
     assert [each and (each.version, each.seconds) for each in taken] == [
         (10, 0.0),
         (20, 0.5),
@@ -147,22 +153,35 @@ def test_watching_gives_each_version_once_and_counts_seconds_from_the_definition
 
 def test_watching_state_has_buffers_and_tied_tensors() -> None:
     client = HoldsValues(
-        block(1, "model", w=(2,)), block(2, "model.buffers", mean=(1,)), versions=(10,)
+        block(1, "model", {"v": "w"}, w=(2,)),
+        block(2, "model.buffers", {"average": "mean"}, mean=(1,)),
+        versions=(10,),
     )
-    taken = watching_at(0.0).take(lambda: client, {"model": {"v": "w"}})
+    taken = watching_at(0.0).take(lambda: client)
     assert taken is not None
     assert {name: array.tolist() for name, array in taken.state.items()} == {
         "w": [10.0, 10.0],
         "v": [10.0, 10.0],
         "mean": [200.0],
+        "average": [200.0],
     }
+
+
+def test_watching_state_is_what_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("torch")
+    fake.from_numpy = lambda array: SimpleNamespace(array=array)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    client = HoldsValues(block(1, "model", w=(2,)), versions=(10,))
+    taken = watching_at(0.0).take(lambda: client)
+    assert taken is not None
+    assert taken.state["w"].array.tolist() == [10.0, 10.0]
 
 
 def test_watching_drained_before_the_end_gives_the_rest_afterwards() -> None:
     client = HoldsValues(block(1, "model", w=(2,)), versions=(10, 20, 30))
     watching = watching_at(0.0, 1.0, 1.5, 2.0)
-    watching.take(lambda: client, {})
-    watching.drain({})
+    watching.take(lambda: client)
+    watching.drain()
     watching.forget()
     rest = [watching.take_kept() for _ in range(3)]
     assert [each and (each.version, each.seconds) for each in rest] == [(20, 1.0), (30, 1.5), None]
@@ -176,16 +195,16 @@ def test_watching_seconds_never_go_back_where_the_end_waited_for_a_reader() -> N
     def take_snapshot(group: str, after: int) -> GroupSnapshot | None:
         if after == 10 and not ended.is_set():  # the run ends while this question is under way
             ended.set()
-            threads.append(threading.Thread(target=watching.drain, args=({},)))
+            threads.append(threading.Thread(target=watching.drain, args=()))
             threads[-1].start()
         now[0] += 1.0
         return ask(group, after)
 
     threads: list[threading.Thread] = []
     watching = Watching("model", every=10, keep=4, seconds=lambda: now[0])
-    first = watching.take(lambda: client, {})
+    first = watching.take(lambda: client)
     ask, client.take = client.take, take_snapshot  # type: ignore[method-assign]  # wrapped
-    second = watching.take(lambda: client, {})
+    second = watching.take(lambda: client)
     threads[0].join(10.0)
     third = watching.take_kept()
     found = [each and each.seconds for each in (first, second, third)]
@@ -194,7 +213,7 @@ def test_watching_seconds_never_go_back_where_the_end_waited_for_a_reader() -> N
 
 def test_watching_that_was_never_read_keeps_nothing() -> None:
     watching = watching_at()
-    watching.drain({})
+    watching.drain()
     assert watching.take_kept() is None
 
 
@@ -203,8 +222,8 @@ def test_watching_a_table_is_refused_and_does_not_spoil_the_end() -> None:
     client.held_tables = [WritesItsName("users")]
     watching = watching_at(0.0, group="users")
     with pytest.raises(ValueError, match=r"'users' is a table.* read it with job.table\('users'\)"):
-        watching.take(lambda: client, {})
-    watching.drain({})
+        watching.take(lambda: client)
+    watching.drain()
     assert client.watched == []
 
 
@@ -255,4 +274,4 @@ def test_state_dict_of_a_table_says_how_to_read_it() -> None:
 
 def test_with_aliases_keeps_the_order_of_names() -> None:
     state = {"a": np.ones(1), "b": np.zeros(1)}
-    assert list(with_aliases(state, {"c": "a"})) == ["a", "b", "c"]
+    assert list(with_aliases(state, [block(1, "model", {"c": "a"})])) == ["a", "b", "c"]

@@ -42,6 +42,7 @@ class FakeBlock:
     values: np.ndarray
     state: list[np.ndarray] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -160,6 +161,7 @@ class FakeCluster:
             refreshers=[],
             own_steps=[],
             ended=set(),
+            load_state={},
         )
 
     def block(self, group: str) -> FakeBlock:
@@ -292,6 +294,7 @@ class FakeClient:
         group="default",
         consistency: Policy | None = None,
         nth=-1,
+        aliases=None,
         timeout_s=None,
     ):
         names = [
@@ -314,6 +317,7 @@ class FakeClient:
                 flat.copy(),
                 [np.zeros_like(flat) for _ in states],
                 [0] * len(arrays),
+                dict(aliases or {}),
             )
             self._cluster.blocks.append(block)
             self._cluster.changed.notify_all()

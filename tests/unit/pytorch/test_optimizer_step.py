@@ -178,7 +178,8 @@ def test_step_tied_parameter_is_one_piece_with_an_alias() -> None:
         "2.bias",
     ]
     result = {name: torch.from_numpy(value) for name, value in cluster.result().items()}
-    result |= {alias: result[name] for alias, name in worker.aliases["model"].items()}
+    assert cluster.block("model").aliases == {"2.weight": "0.weight"}
+    result |= {alias: result[name] for alias, name in cluster.block("model").aliases.items()}
     build().load_state_dict(result)
 
 
