@@ -82,6 +82,8 @@ class Deadlines(Struct, frozen=True):
     """A worker whose function has returned has this long for exit handlers; then it is killed."""
 
 
+FIRST_OPTIMIZER = ""
+"""Names, in `load_state=`, the first optimizer that is adopted, whatever its own name."""
 NO_RANK = -1
 """Rank of a client that is not a worker."""
 CLUSTER_BYTES = 16

@@ -43,6 +43,8 @@ class WorkerConfig(Struct, frozen=True):
     deadlines: Deadlines = Deadlines()
     factor: float = 1.0
     """What its gradients are multiplied by (`worker_weight`)."""
+    state: bytes = b""
+    """What rank 0 loads (`load_state`), in cloudpickle; empty: nothing."""
 
 
 class Resumed(Struct, frozen=True, array_like=True):
@@ -79,6 +81,7 @@ class Worker:
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
         passes: what loaders and samplers of one dataset have in common.
         leased: the leased loader whose batches the steps take at present, if there is one.
+        load_state: what the models start from, by the name of their optimizer; see `load_state=`.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Worker:
         self.ended: set[str] = set()
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}
+        self.load_state: dict[str, dict[str, Any]] = {}
         self._leased_loaders = 0
         self._report = report
         self._process_group: StartedGroup | None = None
@@ -500,6 +504,13 @@ class Worker:
         """End in order: install what is outstanding, then leave the cluster."""
         for finisher in self.finishers:
             finisher()
+        if self.load_state:
+            names = ", ".join(name or "the first one" for name in self.load_state)
+            warnings.warn(
+                f"load_state was not loaded for the optimizer that it names ({names}): no "
+                "worker.optimizer(..., name=) has taken it",
+                stacklevel=1,
+            )
         self._end_process_group()
         self.client.drain()
         self.client.close()
@@ -560,6 +571,8 @@ def main(boot: Bootstrap) -> None:
     client.steps.factor = config.factor
     boot.report("ready", msgspec.msgpack.encode(client.connection.incarnation))
     worker = Worker(client, config.seed, boot.report)
+    if config.state:
+        worker.load_state = cloudpickle.loads(config.state)
     if client.connection.incarnation > 1:
         resumed = Resumed(client.connection.incarnation, worker.clock, client.steps.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))

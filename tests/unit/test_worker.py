@@ -148,6 +148,12 @@ def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsC
     assert client.calls == ["first", "second", "drain", "close"]
 
 
+def test_finish_warns_of_values_that_no_optimizer_took(worker: Worker) -> None:
+    worker.load_state = {"critic": {}}
+    with pytest.warns(UserWarning, match=r"not loaded .* \(critic\): no worker.optimizer"):
+        worker.finish()
+
+
 # --- the entry -----------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
+from paramserve.launch.warm_start import GivenState, pack_state
 from paramserve.worker import WorkerConfig
 
 
@@ -55,6 +56,7 @@ class _Arguments:
     deadlines: Deadlines | None
     limits: Limits | None
     save_tables: str | os.PathLike[str] | None
+    load_state: GivenState | None
 
 
 def start(
@@ -76,6 +78,7 @@ def start(
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
+    load_state: GivenState | None = None,
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
@@ -107,6 +110,7 @@ def run(
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
+    load_state: GivenState | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -132,6 +136,10 @@ def run(
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
             with state, for `table.from_parquet`; None: rows end with the servers.
+        load_state: what the models of `worker.optimizer` start from instead of their own values: a
+            state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
+            optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
+            shapes must be the model's. Rank 0 loads it, the others take it from the servers.
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
@@ -177,13 +185,14 @@ def _start(given: _Arguments) -> Job:
     if isinstance(given.on_worker_death, Restart):
         check_restart(deadlines)
     seed = given.seed if given.seed is not None else secrets.randbits(SEED_BITS)
+    state = pack_state(given.load_state)
     kwargs = given.kwargs if given.kwargs is not None else {}
     threads = given.threads_per_worker
     plan = Plan(
         servers=given.servers,
         workers=workers,
         consistency=told.consistency,
-        worker_payload=_worker_payload(seed, factors, limits, deadlines),
+        worker_payload=_worker_payload(seed, factors, limits, deadlines, state),
         worker_code=pack(given.train, given.args, kwargs),
         worker_imports=imports(given.train),
         server_code=told.code,
@@ -197,14 +206,15 @@ def _start(given: _Arguments) -> Job:
 
 
 def _worker_payload(
-    seed: int, factors: Sequence[float], limits: Limits, deadlines: Deadlines
+    seed: int, factors: Sequence[float], limits: Limits, deadlines: Deadlines, state: bytes
 ) -> Callable[[int, tuple[str, ...]], bytes]:
     """What tells a worker of a rank its configuration, given where the coordinator listens."""
 
     def payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
         # A rank that comes later, by `Job.scale`, was given no weight.
         factor = factors[rank] if rank < len(factors) else 1.0
-        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor=factor)
+        given = state if rank == 0 else b""
+        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, given)
         return msgspec.msgpack.encode(config)
 
     return payload

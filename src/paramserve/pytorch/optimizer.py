@@ -24,6 +24,7 @@ from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Settings
 from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
+from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.served import Served
 
@@ -260,6 +261,7 @@ def adopt(
     """See `Worker.optimizer`."""
     model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
+    load_given(worker, name, model)
     adopted = _started(worker, model, optimizer, settings, dense)
     _become(optimizer, adopted)
     if adopted.late:

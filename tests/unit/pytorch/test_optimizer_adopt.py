@@ -363,3 +363,38 @@ def test_grad_scaler_scales_once_after_a_step_that_raised(policy, unscales) -> N
         loss_of(expected, step).backward()
         plain.step()
     assert_same(model, expected)
+
+
+# --- starting from given values ------------------------------------------------------------------
+
+
+def test_state_that_was_given_is_what_rank_0_defines() -> None:
+    given = {name: value + 1.0 for name, value in small_model().state_dict().items()}
+    cluster = FakeCluster()
+    worker = cluster.worker()
+    worker.load_state = {"critic": {}, "": {name: each.numpy() for name, each in given.items()}}
+    model = small_model()
+    adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1), name="actor")
+    assert all(torch.equal(model.state_dict()[name], given[name]) for name in given)
+    assert cluster.result("actor").keys() == given.keys()
+    for name, value in cluster.result("actor").items():
+        assert torch.equal(torch.from_numpy(value), given[name])
+    assert worker.load_state == {"critic": {}}, "each is loaded once"
+
+
+def test_state_that_does_not_fit_says_what_as_torch_does_and_defines_nothing() -> None:
+    cluster = FakeCluster()
+    worker = cluster.worker()
+    worker.load_state = {"model": {"0.weight": torch.ones(7, 7), "other": torch.ones(1)}}
+    model = small_model()
+    with pytest.raises(ValueError) as caught:
+        adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    told = str(caught.value)
+    for part in (
+        "optimizer 'model'",
+        "size mismatch for 0.weight",
+        "Unexpected key",
+        "Applied: no",
+    ):
+        assert part in told
+    assert cluster.blocks == []

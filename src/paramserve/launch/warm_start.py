@@ -1,0 +1,102 @@
+"""What a run starts from: values for its models, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+
+from paramserve.config import FIRST_OPTIMIZER
+from paramserve.launch.result import Result
+
+STATE_BYTES_MAX = (1 << 32) - (1 << 20)
+"""Of values that a worker is started with. Source: the msgpack specification, bin 32."""
+EXTRA_STATE = "_extra_state"
+"""Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
+
+GivenState = Result | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def pack_state(given: GivenState | None) -> bytes:
+    """What `load_state=` gives, by the name of the optimizer that it is for, in cloudpickle; empty
+    for None.
+
+    Raises:
+        TypeError: it is no state dict. ValueError: there is nothing in it, it is too large, or the
+            file holds something else. OSError: the file cannot be read.
+    """
+    if given is None:
+        return b""
+    states = _states(given)
+    packed: bytes = cloudpickle.dumps(
+        {
+            name: {key: _on_cpu(value) for key, value in state.items()}
+            for name, state in states.items()
+        }
+    )
+    if len(packed) > STATE_BYTES_MAX:
+        raise ValueError(
+            f"load_state has {len(packed) / 1e9:.1f} GB, and a worker is started with at most "
+            f"{STATE_BYTES_MAX / 1e9:.1f} GB: load the model in the training function, on rank 0, "
+            "before worker.optimizer"
+        )
+    return packed
+
+
+def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
+    """State dicts by the optimizer's name."""
+    if isinstance(given, Result):
+        if not given.values:
+            raise ValueError("the result in load_state has no values: nothing was defined there")
+        return {name: given.state_dict(name) for name in given.values}
+    what = "load_state"
+    if isinstance(given, str | os.PathLike):
+        from paramserve.pytorch.loading import read_state
+
+        path = os.fspath(given)
+        what, given = f"the file {path!r} in load_state", read_state(path)
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what} must be a state dict, as model.state_dict() gives, the path of a file with "
+            "one, a ps.Result, or a dict of state dicts by the optimizer's name, not "
+            f"{type(given).__name__}"
+        )
+    if not given:
+        raise ValueError(f"{what} is empty")
+    nested = [
+        key for key, each in given.items() if isinstance(each, Mapping) and not _is_extra(key)
+    ]
+    if not nested:
+        _check(given, what)
+        return {FIRST_OPTIMIZER: given}
+    others = ", ".join(repr(key) for key in given if key not in nested)
+    if others:
+        raise TypeError(
+            f"{what} has the dict {nested[0]!r} beside {others}: give the state dict alone, as in "
+            f"load_state=checkpoint[{nested[0]!r}]"
+        )
+    for name, state in given.items():
+        _check(state, f"{what}, for the optimizer {name!r},")
+    return given
+
+
+def _check(state: Mapping[str, Any], what: str) -> None:
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{what} has the key {key!r}; the keys of a state dict are strings")
+        is_tensor = hasattr(value, "shape") and hasattr(value, "dtype")
+        if not is_tensor and not _is_extra(key):
+            raise TypeError(
+                f"{what} has {type(value).__name__} under {key!r}, and a state dict has tensors: "
+                "give what model.state_dict() gave"
+            )
+
+
+def _is_extra(key: Any) -> bool:
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if hasattr(value, "detach") else value

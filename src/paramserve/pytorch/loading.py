@@ -1,0 +1,54 @@
+"""The values that a run starts from (`load_state=`): from a file, and into rank 0's model."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paramserve.config import FIRST_OPTIMIZER
+
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
+
+
+def read_state(path: str) -> Any:
+    """What `torch.save` has written; none of the file's own code is run.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it holds something else than tensors and plain data.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"the file {path!r} in load_state is not what torch.save(model.state_dict(), path) "
+            f"writes: {error}"
+        ) from error
+
+
+def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
+    """Load into a model what the run was given for its optimizer, if anything; once.
+
+    Raises:
+        ValueError: it does not fit. Nothing was defined.
+    """
+    given = worker.load_state
+    key = name if name in given else FIRST_OPTIMIZER
+    if key not in given:
+        return
+    try:
+        model.load_state_dict({each: _as_tensor(value) for each, value in given[key].items()})
+    except RuntimeError as error:
+        raise ValueError(
+            f"load_state does not fit the model of optimizer {name!r}: {error}. Applied: no. To "
+            "fix: give a state dict of this model, or load the part that fits in the training "
+            "function: model.load_state_dict(state, strict=False) before worker.optimizer"
+        ) from error
+    del given[key]
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -1,0 +1,103 @@
+"""What `load_state=` takes, and how it says what is wrong before anything is started."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from paramserve.launch import warm_start
+from paramserve.launch.warm_start import pack_state
+
+
+def packed(given: Any) -> Any:
+    return cloudpickle.loads(pack_state(given))
+
+
+def test_nothing_is_nothing() -> None:
+    assert pack_state(None) == b""
+
+
+def test_state_dict_is_for_the_first_optimizer() -> None:
+    model = torch.nn.Linear(2, 1)
+    found = packed(model.state_dict())
+    assert list(found) == [""]
+    assert torch.equal(found[""]["weight"], model.weight)
+    assert not found[""]["weight"].requires_grad
+
+
+def test_states_by_name_keep_their_names_and_arrays() -> None:
+    found = packed({"actor": {"w": np.ones(2)}, "critic": {"w": np.zeros(2)}})
+    assert found["actor"]["w"].tolist() == [1.0, 1.0]
+    assert found["critic"]["w"].tolist() == [0.0, 0.0]
+
+
+def test_extra_state_may_be_anything() -> None:
+    state = {"0.weight": np.ones(1), "0._extra_state": {"scale": [1.0]}}
+    assert packed(state)[""]["0._extra_state"] == {"scale": [1.0]}
+
+
+def test_file_of_torch_save_is_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    assert packed(tmp_path / "w.pt")[""]["w"].tolist() == [1.0, 1.0]
+    assert packed(str(tmp_path / "w.pt"))[""]["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (7, TypeError, r"load_state must be a state dict, .* not int"),
+        (torch.nn.Linear(1, 1), TypeError, "as model.state_dict.* not Linear"),
+        ({}, ValueError, "load_state is empty"),
+        ({"w": torch.ones(1), "epoch": 3}, TypeError, "int under 'epoch'"),
+        ({3: torch.ones(1)}, TypeError, "the key 3"),
+        (
+            {"model": {"w": torch.ones(1)}, "epoch": 3},
+            TypeError,
+            r"the dict 'model' beside 'epoch'.*load_state=checkpoint\['model'\]",
+        ),
+        (
+            {"model": {"w": torch.ones(1)}, "optimizer": {"param_groups": []}},
+            TypeError,
+            "for the optimizer 'optimizer', has list under 'param_groups'",
+        ),
+        ("missing.pt", FileNotFoundError, "missing.pt"),
+    ],
+)
+def test_what_is_no_state_is_refused(given: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        pack_state(given)
+
+
+class Touches:
+    """Pickled, it makes a file where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", None])
+def test_file_with_something_else_is_refused_and_runs_nothing(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(
+        pickle.dumps(Touches(str(tmp_path / "ran")), 2) if content is None else content
+    )
+    with pytest.raises(ValueError, match=r"the file .*state.pt' in load_state is not what torch"):
+        pack_state(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_state_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "STATE_BYTES_MAX", 1000)
+    with pytest.raises(ValueError, match="load the model in the training function"):
+        pack_state({"w": np.ones(1000)})
