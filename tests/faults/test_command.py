@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests.faults.leftovers import folders
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
@@ -70,8 +71,10 @@ def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[
 
 def test_run_trains_and_passes_the_scripts_arguments_on(script: Path) -> None:
     policy = ("--consistency", "sync:sum", "--workers", 2, "--servers", 2)
-    done = call("run", f"{script}:train", *policy, "--", "--steps", 5)
+    out = script.with_name("model.pt")
+    done = call("run", f"{script}:train", *policy, "--save", out, "--", "--steps", 5)
     assert done.returncode == 0, done.stderr
+    assert torch.load(out, weights_only=True)["w"].tolist() == [10.0] * 3
     assert done.stdout.splitlines() == [
         f"worker {rank} returned (['--steps', '5'], [10.0, 10.0, 10.0])" for rank in range(2)
     ]
@@ -102,6 +105,7 @@ def test_run_failure_is_told_with_the_traceback_and_exit_code_1(script: Path) ->
         (["script.py:train", "--servers", "-1"], "--servers"),
         (["script.py:train", "--consistency", "eventual"], "--consistency"),
         (["script.py:train", "--wrokers", "2"], "--wrokers"),
+        (["script.py:train", "--save", "missing/model.pt"], "no folder for missing/model.pt"),
     ],
 )
 def test_run_wrong_argument_is_told_with_exit_code_2(

@@ -7,17 +7,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import cloudpickle
 
 from paramserve import __version__
-from paramserve.cli.cluster import COMMANDS, load_object
+from paramserve.cli.cluster import COMMANDS, load_object, save
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
+
+if TYPE_CHECKING:
+    from paramserve.launch import Result
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it."""
@@ -60,6 +63,14 @@ def cli() -> None:
     help="ray: on the Ray cluster that RAY_ADDRESS names, or a local one.",
 )
 @click.option("--quiet", is_flag=True, help="No progress lines.")
+@click.option(
+    "--save",
+    "out",
+    type=click.Path(dir_okay=False),
+    help="Where to write the model at the end, for torch.load; also after Ctrl-C.",
+)
+@click.option("--load-state", type=click.Path(), help="A model's file that the workers start from.")
+@click.option("--save-tables", type=click.Path(file_okay=False), help="A folder for keyed tables.")
 def run(
     target: str,
     script_args: tuple[str, ...],
@@ -68,6 +79,7 @@ def run(
     on_worker_death: str,
     rules: tuple[str, ...],
     engine: str,
+    out: str | None,
     **options: Any,
 ) -> None:
     """Run FUNCTION of SCRIPT on workers: it is called as FUNCTION(worker).
@@ -81,6 +93,8 @@ def run(
     from paramserve.launch.packing import WithArguments
     from paramserve.observe import watch
 
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder for {out}", param_hint="--save")
     own_rules, policies = split(given := [load_object(each) for each in rules])
     policy = policy_of(consistency, given)
     path, function = load_function(target, script_args)
@@ -97,7 +111,11 @@ def run(
         with job, nullcontext() if quiet else watch(job):
             result = job.wait()
     except KeyboardInterrupt:  # the job has said how far it got; click would add an empty line
+        if out is not None:
+            _save(job.wait(), out)
         raise click.exceptions.Exit(INTERRUPTED) from None
+    if out is not None:
+        _save(result, out)
     for rank, returned in result.returns.items():
         if returned is not None:
             click.echo(f"worker {rank} returned {returned!r}")
@@ -142,6 +160,18 @@ def bench(tiny: bool) -> None:
     from paramserve.cli.bench import main as measure
 
     measure(tiny=tiny)
+
+
+def _save(result: Result, path: str) -> None:
+    """Write the model: the group "model" or the only one, else each group by its name."""
+    names = list(result.values)
+    name = "model" if "model" in names else names[0] if len(names) == 1 else None
+    if not names:
+        click.echo(f"paramserve: {path} was not written: the run has defined no values", err=True)
+    elif name is not None:
+        save(path, result.state_dict(name))
+    else:
+        save(path, {each: result.state_dict(each) for each in names})
 
 
 def _on_worker_death(name: str) -> Any:

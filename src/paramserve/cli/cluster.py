@@ -1,4 +1,4 @@
-"""Commands around a cluster that runs by itself: serve, status, scale, token, certs."""
+"""Commands around a cluster that runs by itself: serve, status, scale, get, token, certs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -20,16 +20,10 @@ from paramserve.config import TLS, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
 
-if TYPE_CHECKING:
-    from paramserve.messages import Status
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 TOKEN_BYTES = 32
-PIPED_COLUMNS = 160
-"""Of `paramserve status` where it is no terminal that shows it."""
 STATUS_S = 5.0
-"""A cluster that does not answer `paramserve status` or `scale` for this long is not there."""
+"""A cluster that does not answer a command for this long is not there."""
 
 
 def with_tls(command: F) -> F:
@@ -114,51 +108,34 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
 @click.option("--watch", "every_s", type=click.FloatRange(min=0.1), metavar="SECONDS")
 @with_tls
 def status(address: str, token_file: str | None, every_s: float | None, **options: Any) -> None:
-    """Show a running cluster: its servers, workers, clocks, versions and staleness."""
+    """Show a running cluster: its servers, workers, clocks, versions and staleness.
+
+    On a terminal as tables, elsewhere as plain columns.
+    """
     from rich.console import Console
 
     from paramserve.launch.connect import full_address
     from paramserve.launch.overview import Overview
-    from paramserve.observe.cluster import as_table
+    from paramserve.observe.cluster import as_table, as_text
     from paramserve.transport.auth import credentials_of
 
     credentials = credentials_of(token_file, tls_of(options))
     overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
     if hasattr(sys.stdout, "reconfigure"):  # a locale may lack what rich draws
         sys.stdout.reconfigure(errors="replace")
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+    terminal = Console() if sys.stdout.isatty() else None
     try:
         while True:
-            console.print(as_table(address, _ask(overview, address)))
+            told = overview.fresh(STATUS_S)
+            if terminal is not None:
+                terminal.print(as_table(address, told))
+            else:
+                print(as_text(address, told), flush=True)
             if every_s is None:
                 return
             time.sleep(every_s)
     finally:
         overview.close()
-
-
-def _ask(overview: Any, address: str) -> Status:
-    before = overview.status
-    overview.ask_now(time.monotonic(), STATUS_S)
-    found: Status | None = overview.status
-    if isinstance(overview.error, ConnectionError):
-        raise CoordinatorGone(
-            f"the coordinator at {address} has closed the connection: {overview.error}",
-            fix="look whether the cluster was ended, or why its first server did",
-        )
-    if overview.error is not None:
-        raise overview.error
-    if found is None or found is before:
-        raise _silent(address)
-    return found
-
-
-def _silent(address: str) -> ParamServeError:
-    return ParamServeError(
-        f"the coordinator at {address} did not answer in {STATUS_S} s",
-        applied="unknown",
-        fix="look whether it runs, and whether a firewall is in between",
-    )
 
 
 @click.command()
@@ -184,14 +161,66 @@ def scale(address: str, workers: int, token_file: str | None, **options: Any) ->
     try:
         answer = overview.answer(overview.scale(workers), STATUS_S)
     except ConnectionError:
-        raise _silent(address) from None
+        answer = None
     finally:
         overview.close()
     if answer is None:
-        raise _silent(address)
+        raise CoordinatorGone(
+            f"the coordinator at {address} did not answer in {STATUS_S} s",
+            applied="unknown",
+            fix="look whether it runs, and whether a firewall is in between",
+        )
     if isinstance(answer, Failed):
         raise rebuild(answer.kind, answer.failed, answer.applied, answer.fix)
     click.echo(f"paramserve: the cluster at {address} has {workers} workers from now on")
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token-file", type=click.Path(), help="The cluster's token.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False), help="Where to write the model, for torch.load."
+)
+@click.option("--group", default="model", show_default=True, help="The name of its optimizer.")
+@click.option(
+    "--tables", type=click.Path(file_okay=False), help="A folder for the keyed tables, as Parquet."
+)
+@with_tls
+def get(
+    address: str,
+    token_file: str | None,
+    out: str | None,
+    group: str,
+    tables: str | None,
+    **options: Any,
+) -> None:
+    """Write the present values of a running cluster to files, while it goes on."""
+    from paramserve.launch.connect import attach
+
+    if out is None and tables is None:
+        raise click.UsageError("say what to write: --out FILE, --tables FOLDER, or both")
+    with attach(address, token_file=token_file, tls=tls_of(options)) as cluster:
+        if out is not None:
+            save(out, state := cluster.state_dict(group))
+            click.echo(f"paramserve: {len(state)} tensors of {group!r} are in {out}")
+        for name, path in cluster.save_tables(tables).items() if tables is not None else ():
+            click.echo(f"paramserve: table {name!r} is in {path}")
+
+
+def save(path: str, state: Mapping[str, Any]) -> None:
+    """Write a state dict for `torch.load`.
+
+    Raises:
+        ParamServeError: torch is not installed. OSError: the file cannot be written.
+    """
+    try:
+        from paramserve.pytorch.loading import save_state
+    except ModuleNotFoundError as error:
+        raise ParamServeError(
+            f"a model is written by {error.name}, which is not installed",
+            fix="pip install 'paramserve[torch]'",
+        ) from error
+    save_state(path, state)
 
 
 @click.command()
@@ -242,4 +271,4 @@ def load_object(target: str) -> Any:
         raise click.BadParameter(f"{target}: {error}") from error
 
 
-COMMANDS: Sequence[click.Command] = (serve, status, scale, token, certs)
+COMMANDS: Sequence[click.Command] = (serve, status, scale, get, token, certs)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import msgspec
 from msgspec import Struct
 
-from paramserve.client import Client, Connection
-from paramserve.config import TLS, Credentials, Deadlines, Limits, check_settings
+from paramserve.client import Client, Connection, Table
+from paramserve.config import TLS, Credentials, Deadlines, Limits, check_count, check_settings
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
-from paramserve.errors import ConnectTimeout, CoordinatorGone, UnknownName
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    CoordinatorGone,
+    ServerGone,
+    UnknownName,
+)
+from paramserve.launch.arguments import check_folder
+from paramserve.launch.overview import Overview
+from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, Watching
+from paramserve.messages import Record
+from paramserve.observe.status import RunStatus, of_cluster
 from paramserve.transport.auth import credentials_of
 from paramserve.worker import Worker
 
 HANDLE_CONNECT_S = 5.0
 """A handle is made of a cluster that is up: a coordinator that is silent for this long is gone."""
+STATUS_S = 5.0
+"""The same, for an answer of how the cluster stands."""
+LOOK_S = 1.0
+"""Between two looks whether all workers have ended, while no snapshot comes."""
 ADDRESS = "PARAMSERVE_ADDRESS"
 TOKEN_FILE = "PARAMSERVE_TOKEN_FILE"
 TLS_FILES = ("PARAMSERVE_TLS_CERTIFICATE", "PARAMSERVE_TLS_KEY", "PARAMSERVE_TLS_AUTHORITY")
@@ -40,6 +57,10 @@ class Handle:
     It can be pickled, sent to Ray tasks and actors and stored. It holds the cluster's secret: who
     has it may read and write all values. It shows it nowhere.
 
+    What reads by it (`state_dict`, `table`, `snapshots`, ...) takes no rank, no worker waits for
+    it, and it may be called from any thread. `close`, or the end of a `with` block, ends the
+    connections that this needs.
+
     Attributes:
         addresses: the coordinator's.
     """
@@ -50,6 +71,10 @@ class Handle:
         self.addresses = packed.addresses
         self._packed = packed
         self._connect = connect if connect is not None else self._dial
+        self._lock = threading.RLock()
+        self._reader: Reader | None = None
+        self._overview: Overview | None = None
+        self._since = time.monotonic()
 
     @classmethod
     def of(
@@ -75,6 +100,22 @@ class Handle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle.decode, (self.encode(),)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what this handle has opened to read by. It stays usable."""
+        with self._lock:
+            reader, self._reader = self._reader, None
+            overview, self._overview = self._overview, None
+        if reader is not None:
+            reader.client.close()
+        if overview is not None:
+            overview.close()
 
     def encode(self) -> bytes:
         """Everything, the secret too, as bytes."""
@@ -113,6 +154,120 @@ class Handle:
         _check_rank(rank, workers)
         return Worker(self._connect(rank, workers or 0), self._packed.seed)
 
+    # --- reading -----------------------------------------------------------------------------
+
+    def state_dict(self, name: str = "model") -> dict[str, Any]:
+        """The present values of one group, as `model.load_state_dict` takes them.
+
+        Tied tensors are there under all their names. What modules give as extra state
+        (`get_extra_state`) is not: the servers do not have it.
+
+        Args:
+            name: of the group: that of `worker.optimizer`, or "default" for `client.define`.
+        Returns:
+            Tensors by name if torch is imported, otherwise arrays.
+        Raises:
+            UnknownName: nothing is defined in this group (yet), or it is a table. The rest as
+                `connect`.
+        """
+        return self.reader().state_dict(name)
+
+    def table(self, name: str) -> Table:
+        """A keyed table, to be read and written from here.
+
+        Raises:
+            UnknownName: there is no such table (yet). The rest as `connect`.
+        """
+        return self.reader().client.table(name)
+
+    def save_tables(self, folder: str | os.PathLike[str]) -> dict[str, str]:
+        """Write every table, with its rule's state, to a file of its own, as
+        `ps.run(..., save_tables=)` does.
+
+        Returns:
+            The files' paths, by table.
+        Raises:
+            OSError: the folder cannot be made or written to. ParamServeError: a table could not be
+                written, or pyarrow is missing. The rest as `connect`.
+        """
+        return self.reader().save_tables(check_folder(folder))
+
+    def snapshots(
+        self, every: int = 10, *, name: str = "model", keep: int = 8
+    ) -> Iterator[Snapshot]:
+        """Consistent copies of a group's values while it is trained, until all workers have ended
+        or the cluster has; as `Job.snapshots`."""
+        for option, value in (("every", every), ("keep", keep)):
+            check_count(option, value)
+        watching = Watching(name, every, keep, lambda: time.monotonic() - self._since)
+        return self._follow(watching)
+
+    def status(self) -> RunStatus:
+        """How the cluster stands, as of the servers' last heartbeat; `seconds` counts from when
+        this handle was made.
+
+        Raises:
+            CoordinatorGone: no answer: the cluster has ended, or cannot be reached from here.
+        """
+        with self._lock:
+            overview = self._following()
+            told = overview.fresh(STATUS_S)
+            return of_cluster(told, time.monotonic() - self._since, overview.latest)
+
+    def metrics(self) -> list[Record]:
+        """What workers have logged by `worker.log`, as far as the coordinator still has it
+        (`Limits.log_records_max`), in the order in which it came in. Raises as `status`."""
+        with self._lock:
+            overview = self._following()
+            overview.fresh(STATUS_S)
+            return list(overview.records)
+
+    def reader(self) -> Reader:
+        """What reads by this handle. Raises as `connect`."""
+        with self._lock:
+            if self._reader is None or self._reader.client.closed:
+                self._reader = Reader(self._connect(-1, 0))
+            return self._reader
+
+    def _following(self) -> Overview:
+        if self._overview is None:
+            packed = self._packed
+            self._overview = Overview(
+                self.addresses, packed.credentials, packed.limits, packed.deadlines
+            )
+        return self._overview
+
+    def _follow(self, watching: Watching) -> Iterator[Snapshot]:
+        look_at = 0.0
+        over = False
+        opened: list[Client] = []
+
+        def connect() -> Client:
+            opened.append(self._connect(-1, 0))
+            return opened[-1]
+
+        try:
+            while True:
+                try:
+                    found = watching.take(connect)
+                    if found is None and not over and time.monotonic() >= look_at:
+                        over = self.status().state == "finished"
+                        look_at = time.monotonic() + LOOK_S
+                        continue  # what came before the last worker left
+                except (CoordinatorGone, ServerGone, ClientClosed):
+                    if not opened:
+                        raise
+                    return
+                if found is not None:
+                    yield found
+                elif over:
+                    return
+                else:
+                    time.sleep(SNAPSHOT_POLL_S)
+        finally:
+            for client in opened:
+                client.close()
+
     def _dial(self, rank: int, workers: int) -> Client:
         try:
             connection = Connection.join(
@@ -127,21 +282,45 @@ class Handle:
             return Client(connection)
         except ConnectTimeout as error:
             raise CoordinatorGone(
-                f"the cluster of this handle does not answer: {error.failed}",
-                fix="if it has ended, get a handle of one that runs; a handle lives as long as its "
-                "cluster",
+                f"the cluster at {', '.join(self.addresses)} does not answer: {error.failed}",
+                fix="look whether it runs, at its address, and whether a firewall is in between; a "
+                "handle lives as long as its cluster",
             ) from error
 
 
-def attach(name: str, *, engine: Engine | None = None) -> Handle:
-    """Find a cluster that another process has started as `ps.Cluster(name=...)`.
+def attach(
+    name: str,
+    *,
+    engine: Engine | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls: TLS | None = None,
+) -> Handle:
+    """Reach a running cluster without being one of its workers: to read it, save it, watch it.
+
+    Example:
+        with ps.attach("ps0.example:5555", token_file="token") as cluster:
+            model.load_state_dict(cluster.state_dict())
 
     Args:
-        engine: the one that it was started with: with `ps.Local()` (if None) on this machine by
+        name: of a cluster that another process has started as `ps.Cluster(name=...)`; or the
+            address of the first server of `paramserve serve`: `host:port`, or `unix:<path>`.
+        engine: of a name: what it was started with: with `ps.Local()` (if None) on this machine by
             this user, with `ps.OnRay("auto")` anywhere on the same Ray cluster.
+        token_file: of an address: the cluster's token; needed for `host:port`.
+        tls: of an address: certificates; None: no TLS.
     Raises:
         UnknownName: no living cluster has this name there.
+        CoordinatorGone: no answer from the address. NotAuthenticated: the token or a certificate
+            does not match.
+        ValueError: an argument that does not belong to a name, or to an address.
     """
+    if ":" in name:
+        return _attach_to(name, engine, credentials_of(token_file, tls))
+    if token_file is not None or tls is not None:
+        raise ValueError(
+            f"token_file and tls are for an address (host:port or unix:<path>), and {name!r} is "
+            "the name of a cluster of ps.Cluster(name=...), which needs neither"
+        )
     where = engine if engine is not None else Local()
     data = where.find(name)
     if data is None:
@@ -151,6 +330,15 @@ def attach(name: str, *, engine: Engine | None = None) -> Handle:
             "keep the process that started it",
         )
     return Handle.decode(data)
+
+
+def _attach_to(address: str, engine: Engine | None, credentials: Credentials) -> Handle:
+    if engine is not None:
+        raise ValueError(f"engine is for the name of a cluster, and {address!r} is an address")
+    addresses = (full_address(address),)
+    handle = Handle.of(addresses, credentials, seed=0, limits=Limits(), deadlines=Deadlines())
+    handle.reader()  # an address or a token that is wrong is told here
+    return handle
 
 
 def connect(

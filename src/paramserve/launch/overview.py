@@ -13,7 +13,7 @@ from collections import deque
 import msgspec
 
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError
 from paramserve.launch.entries import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
@@ -145,6 +145,31 @@ class Overview:
         except (ConnectionError, ParamServeError) as error:
             self._broke(error, now)
         self.dropped_records = self._dropped + self._end_record - self._next_record
+
+    def fresh(self, timeout_s: float) -> Status:
+        """How the cluster stands now; all records that it has are here then.
+
+        Raises:
+            CoordinatorGone: no answer in `timeout_s`, or the line was closed. ParamServeError: the
+                cluster refuses this peer.
+        """
+        before = self.status
+        self.ask_now(time.monotonic(), timeout_s)
+        where = ", ".join(address.removeprefix("tcp:") for address in self.addresses)
+        if isinstance(self.error, ConnectionError):
+            raise CoordinatorGone(
+                f"the coordinator at {where} has closed the connection: {self.error}",
+                fix="look whether the cluster was ended, or why its first server did",
+            )
+        if self.error is not None:
+            raise self.error
+        if self.status is None or self.status is before:
+            raise CoordinatorGone(
+                f"the coordinator at {where} did not answer in {timeout_s} s",
+                applied="unknown",
+                fix="look whether it runs, and whether a firewall is in between",
+            )
+        return self.status
 
     def _broke(self, error: Exception, now: float | None = None) -> None:
         """The line is of no further use; the next tick that is due makes another one."""

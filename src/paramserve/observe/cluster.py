@@ -1,4 +1,4 @@
-"""A running cluster as a table, for `paramserve status`."""
+"""A running cluster as tables, for `paramserve status`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,68 @@ from paramserve.messages import Status
 from paramserve.observe.status import by_group, by_rank, drops_by_rank, in_bytes
 
 
+class Part:
+    """Rows about one kind of thing."""
+
+    def __init__(self, title: str, *columns: str) -> None:
+        self.title = title
+        self.columns = columns
+        self.rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+
 def as_table(address: str, status: Status) -> RenderableType:
-    """Servers, workers, groups and keyed tables of a cluster at one moment."""
+    """Servers, workers, groups and keyed tables of a cluster at one moment, for a terminal."""
+    tables = []
+    for part in _parts(status):
+        tables.append(Table(*part.columns, title=part.title, title_justify="left"))
+        for row in part.rows:
+            tables[-1].add_row(*row)
+    return Group("\n".join(_head(address, status)), *tables)
+
+
+def as_text(address: str, status: Status) -> str:
+    """The same for a file or another program: plain columns, as wide as what they hold."""
+    lines = _head(address, status)
+    for part in _parts(status):
+        rows = [part.columns, *part.rows]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines += ["", part.title]
+        for row in rows:
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _head(address: str, status: Status) -> list[str]:
+    told = [f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers"]
+    refused = sum(beat.refused for beat in status.servers)
+    if refused:
+        told.append(f"{refused} peers were refused before they were known")
+    return told
+
+
+def _parts(status: Status) -> list[Part]:
     parts = [_servers(status), _workers(status), _groups(status)]
     if any(group.table is not None for beat in status.servers for group in beat.groups):
         parts.append(_tables(status))
     if status.leases:
         parts.append(_leases(status))
-    told = f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers"
-    refused = sum(beat.refused for beat in status.servers)
-    if refused:
-        told += f"\n{refused} peers were refused before they were known"
-    return Group(told, *parts)
+    return parts
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left")
-
-
-def _servers(status: Status) -> Table:
-    table = _table("servers", "shard", "state", "clients", "values")
+def _servers(status: Status) -> Part:
+    table = Part("servers", "shard", "state", "clients", "values")
     for beat in status.servers:
         state = "silent" if beat.shard in status.silent_servers else "serving"
         table.add_row(str(beat.shard), state, str(beat.clients), in_bytes(beat.value_bytes))
     return table
 
 
-def _workers(status: Status) -> Table:
-    table = _table(
+def _workers(status: Status) -> Part:
+    table = Part(
         "workers", "rank", "state", "incarnation", "clocks", "pushes", "staleness", "dropped"
     )
     clocks: dict[int, dict[str, int]] = {}
@@ -61,8 +95,8 @@ def _workers(status: Status) -> Table:
     return table
 
 
-def _groups(status: Status) -> Table:
-    table = _table(
+def _groups(status: Status) -> Part:
+    table = Part(
         "groups",
         "group",
         "policy",
@@ -90,8 +124,8 @@ def _groups(status: Status) -> Table:
     return table
 
 
-def _tables(status: Status) -> Table:
-    table = _table("tables", "table", "rows", "memory", "created", "evicted", "unadmitted")
+def _tables(status: Status) -> Part:
+    table = Part("tables", "table", "rows", "memory", "created", "evicted", "unadmitted")
     for name, group in sorted(by_group(status.servers).items()):
         if group.table is not None:
             of = group.table
@@ -101,8 +135,8 @@ def _tables(status: Status) -> Table:
     return table
 
 
-def _leases(status: Status) -> Table:
-    table = _table("samples by lease", "loader", "rank", "given", "done", "repeated")
+def _leases(status: Status) -> Part:
+    table = Part("samples by lease", "loader", "rank", "given", "done", "repeated")
     for loader in status.leases:
         for number, (rank, given, done) in enumerate(loader.ranks):
             of_all = (loader.loader, str(loader.repeated)) if number == 0 else ("", "")

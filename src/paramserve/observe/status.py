@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat, TableReport
+from paramserve.messages import (
+    GroupPolicy,
+    GroupReport,
+    LeaseReport,
+    ServerBeat,
+    Status,
+    TableReport,
+)
 
 RETIRED = ("retiring", "retired")
 """States of workers that `Job.scale` has removed."""
+OF_MEMBERS = {
+    "expected": "starting",
+    "live": "running",
+    "left": "returned",
+    "dead": "dead",
+    "restarting": "dead",
+    "retiring": "retiring",
+}
+"""What `RunStatus.workers` calls each state that the coordinator knows."""
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -117,6 +133,17 @@ class RunStatus:
         """How many workers work or have returned, of how many that the run wants to have."""
         states = [state for state in self.workers.values() if state not in RETIRED]
         return sum(state in ("running", "returned") for state in states), len(states)
+
+
+def of_cluster(told: Status, seconds: float, metrics: Mapping[str, float]) -> RunStatus:
+    """How a cluster stands that no driver runs: "running" as long as a worker may step, "finished"
+    when all that were expected have come and gone."""
+    workers = {member.rank: OF_MEMBERS[member.state] for member in told.members}
+    states = set(workers.values())
+    state = "starting" if states == {"starting"} else "running"
+    if states and states <= {"returned", "dead"}:
+        state = "finished"
+    return RunStatus(state, seconds, workers, by_group(told.servers), dict(metrics))
 
 
 def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:

@@ -1,13 +1,16 @@
-"""The values that a run starts from (`load_state=`): from a file, and into rank 0's model."""
+"""Models' values in files, and those that a run starts from (`load_state=`) into rank 0's model."""
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from paramserve.client.arrow import replacing
 from paramserve.config import FIRST_OPTIMIZER
 
 if TYPE_CHECKING:
@@ -29,6 +32,17 @@ def read_state(path: str) -> Any:
         ) from error
 
 
+def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write a state dict, or one for each name, for `torch.load`. The file is complete when it is
+    there under its name.
+
+    Raises:
+        OSError: it cannot be written. What was there before still is.
+    """
+    with replacing(path) as file:
+        torch.save({name: _as_tensors(each) for name, each in state.items()}, file)
+
+
 def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
     """Load into a model what the run was given for its optimizer, if anything; once.
 
@@ -40,7 +54,7 @@ def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
     if key not in given:
         return
     try:
-        model.load_state_dict({each: _as_tensor(value) for each, value in given[key].items()})
+        model.load_state_dict(_as_tensors(given[key]))
     except RuntimeError as error:
         raise ValueError(
             f"load_state does not fit the model of optimizer {name!r}: {error}. Applied: no. To "
@@ -50,5 +64,8 @@ def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
     del given[key]
 
 
-def _as_tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+def _as_tensors(given: Any) -> Any:
+    """Arrays as tensors in their memory, also within a dict."""
+    if isinstance(given, Mapping):
+        return {name: _as_tensors(value) for name, value in given.items()}
+    return torch.from_numpy(given) if isinstance(given, np.ndarray) else given

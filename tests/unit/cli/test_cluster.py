@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import stat
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.needs import needs
 from paramserve.cli import cli
 from paramserve.launch import serve as serving
 from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status, TableReport
-from paramserve.observe.cluster import as_table
+from paramserve.observe.cluster import as_table, as_text
 from paramserve.observe.status import in_bytes
 
 
@@ -102,6 +103,11 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     assert ["model", "Async", "11", "5", stale_all, *counts] in rows
     assert ["train", "0", "600", "512", "3"] in rows
     assert ["", "1", "100", "96", ""] in rows
+    text = as_text("host:1", status)
+    assert text.splitlines()[:2] == lines[:2]
+    plain = [re.split(" {2,}", line) for line in text.splitlines()]
+    assert [row for row in rows if "" not in row and row not in plain] == []
+    assert max(map(len, text.splitlines())) < 120
 
 
 def test_status_table_shows_keyed_tables_where_there_are_some() -> None:

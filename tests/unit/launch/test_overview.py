@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from paramserve.config import NO_CREDENTIALS, Deadlines, Limits
-from paramserve.errors import ConnectTimeout, ProtocolError
+from paramserve.errors import ConnectTimeout, CoordinatorGone, ProtocolError
 from paramserve.launch import overview as module
 from paramserve.launch.entries import COORDINATOR
 from paramserve.launch.overview import AGAIN_S, EVERY_S, PAUSE_S, Overview
@@ -234,3 +234,18 @@ def test_answer_that_was_lost_with_its_line_is_told_so(
     overview.tick(EVERY_S + AGAIN_S)
     with pytest.raises(ConnectionError, match="before it answered"):
         overview.answer(call)
+
+
+def test_fresh_is_an_answer_to_this_question_or_an_error(
+    overview: Overview, coordinator: Coordinator
+) -> None:
+    coordinator.answers.append(status(0, 0, 0))
+    assert overview.fresh(0.5).call == 1
+    with pytest.raises(CoordinatorGone, match=r"did not answer in 0.5 s"):
+        overview.fresh(0.5)
+    coordinator.error = ConnectionResetError(104, "reset")
+    with pytest.raises(CoordinatorGone, match="has closed the connection"):
+        overview.fresh(0.5)
+    coordinator.error = ProtocolError("other", fix="look")
+    with pytest.raises(ProtocolError, match="other"):
+        overview.fresh(0.5)
