@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paramserve.client import Table as Table
     from paramserve.client import TablePush as TablePush
     from paramserve.client import Ticket as Ticket
+    from paramserve.client.string_keys import keys_of as keys_of
     from paramserve.config import TLS as TLS
     from paramserve.config import Deadlines as Deadlines
     from paramserve.config import Limits as Limits
@@ -83,6 +84,7 @@ _NAMES = {
     "worker": "Worker",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",
+    "client.string_keys": "keys_of",
     "core.table.options": "Uniform Normal Constant Zeros MinCount TTL LRU",
     "consistency.built_in": (
         "Sync Async BoundedStaleness DelayCompensated Buffered LocalSteps ElasticAverage "

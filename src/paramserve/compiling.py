@@ -15,7 +15,7 @@ import numpy as np
 
 from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES
-from paramserve.core.table.compiled import index_kernels
+from paramserve.core.table.compiled import index_kernels, text_kernels
 from paramserve.core.table.compiled import kernels as store_kernels
 from paramserve.core.table.routing import routing_kernels
 from paramserve.errors import ParamServeError
@@ -39,7 +39,7 @@ Rules = Mapping[str, type[Any]]
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
-_ROUTING, _INDEX = ("routing",), ("index",)
+_ROUTING, _INDEX, _TEXT = ("routing",), ("index",), ("text",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
@@ -128,6 +128,12 @@ def load_index() -> None:
     """Have ready what finds keys in an index, as `load_kernels`."""
     if _INDEX not in _loaded:
         _load(_INDEX, lambda: index_kernels().KERNELS)
+
+
+def load_text() -> None:
+    """Have ready what makes keys of strings, as `load_kernels`."""
+    if _TEXT not in _loaded:
+        _load(_TEXT, lambda: text_kernels().KERNELS)
 
 
 def load_table(rule: Rule, layout: RowLayout) -> None:

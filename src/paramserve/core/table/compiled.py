@@ -31,6 +31,14 @@ def use_kernels() -> ModuleType:
     return use_kernels
 
 
+@cache
+def text_kernels() -> ModuleType:
+    """Of strings, which no store has: `compiling.load_text` compiles them."""
+    from paramserve.core.table import text_kernels
+
+    return text_kernels
+
+
 def kernels() -> Kernels:
     """Every kernel of the store."""
     return {**index_kernels().KERNELS, **row_kernels().KERNELS, **use_kernels().KERNELS}
