@@ -30,6 +30,13 @@ def environment(boot: Bootstrap) -> None:
     boot.report("value", os.environ.get(boot.payload.decode(), "unset").encode())
 
 
+def hashes(boot: Bootstrap) -> None:
+    """What Python's own hash makes of a string, here and in a process that this one starts."""
+    code = "print(hash('anna'))"
+    started = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, check=True)
+    boot.report("hashes", b"%d %s" % (hash("anna"), started.stdout.strip()))
+
+
 def draw(boot: Bootstrap) -> None:
     """What it draws at random."""
     import random

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ MANY = ["coordinator", "server 0", "worker 0"]
 class Forks(Local):
     """`Local` as it starts the processes of a run."""
 
-    def open(self, roles: Sequence[str] = ()) -> Fleet:
-        return super().open([*roles, *MANY])
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:
+        return super().open([*roles, *MANY], environment)
 
 
 def forks(request: pytest.FixtureRequest) -> Engine:
@@ -157,6 +157,20 @@ def test_launch_does_not_wait_for_a_child_to_read_a_large_payload(fleet: Fleet) 
 def test_environment_of_a_role_is_set(fleet: Fleet) -> None:
     fleet.launch(role("environment", b"OMP_NUM_THREADS", environment={"OMP_NUM_THREADS": "3"}))
     assert bodies(until_ended(fleet)) == {"value": b"3"}
+
+
+def test_environment_of_a_fleet_is_there_when_the_interpreter_starts(engine: Engine) -> None:
+    """Python reads the seed of its hashes once: setting it later changes nothing."""
+    told = set()
+    for seed in ("7", "7", "8"):
+        with contextlib.closing(engine.open(["worker 0"], {"PYTHONHASHSEED": seed})) as fleet:
+            fleet.launch(Role("worker 0", "engine_entries:hashes", b"", SECRET))
+            told.add((seed, bodies(until_ended(fleet))["hashes"]))
+    assert len(told) == 2
+    for _, both in told:
+        own, started = both.split()
+        assert own == started
+    assert len({both for _, both in told}) == 2
 
 
 def test_local_environment_is_added_to_the_drivers(

@@ -27,7 +27,7 @@ class Role:
         secret: the cluster's credentials, encoded. Only the process sees it.
         code: what the owner registered to run there (a training function, rules), pickled. It
             reaches the process by a channel that only this user can write to.
-        environment: set on top of the driver's environment before the interpreter starts.
+        environment: set on top of the fleet's before the entry's module is imported.
         directory: a folder that the process removes if the driver dies; empty: none.
         imports: modules that it will need and that take long to import. An engine that forks
             processes from a prepared one imports them there.
@@ -166,12 +166,15 @@ class Fleet(Protocol):
 class Engine(Protocol):
     """Settings of an engine; one may serve many runs, also at the same time."""
 
-    def open(self, roles: Sequence[str] = ()) -> Fleet:
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:
         """A new, empty fleet. The caller closes it.
 
         Args:
             roles: names of those that will be launched, where the engine has to make room for all
                 of them at once. A name may be launched again after its process has ended.
+            environment: what the interpreters of workers start with, on top of the driver's
+                environment; those of other roles may. `Role.environment` may come when an
+                interpreter that waits has started long ago.
         Raises:
             CannotPlace: there is no room for them.
             ParamServeError: the engine cannot be reached or used. Nothing was started.

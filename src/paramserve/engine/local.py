@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -71,10 +71,10 @@ class Local:
 
     python: str | None = None
 
-    def open(self, roles: Sequence[str] = ()) -> LocalFleet:
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> LocalFleet:
         """A new, empty fleet. The caller closes it; every machine has room for all roles."""
         python = self.python if self.python is not None else sys.executable
-        return LocalFleet(python, forks=len(roles) >= PREPARED_FROM)
+        return LocalFleet(python, environment, forks=len(roles) >= PREPARED_FROM)
 
     def publish(self, name: str, data: bytes) -> Callable[[], None]:
         """Publish for other processes of this user on this machine; see `base.Engine`."""
@@ -193,14 +193,16 @@ class LocalFleet:
     """Children of this process, and of a process that is prepared to fork them. See `base.Fleet`.
 
     Args:
+        environment: of every process, under that of its role.
         forks: whether to start processes as forks of prepared ones, where that can be done.
     """
 
     shares_host = True
     tls: TLS | None = None
 
-    def __init__(self, python: str, *, forks: bool = False) -> None:
+    def __init__(self, python: str, environment: Mapping[str, str], *, forks: bool = False) -> None:
         self._python = python
+        self._environment = environment
         self._forks = forks and hasattr(os, "pidfd_open")
         self._prepared: list[Prepared] = []
         self._one_ended = False
@@ -297,12 +299,13 @@ class LocalFleet:
         """A fork of a prepared process; None: it is to be started afresh."""
         if not self._forks:
             return None
-        wanted = surroundings(self._python, role.environment)
+        environment = self._environment_of(role)
+        wanted = surroundings(self._python, environment)
         prepared = next((each for each in self._prepared if each.surroundings == wanted), None)
         if prepared is None:
             if len(self._prepared) == PREPARED_MAX or self._one_ended:
                 return None
-            prepared = Prepared(self._python, role.environment)
+            prepared = Prepared(self._python, environment)
             self._prepared.append(prepared)
         if not prepared.usable:
             return None
@@ -311,7 +314,10 @@ class LocalFleet:
     def _start(self, role: Role, source: BinaryIO, reports_fd: int) -> subprocess.Popen[bytes]:
         start = _START.format(source=source.fileno(), reports=reports_fd, driver=os.getpid())
         fds = (source.fileno(), reports_fd)
-        return start_python(self._python, start, role.name, role.environment, fds)
+        return start_python(self._python, start, role.name, self._environment_of(role), fds)
+
+    def _environment_of(self, role: Role) -> dict[str, str]:
+        return {**self._environment, **role.environment}
 
 
 def _parcel(role: Role) -> BinaryIO:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Plan:
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
         cluster: what tells it from every other one.
+        environment: that workers' interpreters start with.
     """
 
     servers: int
@@ -61,6 +62,7 @@ class Plan:
     cluster: bytes = field(default_factory=lambda: secrets.token_bytes(CLUSTER_BYTES))
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[Key]:

@@ -125,7 +125,8 @@ def run(
             not be registered.
         worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
             None, and for workers that join later. `Sync` divides the weighted sum by the weights.
-        seed: of random, numpy, torch and the loader's order; None: a random one, in the result.
+        seed: of random, numpy, torch, the loader's order and Python's `hash` in workers; None: a
+            random one, in the result.
         threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
             others go on without it; `ps.Restart(times)`: it is started again.
@@ -201,6 +202,7 @@ def _start(given: _Arguments) -> Job:
         timeout_s=given.timeout_s,
         limits=limits,
         deadlines=deadlines,
+        environment={"PYTHONHASHSEED": str(seed & 0xFFFFFFFF)},
     )
     return Job(plan, engine, seed, check_folder(given.save_tables))
 

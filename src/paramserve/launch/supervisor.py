@@ -111,7 +111,7 @@ class Supervisor:
         self._clients: list[Client] = []
         self._clients_lock = threading.Lock()
         self._pid = os.getpid()
-        self._fleet = engine.open([str(key) for key in plan.keys])
+        self._fleet = engine.open([str(key) for key in plan.keys], plan.environment)
         self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
         self._up_by = time.monotonic() + plan.deadlines.start_s
         self.roster = Roster(

@@ -166,7 +166,7 @@ def test_secret_travels_in_no_argument_that_goes_to_the_object_store(
         process.RayProcess, "_call", lambda self, *arguments: sent.append(arguments)
     )
     secret = b"opens the ports"
-    started = process.RayProcess("worker 0", Needs(), None, 1.0)
+    started = process.RayProcess("worker 0", Needs(), None, 1.0, {})
     started.start(Role("worker 0", "a:b", b"x" * 200_000, secret=secret))
     large = [each for each in sent[-1] if isinstance(each, bytes) and len(each) >= 100_000]
     assert len(large) == 1

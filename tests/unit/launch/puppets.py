@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -72,7 +72,7 @@ class Puppets:
         self.kept: list[str] = []
         """Names for which room was made and not given back."""
 
-    def open(self, roles: Sequence[str] = ()) -> Puppets:
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Puppets:
         self.opened_for = list(roles)
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class KeepsRoles:
     shares_host = True
     tls = None
 
-    def open(self, roles: Sequence[str] = ()) -> Fleet:
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:
         return self  # a fake: it has no events
 
     def launch(self, role: Role) -> Process:

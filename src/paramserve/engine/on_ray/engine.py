@@ -97,7 +97,7 @@ class OnRay:
     def _layout(self) -> Layout:
         return Layout(self._needs, self.servers, self.workers, self.place_s)
 
-    def open(self, roles: Sequence[str] = ()) -> RayFleet:
+    def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> RayFleet:
         """Make room for all roles and start their processes, which then wait for `launch`.
 
         Raises:
@@ -113,7 +113,7 @@ class OnRay:
         except BaseException:
             leave()
             raise
-        return RayFleet(self._layout, roles, placed, tls, leave)
+        return RayFleet(self._layout, roles, placed, tls, leave, environment)
 
     def _init(self, roles: Sequence[str]) -> Mapping[str, Any]:
         """Arguments for `ray.init`. A Ray that is started for these roles alone counts as many

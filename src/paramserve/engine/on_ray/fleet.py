@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paramserve.config import TLS
@@ -32,8 +32,10 @@ class RayFleet:
         placed: Sequence[tuple[Group, PlacementGroup]],
         tls: TLS | None,
         leave: Callable[[], None],
+        environment: Mapping[str, str],
     ) -> None:
         self.tls = tls
+        self._environment = environment
         self._layout = layout
         self._leave = leave
         self._groups: list[PlacementGroup] = []
@@ -138,8 +140,12 @@ class RayFleet:
             self._leave()
 
     def _create(self, name: str) -> RayProcess:
-        needs = self._layout.needs.get(kind_of(name), NOTHING)
-        return RayProcess(name, needs, self._places.get(name), self._layout.place_s)
+        kind = kind_of(name)
+        # A process with variables of its own is none of those that wait, and starts seconds later.
+        environment = self._environment if kind == "worker" else {}
+        needs = self._layout.needs.get(kind, NOTHING)
+        place, place_s = self._places.get(name), self._layout.place_s
+        return RayProcess(name, needs, place, place_s, environment)
 
     def _add(self, placed: Iterable[tuple[Group, PlacementGroup]]) -> None:
         for group, made in placed:

@@ -63,7 +63,14 @@ class RayProcess:
         why: why Ray says that it ended, if it did not end by itself.
     """
 
-    def __init__(self, name: str, needs: Needs, place: Place | None, place_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        needs: Needs,
+        place: Place | None,
+        place_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
         self.name = name
         self.pid = 0
         self.node = ""
@@ -79,7 +86,7 @@ class RayProcess:
         """The status that it told; it counts when the process is gone."""
         self._status: int | None = None
         self._told = False
-        self._actor = _create(name, needs, place)
+        self._actor = _create(name, needs, place, environment)
         self._listen_at = 0.0
         self._pending: Any = None
         self._listen()
@@ -225,7 +232,7 @@ class RayProcess:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*args)
 
 
-def _create(name: str, needs: Needs, place: Place | None) -> Any:
+def _create(name: str, needs: Needs, place: Place | None, environment: Mapping[str, str]) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     options: dict[str, Any] = {
@@ -235,8 +242,10 @@ def _create(name: str, needs: Needs, place: Place | None) -> Any:
     }
     if place is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place.group, place.bundle)
-    if needs.runtime_env:  # even an empty one keeps Ray from using a process that waits
-        options["runtime_env"] = dict(needs.runtime_env)
+    # Even an empty one keeps Ray from using a process that waits.
+    if needs.runtime_env or environment:
+        variables = {**environment, **needs.runtime_env.get("env_vars", {})}
+        options["runtime_env"] = {**needs.runtime_env, "env_vars": variables}
     made = remote(Actor, {"role": 1, "control": CONTROL_THREADS})
     return made.options(**options).remote(name)
 

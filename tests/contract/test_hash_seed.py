@@ -1,0 +1,25 @@
+"""Python's own hash of a string is equal in all workers of a run, and in all runs of one seed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import paramserve as ps
+
+
+def hashes(worker: ps.Worker) -> tuple[int, list[str]]:
+    """Of a string, and the order of a set, which follows from such hashes."""
+    return hash("anna"), [*{f"user_{number}" for number in range(20)}]
+
+
+def test_workers_hash_alike_in_each_run_with_that_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "3")  # as a driver has it that was started with one
+    found = [
+        # With other threads than the servers', workers are forked from a process of their own.
+        *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=1).returns.values(),
+        *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=2).returns.values(),
+    ]
+    assert found == found[:1] * 4
+    assert os.environ["PYTHONHASHSEED"] == "3"
