@@ -257,6 +257,9 @@ class Worker:
 
         All ranks call this at the same point. When it returns, the model has rank 0's values. State
         that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
+        Frozen parameters (`requires_grad=False`) stay where they are, of any dtype: no server has
+        them, so they have to be equal on all ranks. One that the optimizer has and that is unfrozen
+        later is trained from the next step on; all ranks unfreeze it before the same step.
         Modules on tables that the model has are found, and their rows go with each step; see
         `paramserve.pytorch.tables`.
 

@@ -125,6 +125,8 @@ class Pair:
     def __init__(self, harnesses: Harnesses, ranks: int, policy: Any, **options: Any) -> None:
         self._harnesses = harnesses
         self._options = options
+        self.extra: dict[str, dict[str, Any]] = {}
+        """Told by group at the end, for the result."""
         self.clients = harnesses.of(ranks, policy)
         self.workers = [self._worker(rank, client) for rank, client in enumerate(self.clients)]
         self.served = [Side(make_model()) for _ in self.clients]
@@ -153,6 +155,7 @@ class Pair:
             own_steps=[],
             ended=set(),
             load_state={},
+            tell_extra_state=self.extra.__setitem__,
         )
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -279,7 +282,11 @@ class Pair:
                     part = flat[start : start + value.numel()].view(value.shape)
                     assert torch.equal(part, value), piece.name
                     found.add(piece.name)
-        assert found == model.keys()
+        extra = self.extra.get(self.name, {})
+        assert not found & extra.keys()
+        for name, value in extra.items():
+            assert torch.equal(value, model[name]), name
+        assert found | extra.keys() == model.keys()
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -120,6 +120,41 @@ def test_buffer_that_grows_is_refused_with_what_to_do(make_cluster: MakeCluster)
         Ranks(make_cluster(workers=1), train).start(0).end()
 
 
+# --- layers that are unfrozen while a model is trained --------------------------------------------
+
+
+def test_worker_that_comes_back_finds_layers_that_were_unfrozen_one_after_the_other(
+    make_cluster: MakeCluster,
+) -> None:
+    """Its next incarnation unfreezes both before its first step."""
+
+    def train(worker: ps.Worker) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+        torch.manual_seed(worker.seed)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.randn(param.shape))
+        model[:2].requires_grad_(False)
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.01, momentum=0.9))
+        while worker.clock < 6:
+            if worker.incarnation == 1 and worker.clock == 5:
+                raise Killed
+            for layer, at in ((1, 2), (0, 4)):
+                if worker.clock >= at:
+                    model[layer].requires_grad_()
+            step(optimizer, model)
+        counts = {
+            block.pieces[0].name: worker.client.dense.fetch(block, 0)[1]
+            for block in worker.client.blocks()
+            if block.rule is not None
+        }
+        assert counts == {"0.weight": (2, 2), "1.weight": (4, 4), "2.weight": (6, 6)}
+
+    ranks = Ranks(make_cluster(workers=1, restarts=True), train).start(0)
+    ranks.end()
+    assert ranks.restarts == [0]
+
+
 # --- one optimizer after another ------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from paramserve.pytorch.block import (
 )
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.embedding import Rows
+from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import ParamGroup, check_options
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
@@ -155,6 +156,9 @@ class Adopted(ABC, Generic[B]):
         self._steps = 0
         self._grouped: list[list[Tensor]] = []
         """The lists of parameters as the parts' groups were found from them."""
+        self._unserved: dict[int, Tensor] = {}
+        """Frozen parameters that the optimizer was given, by identity: they are defined when they
+        are trained after all."""
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
@@ -174,17 +178,36 @@ class Adopted(ABC, Generic[B]):
         found = self.tables.find(groups)
         taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
+        self._check_trains(groups, bool(found))
         self._untrained = self._untrained_of(trained)
+        self._frozen = Frozen(self._client, self._model, f"{settings.name}.frozen.buffers")
+        if settings.buffers != "local":
+            self._frozen.compare(worker.rank)
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
         self._untrained.start(define=worker.rank == 0, take=worker.rank != 0 or self.late)
         self.tables.adopt(found, groups)
         self._take_over(taken)
+        self._keep_unserved(groups)
         _ADOPTED.setdefault(self._client, WeakSet()).add(self)
         worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
+
+    def _check_trains(self, groups: Sequence[ParamGroup], tables: bool) -> None:
+        """Refuse an optimizer whose steps would change nothing.
+
+        Raises:
+            ValueError: all its parameters are frozen. Nothing was defined.
+        """
+        params = [param for group in groups for param in group["params"]]
+        if params and not tables and all(map(is_frozen, params)):
+            raise ValueError(
+                f"all {len(params)} parameters of the optimizer are frozen (requires_grad=False): "
+                "its steps would change nothing. Let some require gradients before "
+                "worker.optimizer(...)"
+            )
 
     def _untrained_of(self, trained: set[int]) -> Untrained:
         """What of the model is not trained on the servers."""
@@ -198,11 +221,12 @@ class Adopted(ABC, Generic[B]):
 
     def finish(self) -> None:
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
-        untrained parameters."""
+        untrained parameters, and give the result frozen ones and what modules keep besides."""
         rank = self._worker.rank
-        if rank == 0 or (self._untrained and self._client.connection.is_dead(range(rank))):
+        leaves = self._untrained or self._frozen
+        if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
             self._untrained.assign(everything=True)
-            extra = _extra_state(self._model)
+            extra = {**self._frozen.values(self._served()), **_extra_state(self._model)}
             if extra:
                 self._worker.tell_extra_state(self._settings.name, extra)
 
@@ -219,12 +243,54 @@ class Adopted(ABC, Generic[B]):
         """
         self._check_owner()
         found = self.tables.find([group])
-        plans = self._plan(index, group)
+        self._define_later(self._plan(index, group))
+        self.tables.adopt(found, [group])
+        self._keep_unserved([group])
+        self._worker.stepped.extend(each.table.group for each in found)
+
+    def _define_later(self, plans: Sequence[Plan[B]]) -> None:
+        """Define blocks of an optimizer that has been adopted."""
         taken = self._takes(plans)
         self._define(plans)
-        self.tables.adopt(found, [group])
         self._take_over(taken)
-        self._worker.stepped.extend(each.table.group for each in found)
+
+    # --- frozen parameters ------------------------------------------------------------------------
+
+    def _served(self) -> set[int]:
+        """The parameters that the servers have, by identity."""
+        return {id(param) for part in self._parts for param in part.layout.params}
+
+    def _keep_unserved(self, groups: Sequence[ParamGroup]) -> None:
+        """Remember the frozen parameters of these groups."""
+        served = self._served()
+        given = (param for group in groups for param in group["params"])
+        self._unserved |= {id(p): p for p in given if is_frozen(p) and id(p) not in served}
+
+    def _define_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
+        """Define frozen parameters that are trained from now on, as `add_group` does: all ranks
+        let them require gradients before the same step."""
+        found = {key for key, param in self._unserved.items() if param.requires_grad}
+        if not found:
+            return
+        plans = [
+            plan
+            for index, group in enumerate(groups)
+            if any(id(param) in found for param in group["params"])
+            for plan in self._plan(index, group)
+        ]
+        self._define_later(plans)
+        for key in found:
+            del self._unserved[key]
+
+    def _as_others_have(self, layout: Layout) -> Iterator[Layout]:
+        """Parameters as the blocks that they were defined in while this worker was not there."""
+        left = dict(zip(layout.names, layout.params, strict=True))
+        for block in self._client.blocks():
+            names = tuple(piece.name for piece in block.pieces)
+            if block.group_name == self._settings.name and left.keys() >= set(names):
+                yield layout._replace(names=names, params=tuple(map(left.pop, names)))
+        if left:
+            yield layout._replace(names=tuple(left), params=tuple(left.values()))
 
     # --- whose a parameter is ---------------------------------------------------------------------
 
@@ -276,6 +342,8 @@ class Adopted(ABC, Generic[B]):
                 groups of some that are stepped together are several now. Nothing was sent.
         """
         self._check_owner()
+        if self._unserved:
+            self._define_unfrozen(groups)
         if len(groups) == len(self._grouped):
             for group, known in zip(groups, self._grouped, strict=True):
                 params = group["params"]
@@ -312,7 +380,7 @@ class Adopted(ABC, Generic[B]):
             found.append((next(iter(inside), None), None if all(present) else present))
         for index, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
-                if id(param) in places and not self.tables.steps(param):
+                if id(param) in places and not (is_frozen(param) or self.tables.steps(param)):
                     name = self._names.get(id(param), f"number {place}")
                     raise ValueError(
                         f"parameter {name} was put into group {index} of optimizer "
@@ -322,6 +390,7 @@ class Adopted(ABC, Generic[B]):
                     )
         for part, (at, each) in zip(self._parts, found, strict=True):
             part.group, part.present = at, each
+        self._keep_unserved(groups)
 
     # --- defining ---------------------------------------------------------------------------------
 
@@ -330,9 +399,15 @@ class Adopted(ABC, Generic[B]):
         """The blocks that a parameter group becomes; raises for what is not supported."""
 
     def _layouts(self, index: int, group: ParamGroup) -> list[Layout]:
+        """What a parameter group has that is trained and not on the servers yet."""
         check_options(group)
         dense = [param for param in group["params"] if not isinstance(param, Rows)]
-        return lay_out(self._names, index, dense)
+        served = self._served()
+        left_out = {id(each) for each in dense if is_frozen(each) or id(each) in served}
+        layouts = lay_out(self._names, index, dense, left_out)
+        if not (self.late and self._parts):
+            return layouts
+        return [each for layout in layouts for each in self._as_others_have(layout)]
 
     def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
         self._define(plans)

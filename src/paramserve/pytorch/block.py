@@ -97,7 +97,9 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
     return {id(param): name for name, param in model.named_parameters()}
 
 
-def lay_out(names: dict[int, str], index: int, params: Sequence[Tensor]) -> list[Layout]:
+def lay_out(
+    names: dict[int, str], index: int, params: Sequence[Tensor], left_out: Collection[int] = ()
+) -> list[Layout]:
     """Split a parameter group into blocks, one for each dtype.
 
     A parameter that the model does not have is called `extra.<group>.<place in the group>`.
@@ -105,10 +107,15 @@ def lay_out(names: dict[int, str], index: int, params: Sequence[Tensor]) -> list
     Args:
         names: from `names_of`.
         index: of the parameter group.
+        left_out: ids of parameters that are in none of them.
     Raises:
         TypeError: a parameter's dtype or kind is not supported.
     """
-    named = [(names.get(id(p), f"extra.{index}.{i}"), p) for i, p in enumerate(params)]
+    named = [
+        (names.get(id(p), f"extra.{index}.{i}"), p)
+        for i, p in enumerate(params)
+        if id(p) not in left_out
+    ]
     for name, param in named:
         _check(name, param)
     layouts = []
@@ -170,8 +177,8 @@ def _check(name: str, param: Tensor) -> None:
     if param.dtype not in TRAINED:
         raise TypeError(
             f"parameter {name!r} is {param.dtype}; the servers update float32 and float64. "
-            "Keep the parameters in float32 (model.float()) and use torch.autocast for lower "
-            "precision"
+            "Keep what is trained in float32 (model.float()) and use torch.autocast for lower "
+            "precision; what is frozen (requires_grad=False) may be of any dtype"
         )
 
 

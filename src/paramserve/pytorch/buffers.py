@@ -1,4 +1,5 @@
 """What of a model the optimizer does not train: buffers, and parameters that it was not given.
+Parameters that are frozen stay on the workers, see `frozen`.
 
 They live on the servers as values without a rule, in the group `<name>.buffers`, so that a result
 is a whole state dict. Rank 0's define them; the others take them at the start and never again.
@@ -22,6 +23,7 @@ from paramserve.errors import ShapeMismatch
 from paramserve.messages import VALUE
 from paramserve.pytorch.block import aliases_of, split
 from paramserve.pytorch.embedding import Rows
+from paramserve.pytorch.frozen import is_frozen
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -95,7 +97,7 @@ class Untrained:
         self._chosen: list[tuple[Source, Tensor, bool]] = [
             (_source(model, name), tensor, False)
             for name, tensor in model.named_parameters()
-            if id(tensor) not in trained and not isinstance(tensor, Rows)
+            if not (id(tensor) in trained or is_frozen(tensor) or isinstance(tensor, Rows))
         ]
         if buffers:
             self._chosen += [

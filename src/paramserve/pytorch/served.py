@@ -36,6 +36,8 @@ class Served(Adopted[ServedBlock]):
         super().__init__(worker, model, settings)
         self._kind = kind
         self._pending: Ticket | None = None
+        self._unserved_state: torch_state.State = {}
+        """Of frozen parameters: it was loaded, and goes to the servers when they do."""
         self._warned = False
 
     # --- start and end ------------------------------------------------------------------------
@@ -44,11 +46,6 @@ class Served(Adopted[ServedBlock]):
         """Install what is outstanding; then as `Adopted.finish`."""
         self.install_pending()
         super().finish()
-
-    def add_group(self, index: int, group: ParamGroup) -> None:
-        """Install what is outstanding; then as `Adopted.add_group`."""
-        self.install_pending()
-        super().add_group(index, group)
 
     def settle(self) -> None:
         self.install_pending()
@@ -61,12 +58,35 @@ class Served(Adopted[ServedBlock]):
             plans.append(Plan(layout, hyper.defined, part))
         return plans
 
+    def _define(self, plans: Sequence[Plan[ServedBlock]]) -> None:
+        """Install what is outstanding, of the blocks so far; then as `Adopted._define`."""
+        self.install_pending()
+        super()._define(plans)
+
     def _begin(self, plans: Sequence[Plan[ServedBlock]], state: Mapping[Tensor, Any]) -> None:
         fields = [torch_state.prepare(plan.layout, plan.rule, state) for plan in plans]
         self._define(plans)
         if state and self._worker.incarnation <= 1:  # a restarted worker finds the servers' own
-            self._store(fields)
+            self._store(self._parts, fields)
+        self._keep_unserved_state(state)
         self._worker.refreshers.append(self.refresh)
+
+    def _define_later(self, plans: Sequence[Plan[ServedBlock]]) -> None:
+        """As `Adopted._define_later`, with the state that was loaded while they were frozen."""
+        before = len(self._parts)
+        super()._define_later(plans)
+        params = [param for plan in plans for param in plan.layout.params]
+        if self._worker.incarnation <= 1 and any(p in self._unserved_state for p in params):
+            fields = [
+                torch_state.prepare(plan.layout, plan.rule, self._unserved_state) for plan in plans
+            ]
+            self._store(self._parts[before:], fields)
+        for param in params:
+            self._unserved_state.pop(param, None)
+
+    def _keep_unserved_state(self, state: Mapping[Tensor, Any]) -> None:
+        served = self._served()
+        self._unserved_state = {p: entry for p, entry in state.items() if id(p) not in served}
 
     def refresh(self) -> None:
         """Take the servers' present values, as after a step."""
@@ -180,6 +200,7 @@ class Served(Adopted[ServedBlock]):
         with torch.no_grad():
             for part, rule in self._rules_of_state(groups):
                 state.update(torch_state.fetch(self._client, part.block, part.layout, rule))
+        state |= self._unserved_state
         given = {id(param) for group in groups for param in group["params"]}
         return {param: entry for param, entry in state.items() if id(param) in given}
 
@@ -206,15 +227,17 @@ class Served(Adopted[ServedBlock]):
     def store_state(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """On rank 0, overwrite the state on the servers with this one; the others only check it."""
         self.install_pending()
-        self._store(
-            [
-                torch_state.prepare(part.layout, rule, state)
-                for part, rule in self._rules_of_state(groups)
-            ]
-        )
+        fields = [
+            torch_state.prepare(part.layout, rule, state)
+            for part, rule in self._rules_of_state(groups)
+        ]
+        self._store(self._parts, fields)
+        self._keep_unserved_state(state)
 
-    def _store(self, fields: Sequence[list[torch_state.Field]]) -> None:
+    def _store(
+        self, parts: Sequence[ServedBlock], fields: Sequence[list[torch_state.Field]]
+    ) -> None:
         if self._worker.rank == 0:
-            for part, arrays in zip(self._parts, fields, strict=True):
+            for part, arrays in zip(parts, fields, strict=True):
                 for field in arrays:
                     field.store(self._client, part.block)

@@ -136,6 +136,8 @@ class FakeCluster:
         self.sent: list[Sent] = []
         self.stored: list[tuple[int, FakeBlock, int]] = []
         self.held: dict[str, list[deque[tuple[Sent, list[np.ndarray], FakeTicket]]]] = {}
+        self.extra: dict[str, dict[str, Any]] = {}
+        """Told by group at the end, for the result."""
         self.changed = threading.Condition()
 
     def policy_of(self, group: str) -> Policy:
@@ -162,6 +164,7 @@ class FakeCluster:
             own_steps=[],
             ended=set(),
             load_state={},
+            tell_extra_state=self.extra.__setitem__,
         )
 
     def block(self, group: str) -> FakeBlock:

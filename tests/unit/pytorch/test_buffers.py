@@ -12,11 +12,11 @@ from paramserve.pytorch.optimizer import adopt
 
 
 class Net(nn.Module):
-    """A frozen layer that no optimizer has, a BatchNorm, and buffers of several dtypes."""
+    """A layer that no optimizer has, a BatchNorm, and buffers of several dtypes."""
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
-        self.backbone = nn.Linear(3, 2).bfloat16().requires_grad_(False)
+        self.backbone = nn.Linear(3, 2).bfloat16()
         self.norm = nn.BatchNorm1d(2)
         self.head = nn.Linear(2, 1)
         self.register_buffer("mask", torch.tensor([True, False]))

@@ -1,0 +1,109 @@
+"""Frozen parameters (`requires_grad=False`): each rank keeps its own, and the servers hold none.
+
+So they may be of any dtype and size, as the base of a model with adapters. They have to be equal on
+all ranks: rank 0 tells a checksum of each, and the others compare. At the end rank 0's values go
+into the result, unless they are too large for that.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paramserve.pytorch.embedding import Rows
+
+if TYPE_CHECKING:
+    from paramserve.client import Client
+
+RESULT_BYTES_MAX = 256 << 20
+"""Of frozen parameters that go into a result."""
+_LOOKED_AT_MAX = 65_536
+"""Elements of one parameter that its checksum is made of."""
+
+
+def is_frozen(param: Tensor) -> bool:
+    """Whether no gradient is computed for a parameter that is no table's."""
+    return not param.requires_grad and not isinstance(param, Rows)
+
+
+class Frozen:
+    """The parameters of one model that are frozen when its optimizer is adopted.
+
+    Args:
+        group: name under which their checksums are defined.
+    """
+
+    def __init__(self, client: Client, model: torch.nn.Module, group: str) -> None:
+        self._client = client
+        self._group = group
+        named = model.named_parameters(remove_duplicate=False)
+        self._params = {name: param for name, param in named if is_frozen(param)}
+
+    def __bool__(self) -> bool:
+        return bool(self._params)
+
+    def compare(self, rank: int) -> None:
+        """Tell their checksums, on rank 0, or compare them with rank 0's.
+
+        Raises:
+            ValueError: one has other values here. The optimizer was not adopted.
+        """
+        if not self._params:
+            return
+        mine = np.array([_checksum(param) for param in self._params.values()], np.int64)
+        if rank == 0:
+            self._client.define({self._group: mine}, rule=None, group=self._group)
+            return
+        block = self._client.directory.await_block(
+            {self._group: mine.shape}, dtype=mine.dtype, rule=None, group=self._group
+        )
+        same = self._client.dense.fetch(block, 0)[0] == mine
+        other = [name for name, equal in zip(self._params, same, strict=True) if not equal]
+        if other:
+            raise ValueError(
+                f"the frozen parameter {other[0]!r} of rank {rank} has other values "
+                f"than rank 0's ({len(other)} of {len(same)} differ): frozen parameters stay where "
+                "they are, so all ranks have to build them alike. Applied: no. To fix: load the "
+                "same weights on every rank, or call torch.manual_seed(worker.seed) before the "
+                'model is built; if they are meant to differ, pass buffers="local"'
+            )
+
+    def values(self, served: Collection[int]) -> dict[str, Any]:
+        """Their present values by name, on the CPU, for the result; empty, with a warning, where
+        they are too large.
+
+        Args:
+            served: ids of parameters that the servers hold by now.
+        """
+        left = {name: param for name, param in self._params.items() if id(param) not in served}
+        size = sum({id(p): p.numel() * p.element_size() for p in left.values()}.values())
+        if size > RESULT_BYTES_MAX:
+            warnings.warn(
+                f"the result lacks {len(left)} frozen parameters of {size >> 20} MiB in all, at "
+                f"most {RESULT_BYTES_MAX >> 20} MiB go into one: load it with strict=False into a "
+                "model that has them",
+                stacklevel=2,
+            )
+            return {}
+        return {name: _plain(param).to("cpu", copy=True) for name, param in left.items()}
+
+
+def _plain(param: Tensor) -> Tensor:
+    return param.detach().as_subclass(torch.Tensor)
+
+
+def _checksum(param: Tensor) -> int:
+    """Of the form of a parameter and, where it has plain memory, of some of its elements, spread
+    over all: weights that were made or loaded differently differ there as well."""
+    found = zlib.crc32(f"{param.dtype} {list(param.shape)}".encode())
+    if param.is_meta or param.is_quantized or param.layout is not torch.strided:
+        return found
+    flat = _plain(param).reshape(-1)
+    chosen = flat[:: flat.numel() // _LOOKED_AT_MAX + 1].cpu().contiguous()
+    return zlib.crc32(chosen.view(torch.uint8).numpy().tobytes(), found)
