@@ -16,7 +16,7 @@ class Limits(Struct, frozen=True):
     """Bounds that no peer can exceed. The defaults fit one machine."""
 
     header_bytes_max: int = 16 << 20
-    """A frame's header, once the peer is known (a `ReadTarget` names every tensor of a model)."""
+    """A frame's header, once the peer is known (a `Define` names every tensor of a block)."""
     handshake_bytes_max: int = 4096
     """What an unknown peer may send before it is known."""
     handshake_timeout_s: float = 5.0

@@ -73,7 +73,7 @@ SPIN_TCP_S = 250e-6
 NOTHING = Registered()
 
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
-"""As `preparing.needed`."""
+"""As `compiling.needed`."""
 
 _decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | Bye).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -236,8 +236,7 @@ class ServerRole:
                     fix="run the same version on both sides",
                 )
             for request in message.requests:
-                if self._parties[conn] == client:  # not cut off by one before
-                    self._request(conn, client, request, payload)
+                self._request(conn, client, request, payload)
         else:
             self._request(conn, client, message, payload)
 
