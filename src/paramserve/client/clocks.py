@@ -49,12 +49,16 @@ class ClientClocks:
 
     def _clock_of_step(self, group: str, tick: bool) -> int:
         """What a step that is about to be sent says of its clock."""
-        return CURRENT_CLOCK if tick and group in self._asking else self.clocks.get(group, 0)
-
-    def _asked_clock(self, group: str) -> None:
-        """A step that asks for its clock is certain to be sent."""
+        if not tick or group not in self._asking:
+            return self.clocks.get(group, 0)
         with self._heard_lock:
             self._asking[group] = self._asking.get(group, 0) + 1
+        return CURRENT_CLOCK
+
+    def _clock_not_asked(self, group: str) -> None:
+        """A step that was to ask for its clock is not sent."""
+        with self._heard_lock:
+            self._asking[group] -= 1
 
     def _hear(self, operation: Operation, group: str | None, after: int) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.

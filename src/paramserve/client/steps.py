@@ -272,6 +272,9 @@ class Steps(ClientClocks):
         if any(each.operation.numbered for each in sent):
             self._forgotten.extend(each.ticket for each in sent)
             return False
+        for each in sent:
+            if each.clock == CURRENT_CLOCK:
+                self._clock_not_asked(each.block.group_name)
         self._exchange.give_back(slots)
         return True
 
@@ -384,8 +387,6 @@ class Steps(ClientClocks):
 
     def _ended(self, sent: Prepared) -> None:
         """A step with a tick was sent."""
-        if sent.clock == CURRENT_CLOCK:
-            self._asked_clock(sent.block.group_name)
         self.go_on(sent.block.group_name, sent.clock + 1)
         self.membership.stepped(sent.block)
         for staged in sent.staged:
