@@ -98,7 +98,7 @@ def interrupted_links_used_on(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Exchange._check
 
     def forgets(exchange: Exchange) -> None:
-        exchange._in_use.clear()
+        exchange._mid_call.clear()
         check(exchange)
 
     monkeypatch.setattr(Exchange, "_check", forgets)

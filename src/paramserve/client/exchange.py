@@ -269,7 +269,7 @@ class Exchange(Links):
         with self._lock:
             self._check()
             self._torn = "a request"
-            self._in_use.update(range(len(self.shards)))
+            self._mid_call.update(range(len(self.shards)))
             for _, operation in calls:
                 operation.numbered = True
             messages: list[list[ShardRequest]] = []
@@ -299,9 +299,9 @@ class Exchange(Links):
                     self._transmit(shard, frame)
                 except ConnectionError:
                     self._disconnect(shard)
-                self._in_use.discard(shard.number)
+                self._mid_call.discard(shard.number)
             if not frames:
-                self._in_use.clear()
+                self._mid_call.clear()
 
     def _take_back(
         self,
@@ -313,7 +313,7 @@ class Exchange(Links):
             shard.session.take_back(len(each))
         for _, operation in calls:
             operation.numbered = False
-        self._in_use.clear()
+        self._mid_call.clear()
         self._torn = ""
 
     # --- interrupts --------------------------------------------------------------------------
@@ -331,10 +331,10 @@ class Exchange(Links):
             raise self._ended()
         if self._torn:
             self._end_torn(self._torn)
-        if self._in_use:
-            for number in sorted(self._in_use):
+        if self._mid_call:
+            for number in sorted(self._mid_call):
                 self._disconnect(self.shards[number])
-            self._in_use.clear()
+            self._mid_call.clear()
 
     def check_whole(self) -> None:
         """Before the owner begins a call: whether an earlier one left `unfinished` set.
@@ -426,7 +426,7 @@ class Exchange(Links):
 
     def _read(self, ready: list[ReachedShard]) -> None:
         for shard in ready:
-            self._in_use.add(shard.number)
+            self._mid_call.add(shard.number)
             try:
                 if shard.link is None or shard.number in self._down:
                     raise ConnectionError("not connected")
@@ -437,7 +437,7 @@ class Exchange(Links):
                 if isinstance(error, ClientClosed):
                     raise
                 self._give_up(shard, error)
-            self._in_use.discard(shard.number)
+            self._mid_call.discard(shard.number)
 
     def _take_all(self, shard: ReachedShard, link: Link) -> None:
         """Take what has come from a shard."""
@@ -518,12 +518,12 @@ class Exchange(Links):
         return [under_way.answers[s.number] for s in shards if s.number in under_way.answers]
 
     def _question(self, shard: ReachedShard, link: Link, question: Inquire | AskReport) -> None:
-        self._in_use.add(shard.number)
+        self._mid_call.add(shard.number)
         try:
             link.send(encode(question))
         except ConnectionError:
             self._disconnect(shard)
-        self._in_use.discard(shard.number)
+        self._mid_call.discard(shard.number)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every request has been answered; False after `timeout_s`."""
@@ -545,7 +545,7 @@ class Exchange(Links):
                 return
             self._reason = reason
             for shard in self.shards:
-                if shard.link is not None and bye and shard.number not in self._in_use:
+                if shard.link is not None and bye and shard.number not in self._mid_call:
                     with contextlib.suppress(ConnectionError, ParamServeError):
                         shard.link.send(encode(Bye()))
                 self._disconnect(shard)

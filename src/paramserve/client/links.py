@@ -194,9 +194,9 @@ class Links:
         """Shards whose link is broken and not yet made anew."""
         self._gone: ParamServeError | None = None
         """Why the last shard that was given up is gone."""
-        self._in_use: set[int] = set()
-        """Shards whose link is being written to or read from, or is about to be, under the lock.
-        Found by another call, it was interrupted there."""
+        self._mid_call: set[int] = set()
+        """Shards whose link a call uses, or is about to use, under the lock. Found by another call, it
+        was interrupted there."""
         self._torn = ""
         """What of the sessions is being changed, under the lock. Found by another call, it was
         interrupted there."""
