@@ -195,8 +195,8 @@ class Links:
         self._gone: ParamServeError | None = None
         """Why the last shard that was given up is gone."""
         self._mid_call: set[int] = set()
-        """Shards whose link a call uses, or is about to use, under the lock. Found by another call, it
-        was interrupted there."""
+        """Shards whose link a call uses, or is about to use, under the lock. Found by another call,
+        it was interrupted there."""
         self._torn = ""
         """What of the sessions is being changed, under the lock. Found by another call, it was
         interrupted there."""
