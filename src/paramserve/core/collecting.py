@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
-from paramserve.core.commit import NONFINITE_FIX, Contribution, Prepared, refusal_of
+from paramserve.core.commit import NONFINITE_FIX, Contribution, PreparedUpdates, refusal_of
 from paramserve.core.group_state import GroupState
 from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.shard_storage import Keep
@@ -192,7 +192,7 @@ def _prepare(state: GroupState, held: list[Contribution]) -> None:
         for block, arguments in _updates(may_fail, held, push)
     }
     clients = tuple(each.session.client for each in held)
-    state.collect.prepared = Prepared(scale, clients, keep)
+    state.collect.prepared = PreparedUpdates(scale, clients, keep)
 
 
 def _updates(
@@ -218,7 +218,10 @@ def _full(state: GroupState) -> Overloaded:
 
 
 def apply_commit(
-    state: GroupState, commit: Commit, chosen: dict[int, Contribution], prepared: Prepared | None
+    state: GroupState,
+    commit: Commit,
+    chosen: dict[int, Contribution],
+    prepared: PreparedUpdates | None,
 ) -> ParamServeError | None:
     """Do what the lead decided about the present clock; why this shard could not, if so.
 
@@ -254,7 +257,7 @@ def _apply(
     state: GroupState,
     commit: Commit,
     contributors: list[Contribution],
-    prepared: Prepared | None,
+    prepared: PreparedUpdates | None,
 ) -> None:
     push = PushInfo(-1, commit.clock, state.version, 0, 1.0, commit.scale)
     clients = tuple(each.session.client for each in contributors)

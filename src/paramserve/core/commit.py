@@ -60,7 +60,7 @@ class Contribution:
         return self.step.weight * self.step.factor
 
 
-class Prepared(NamedTuple):
+class PreparedUpdates(NamedTuple):
     """Updates of those blocks that may fail, ready before the clock is decided."""
 
     scale: float
@@ -87,7 +87,7 @@ class Collect:
     """When its policy is to be asked again, whichever ranks have come."""
     missing: tuple[int, ...] = ()
     """Ranks that its policy waits for."""
-    prepared: Prepared | None = None
+    prepared: PreparedUpdates | None = None
     """The update, if the clock is decided with what was reported."""
 
     def has(self, ranks: Collection[int]) -> bool:

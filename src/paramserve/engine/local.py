@@ -29,7 +29,7 @@ from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
 from paramserve.engine.prepared import (
     Forked,
-    Prepared,
+    PreparedProcess,
     above_standard,
     search_path,
     start_python,
@@ -204,7 +204,7 @@ class LocalFleet:
         self._python = python
         self._environment = environment
         self._forks = forks and hasattr(os, "pidfd_open")
-        self._prepared: list[Prepared] = []
+        self._prepared: list[PreparedProcess] = []
         self._one_ended = False
         """From then on no prepared process is made: a process that is started again would wait."""
         self._selector = selectors.DefaultSelector()
@@ -305,7 +305,7 @@ class LocalFleet:
         if prepared is None:
             if len(self._prepared) == PREPARED_MAX or self._one_ended:
                 return None
-            prepared = Prepared(self._python, environment)
+            prepared = PreparedProcess(self._python, environment)
             self._prepared.append(prepared)
         if not prepared.usable:
             return None

@@ -146,7 +146,7 @@ def start_python(
     )
 
 
-class Prepared:
+class PreparedProcess:
     """A prepared process, from the driver's side. For any thread.
 
     Attributes:
@@ -236,7 +236,7 @@ class Forked:
         why: why its exit status is unknown, if it is.
     """
 
-    def __init__(self, parent: Prepared, pid: int) -> None:
+    def __init__(self, parent: PreparedProcess, pid: int) -> None:
         self.pid = pid
         self.why = ""
         self._parent = parent
