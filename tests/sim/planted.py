@@ -100,10 +100,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, hook: str, kind: type[Policy], answer
     """Let shards hear `answer(policy, ...)` from policies of a kind instead of their own."""
     real = getattr(policy_calls, hook)
 
-    def planted(since: Any, *arguments: Any) -> Any:
-        if isinstance(since.policy, kind):
-            return answer(since.policy, *arguments)
-        return real(since, *arguments)
+    def planted(epoch: Any, *arguments: Any) -> Any:
+        if isinstance(epoch.policy, kind):
+            return answer(epoch.policy, *arguments)
+        return real(epoch, *arguments)
 
     monkeypatch.setattr(policy_calls, hook, planted)
 

@@ -138,14 +138,14 @@ class Lead:
         """The last decision."""
 
     def on_vote(
-        self, vote: Vote, clock: int, since: PolicyEpoch, enough: Callable[[frozenset[int]], bool]
+        self, vote: Vote, clock: int, epoch: PolicyEpoch, enough: Callable[[frozenset[int]], bool]
     ) -> list[tuple[int, Commit | Prepare]]:
         """Take one shard's `Vote`; return what to send to which shard.
 
         Args:
             vote: from any shard, this one included.
             clock: the first clock that is not committed yet.
-            since: the policy of that clock.
+            epoch: the policy of that clock.
             enough: whether it may be decided with only these contributors, where the shards have
                 more, but not the same. If not, more of them are on their way to all.
         """
@@ -163,7 +163,7 @@ class Lead:
         sets = [frozenset(each.contributors) for each in self._votes.values()]
         agreed = frozenset.intersection(*sets)
         if all(each == agreed for each in sets):
-            return self._commit(since)
+            return self._commit(epoch)
         if not enough(agreed):
             return []
         proposal = Prepare(vote.group, clock, tuple(sorted(agreed)))
@@ -176,14 +176,14 @@ class Lead:
         """The group has other members: all shards vote again."""
         self._votes = {}
 
-    def _commit(self, since: PolicyEpoch) -> list[tuple[int, Commit | Prepare]]:
+    def _commit(self, epoch: PolicyEpoch) -> list[tuple[int, Commit | Prepare]]:
         parts = [self._votes[shard] for shard in sorted(self._votes)]
         self._votes = {}
-        self.last = decide(parts, since)
+        self.last = decide(parts, epoch)
         return [(shard, self.last) for shard in range(self._shards)]
 
 
-def decide(parts: Sequence[Vote], since: PolicyEpoch) -> Commit:
+def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
     nothing = Commit(first.group, first.clock, (), 0.0)
@@ -195,13 +195,13 @@ def decide(parts: Sequence[Vote], since: PolicyEpoch) -> Commit:
     if not all(part.finite for part in parts):
         return nothing
     try:
-        scale = policy_calls.scale(since, first.weight)
+        scale = policy_calls.scale(epoch, first.weight)
     except PolicyFailed as error:
         refusal = (type(error).__name__, error.failed, error.fix)
         return structs.replace(nothing, refusal=refusal)
     if first.clip_norm > 0.0:
         norm = sqrt(sum(part.squared_norm for part in parts)) * scale
-        if not isfinite(norm) and since.policy.on_nonfinite == "refuse":
+        if not isfinite(norm) and epoch.policy.on_nonfinite == "refuse":
             failed = f"the norm of the gradients of clock {first.clock} is not finite"
             return structs.replace(nothing, refusal=("NonFinite", failed, NONFINITE_FIX))
         if not isfinite(norm):

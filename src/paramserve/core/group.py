@@ -144,14 +144,14 @@ class GroupMachine:
             # It has joined on another shard at a later clock, and sends no step of those before.
             state.members.ticked(rank, step.clock - 1)
             self._look_again()
-        since = state.of(rank, step.clock)
+        epoch = state.of(rank, step.clock)
         answer: Answer | None
         if not steps:
             answer = self._read(session, request)
-        elif since.policy.collects:
+        elif epoch.policy.collects:
             answer = self._collect(session, request, parts, wrong)
         else:
-            answer = self._apply(session, request, parts, since, wrong)
+            answer = self._apply(session, request, parts, epoch, wrong)
         return None if answer is None else self._with_news(session, answer)
 
     def _apply(
@@ -159,7 +159,7 @@ class GroupMachine:
         session: ShardSession,
         request: Request,
         parts: list[stepping.Part],
-        since: PolicyEpoch,
+        epoch: PolicyEpoch,
         wrong: Exception | None,
     ) -> Answer | None:
         """Execute a step by itself, under a policy that does not collect."""
@@ -168,7 +168,7 @@ class GroupMachine:
         try:
             if wrong is not None:
                 raise wrong
-            done, written = stepping.apply_now(self.state, session, step, parts, memory, since)
+            done, written = stepping.apply_now(self.state, session, step, parts, memory, epoch)
         finally:
             self._tick(session, step)
         if self._looking:  # what the tick has released may push before this step reads
@@ -176,7 +176,7 @@ class GroupMachine:
             session.done = done
             return None
         answer = self._read(session, request, done, written)
-        if since.guarded:  # a user's policy may look at anything
+        if epoch.guarded:  # a user's policy may look at anything
             self._look_again()
         return answer
 
@@ -255,9 +255,9 @@ class GroupMachine:
         assert isinstance(step, Step)
         if step.pull and rank in state.members.clocks:
             clock = step.clock + step.tick
-            since = state.at(clock)
+            epoch = state.at(clock)
             try:
-                admission = policy_calls.on_pull(since, Pull(rank, clock), state)
+                admission = policy_calls.on_pull(epoch, Pull(rank, clock), state)
             except PolicyFailed as error:
                 error.applied = "no" if done is None else "yes"
                 raise
@@ -265,8 +265,8 @@ class GroupMachine:
                 self.hold(session, request)
                 session.done = done
                 return None
-            self._keep_read(since, rank, step)
-            exact = since.policy.collects
+            self._keep_read(epoch, rank, step)
+            exact = epoch.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact)
@@ -285,10 +285,10 @@ class GroupMachine:
         done = structs.replace(done, version=state.version, clock=state.members.slowest)
         return self._replies.with_values(state.blocks, request, done)
 
-    def _keep_read(self, since: PolicyEpoch, rank: int, step: Step) -> None:
+    def _keep_read(self, epoch: PolicyEpoch, rank: int, step: Step) -> None:
         """Keep copies of what a worker reads now, if its policy asks for them."""
         state = self.state
-        if since.policy.keeps_reads:
+        if epoch.policy.keeps_reads:
             blocks = [state.blocks[place.block] for place in step.pull]
             dense = [block for block in blocks if isinstance(block, ShardBlock)]
             state.reads.keep(rank, state.version, dense)
@@ -447,12 +447,12 @@ class GroupMachine:
                     (),
                 )
             clock = step.clock + step.tick
-            since = state.at(clock)
+            epoch = state.at(clock)
             try:
-                answer = policy_calls.on_pull(since, Pull(session.rank, clock), state)
+                answer = policy_calls.on_pull(epoch, Pull(session.rank, clock), state)
             except PolicyFailed as error:
                 return error.failed, ()
-            name = type(since.policy).__name__
+            name = type(epoch.policy).__name__
             return f"{name} does not let worker {session.rank} read at clock {clock} yet", (
                 answer.workers if isinstance(answer, Wait) else ()
             )
@@ -531,8 +531,8 @@ class GroupMachine:
         step needs the general path, which comes to the same."""
         state, step, rank = self.state, request.message, session.rank
         assert isinstance(step, Step)
-        since = state.at(state.committed)
-        if since.guarded or len(state.members.clocks) != 1 or rank not in state.members.clocks:
+        epoch = state.at(state.committed)
+        if epoch.guarded or len(state.members.clocks) != 1 or rank not in state.members.clocks:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
         plain = plain and not self.membership.entering
@@ -540,7 +540,7 @@ class GroupMachine:
             return None
         if step.clock != state.committed or not collecting.cannot_fail(parts):
             return None
-        commit = Commit(state.id, step.clock, (session.client,), since.policy.scale(1.0))
+        commit = Commit(state.id, step.clock, (session.client,), epoch.policy.scale(1.0))
         push = PushInfo(-1, step.clock, state.version, 0, 1.0, commit.scale)
         written: Collection[int] = ()
         if parts:
@@ -560,12 +560,12 @@ class GroupMachine:
         state, collect = self.state, self.state.collect
         if not collect.pending or collect.sent is not None:
             return
-        since = state.at(state.committed)
-        if not since.policy.collects:
+        epoch = state.at(state.committed)
+        if not epoch.policy.collects:
             return
         try:
             # What ranks have left that are not waited for is decided at once.
-            admission = policy_calls.on_clock(since, state) if state.members.clocks else ADMIT
+            admission = policy_calls.on_clock(epoch, state) if state.members.clocks else ADMIT
         except PolicyFailed as error:
             self._send_vote(collect.clients(), error)
             return
@@ -603,20 +603,20 @@ class GroupMachine:
     def _on_vote(self, message: Vote) -> None:
         if self.lead is None:
             return
-        since = self.state.at(self.state.committed)
+        epoch = self.state.at(self.state.committed)
         if message.clock == self.state.committed and message.members < self.state.members.number:
             self.membership.tell(message.shard)
             return
 
         def enough(clients: frozenset[int]) -> bool:
-            return self._enough(since, clients)
+            return self._enough(epoch, clients)
 
-        for shard, answer in self.lead.on_vote(message, self.state.committed, since, enough):
+        for shard, answer in self.lead.on_vote(message, self.state.committed, epoch, enough):
             self._outbox.append(Send(shard, answer))
 
-    def _enough(self, since: PolicyEpoch, clients: frozenset[int]) -> bool:
+    def _enough(self, epoch: PolicyEpoch, clients: frozenset[int]) -> bool:
         """Whether a clock that need not wait for all members may be decided with only these."""
-        if not since.policy.partial:
+        if not epoch.policy.partial:
             return True
         state = self.state
         if not state.brought:
@@ -626,7 +626,7 @@ class GroupMachine:
         if not brought:
             return False
         try:
-            return isinstance(policy_calls.on_clock(since, Proposed(state, brought)), Admit)
+            return isinstance(policy_calls.on_clock(epoch, Proposed(state, brought)), Admit)
         except PolicyFailed:
             return True  # which its own `Vote` says
 

@@ -15,7 +15,7 @@ from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Collect
 from paramserve.core.group_members import GroupMembers
-from paramserve.core.policy_epochs import Changes, PolicyEpoch, since
+from paramserve.core.policy_epochs import Changes, PolicyEpoch, epoch_from
 from paramserve.core.read_copies import Reads
 from paramserve.core.sums import GradientBuffer
 from paramserve.core.table.block import KeyedBlock
@@ -75,7 +75,7 @@ class GroupState:
     ) -> None:
         self.id = number
         self.name = name
-        self.changes = Changes(since(0, policy))
+        self.changes = Changes(epoch_from(0, policy))
         self.version = 0
         self.committed = 0
         self.now = 0.0

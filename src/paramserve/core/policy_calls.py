@@ -26,75 +26,75 @@ from paramserve.errors import PolicyFailed
 T = TypeVar("T")
 
 
-def on_push(since: PolicyEpoch, push: Push, group: GroupView) -> OnPush:
+def on_push(epoch: PolicyEpoch, push: Push, group: GroupView) -> OnPush:
     """What to do with a gradient.
 
     Raises:
         PolicyFailed: the policy raised, or gave no such answer. Nothing was applied.
     """
-    if not since.guarded:
-        return since.policy.on_push(push, group)
-    answer: Any = _call(since, "on_push", lambda: since.policy.on_push(push, group))
+    if not epoch.guarded:
+        return epoch.policy.on_push(push, group)
+    answer: Any = _call(epoch, "on_push", lambda: epoch.policy.on_push(push, group))
     match answer:
         case Apply():
             numbers: tuple[Any, ...] = tuple(answer)
         case Buffer():
             numbers = (answer.weight,)
             if type(answer.size) is not int or answer.size < 1:
-                raise _wrong(since, "on_push", answer, "a size that is an int of at least 1")
+                raise _wrong(epoch, "on_push", answer, "a size that is an int of at least 1")
         case Drop():
             numbers = ()
         case _:
-            raise _wrong(since, "on_push", answer, "Apply, Buffer or Drop")
+            raise _wrong(epoch, "on_push", answer, "Apply, Buffer or Drop")
     if not all(_good(each) for each in numbers):
-        raise _wrong(since, "on_push", answer, "numbers that are finite and not negative")
+        raise _wrong(epoch, "on_push", answer, "numbers that are finite and not negative")
     given: OnPush = answer
     return given
 
 
-def on_pull(since: PolicyEpoch, pull: Pull, group: GroupView) -> Admission:
+def on_pull(epoch: PolicyEpoch, pull: Pull, group: GroupView) -> Admission:
     """Whether a worker may read.
 
     Raises:
         PolicyFailed: the policy raised, or gave no such answer.
     """
-    if not since.guarded:
-        return since.policy.on_pull(pull, group)
-    return _admission(since, "on_pull", lambda: since.policy.on_pull(pull, group))
+    if not epoch.guarded:
+        return epoch.policy.on_pull(pull, group)
+    return _admission(epoch, "on_pull", lambda: epoch.policy.on_pull(pull, group))
 
 
-def on_clock(since: PolicyEpoch, group: GroupView) -> Admission:
+def on_clock(epoch: PolicyEpoch, group: GroupView) -> Admission:
     """Whether a clock may be decided.
 
     Raises:
         PolicyFailed: the policy raised, or gave no such answer.
     """
-    if not since.guarded:
-        return since.policy.on_clock(group)
-    return _admission(since, "on_clock", lambda: since.policy.on_clock(group))
+    if not epoch.guarded:
+        return epoch.policy.on_clock(group)
+    return _admission(epoch, "on_clock", lambda: epoch.policy.on_clock(group))
 
 
-def on_membership(since: PolicyEpoch, group: GroupView) -> bool:
+def on_membership(epoch: PolicyEpoch, group: GroupView) -> bool:
     """Whether to apply what is in the buffer. A policy that fails here loses no gradient: yes."""
     try:
-        return bool(since.policy.on_membership(group))
+        return bool(epoch.policy.on_membership(group))
     except Exception:
-        if not since.guarded:
+        if not epoch.guarded:
             raise
         return True
 
 
-def scale(since: PolicyEpoch, weight: float) -> float:
+def scale(epoch: PolicyEpoch, weight: float) -> float:
     """What the sum of a clock's gradients is multiplied by.
 
     Raises:
         PolicyFailed: the policy raised, or gave no finite number.
     """
-    if not since.guarded:
-        return since.policy.scale(weight)
-    answer: Any = _call(since, "scale", lambda: since.policy.scale(weight))
+    if not epoch.guarded:
+        return epoch.policy.scale(weight)
+    answer: Any = _call(epoch, "scale", lambda: epoch.policy.scale(weight))
     if not _good(answer):
-        raise _wrong(since, "scale", answer, "a number that is finite and not negative")
+        raise _wrong(epoch, "scale", answer, "a number that is finite and not negative")
     return float(answer)
 
 
@@ -113,16 +113,16 @@ def check(policy: Policy, workers: int) -> None:
         raise PolicyFailed(f"check of {policy!r} failed: {text}", fix=_FIX) from None
 
 
-def _admission(since: PolicyEpoch, hook: str, call: Callable[[], Any]) -> Admission:
-    answer = _call(since, hook, call)
+def _admission(epoch: PolicyEpoch, hook: str, call: Callable[[], Any]) -> Admission:
+    answer = _call(epoch, hook, call)
     if not isinstance(answer, Admit | Wait):
-        raise _wrong(since, hook, answer, "Admit or Wait")
+        raise _wrong(epoch, hook, answer, "Admit or Wait")
     if isinstance(answer, Wait):
         ranks: Any = answer.workers
         named = isinstance(ranks, tuple) and all(type(rank) is int for rank in ranks)
         if not named or not (answer.until_s is None or _good(answer.until_s)):
             expected = "Wait with a tuple of ranks, and until_s None or a number"
-            raise _wrong(since, hook, answer, expected)
+            raise _wrong(epoch, hook, answer, expected)
     return answer
 
 
@@ -135,16 +135,16 @@ def _good(value: Any) -> bool:
     )
 
 
-def _call(since: PolicyEpoch, hook: str, call: Callable[[], T]) -> T:
+def _call(epoch: PolicyEpoch, hook: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}{where(error)}"
-        raise PolicyFailed(f"{hook} of {since.policy!r} failed: {text}", fix=_FIX) from None
+        raise PolicyFailed(f"{hook} of {epoch.policy!r} failed: {text}", fix=_FIX) from None
 
 
-def _wrong(since: PolicyEpoch, hook: str, answer: Any, expected: str) -> PolicyFailed:
-    text = f"{hook} of {since.policy!r} answered {answer!r}, expected {expected}"
+def _wrong(epoch: PolicyEpoch, hook: str, answer: Any, expected: str) -> PolicyFailed:
+    text = f"{hook} of {epoch.policy!r} answered {answer!r}, expected {expected}"
     return PolicyFailed(text, fix=_FIX)
 
 

@@ -23,7 +23,7 @@ class PolicyEpoch(NamedTuple):
     """Whether it has code of a user's, which may raise or answer anything."""
 
 
-def since(clock: int, policy: Policy) -> PolicyEpoch:
+def epoch_from(clock: int, policy: Policy) -> PolicyEpoch:
     """A policy from a clock on."""
     return PolicyEpoch(clock, policy, not is_built_in(policy))
 
@@ -67,7 +67,7 @@ class Changes:
         """The lead has decided."""
         self.taken = [*self.taken, change][-CHANGES_MAX:]
         self.paused = None
-        self.later.append(since(change.clock, policy))
+        self.later.append(epoch_from(change.clock, policy))
         if len(self.later) > CHANGES_MAX:
             self.first = self.later.pop(0)
 

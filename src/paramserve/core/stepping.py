@@ -90,7 +90,7 @@ def apply_now(
     step: Step,
     parts: list[Part],
     memory: Memory,
-    since: PolicyEpoch,
+    epoch: PolicyEpoch,
 ) -> tuple[Done, Collection[int]]:
     """Do with a push what its policy says, by itself (all policies but those that collect).
 
@@ -103,7 +103,7 @@ def apply_now(
     """
     skip = step.skip
     if parts and not skip and not finite(parts):
-        if since.policy.on_nonfinite == "refuse":
+        if epoch.policy.on_nonfinite == "refuse":
             raise NonFinite(
                 f"the gradient of worker {session.rank} (client {session.client}) for group "
                 f"{state.name!r} holds NaN or Inf",
@@ -118,7 +118,7 @@ def apply_now(
     state.collect.prepared = None  # it was computed from what is changed now
     staleness = max(0, state.version - step.base)
     push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
-    decision = policy_calls.on_push(since, push, state)
+    decision = policy_calls.on_push(epoch, push, state)
     written: Collection[int] = ()
     match decision:
         case Drop():
@@ -126,11 +126,11 @@ def apply_now(
         case Buffer():
             large = state.buffer.large or not addable(parts, decision.weight)
             if large and not state.buffer.fits(parts, decision.weight):
-                return _overflown(state, session, step, since), ()
+                return _overflown(state, session, step, epoch), ()
             _buffer(state, parts, decision, step.clock)
         case Apply():
             flush(state)
-            corrected = _corrected(state, session, step, parts, decision, since)
+            corrected = _corrected(state, session, step, parts, decision, epoch)
             if corrected is None:
                 return _skip(state, session, step), ()
             push_info = PushInfo(
@@ -144,10 +144,10 @@ def apply_now(
     return Done(step.seq, state.version, state.members.slowest, staleness, dropped), written
 
 
-def _overflown(state: GroupState, session: ShardSession, step: Step, since: PolicyEpoch) -> Done:
+def _overflown(state: GroupState, session: ShardSession, step: Step, epoch: PolicyEpoch) -> Done:
     """A gradient is left out, as its policy says of NaN and Inf: with it, the buffer would hold
     some."""
-    if since.policy.on_nonfinite == "refuse":
+    if epoch.policy.on_nonfinite == "refuse":
         raise NonFinite(
             f"the sum of the gradients in the buffer of group {state.name!r} is not finite with "
             f"that of worker {session.rank} (client {session.client}), although each is",
@@ -169,7 +169,7 @@ def _corrected(
     step: Step,
     parts: list[Part],
     how: Apply,
-    since: PolicyEpoch,
+    epoch: PolicyEpoch,
 ) -> list[Part] | None:
     """The gradients, corrected by what the values have changed since they were read, if asked to;
     None: they cannot be applied.
@@ -183,7 +183,7 @@ def _corrected(
         return parts
     parts = _compensated(state.reads.of(session.rank, step.base), parts, how.compensate)
     good = finite(parts)
-    if not good and since.policy.on_nonfinite == "refuse":
+    if not good and epoch.policy.on_nonfinite == "refuse":
         raise NonFinite(
             f"the gradient of worker {session.rank} for group {state.name!r} was finite, and "
             f"is not when corrected by {how.compensate} * g * g * change of the values",

@@ -14,7 +14,7 @@ from paramserve.core.commit import (
     lead_of,
     refusal_of,
 )
-from paramserve.core.policy_epochs import since
+from paramserve.core.policy_epochs import epoch_from
 from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
 
 SUM = Sync(reduce="sum")
@@ -30,7 +30,7 @@ def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
 
 
 def told(lead: Lead, message: Vote, clock: int) -> list[tuple[int, Commit | Prepare]]:
-    return lead.on_vote(message, clock, since(0, SUM), lambda clients: True)
+    return lead.on_vote(message, clock, epoch_from(0, SUM), lambda clients: True)
 
 
 # --- who decides, and when
@@ -106,27 +106,27 @@ def test_lead_that_forgets_the_votes_decides_when_all_shards_vote_again() -> Non
 
 def test_decide_scale_is_the_policys() -> None:
     part = ready(0, 5, 6, weight=4.0)
-    assert decide([part], since(0, Sync(reduce="mean"))) == commit(5, 6, scale=0.25)
-    assert decide([part], since(0, SUM)) == commit(5, 6)
+    assert decide([part], epoch_from(0, Sync(reduce="mean"))) == commit(5, 6, scale=0.25)
+    assert decide([part], epoch_from(0, SUM)) == commit(5, 6)
 
 
 def test_decide_refusal_of_one_shard_is_everyones() -> None:
     refusal = ("HyperMismatch", "why", "fix")
-    decided = decide([ready(0, 5, skip=True), ready(1, 5, refusal=refusal)], since(0, SUM))
+    decided = decide([ready(0, 5, skip=True), ready(1, 5, refusal=refusal)], epoch_from(0, SUM))
     assert (decided.contributors, decided.refusal) == ((), refusal)
 
 
 def test_decide_skip_of_one_worker_skips_the_clock() -> None:
-    assert decide([ready(0, 5), ready(1, 5, skip=True)], since(0, SUM)) == commit(scale=0.0)
+    assert decide([ready(0, 5), ready(1, 5, skip=True)], epoch_from(0, SUM)) == commit(scale=0.0)
 
 
 def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
     why = ("NonFinite", "the gradients of ranks [3] hold NaN", "do not")
-    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], since(0, SUM))
+    refused = decide([ready(0, 5), ready(1, 5, finite=False, refusal=why)], epoch_from(0, SUM))
     assert refused.contributors == ()
     assert refused.refusal == why
     parts = [ready(0, 5), ready(1, 5, finite=False)]
-    assert decide(parts, since(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
+    assert decide(parts, epoch_from(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
@@ -137,14 +137,14 @@ def test_decide_clips_by_the_norm_over_all_shards(reduce: Any) -> None:
     ]
     plain = 0.5 if reduce == "mean" else 1.0
     norm = sqrt(sum(squared)) * plain
-    assert decide(parts, since(0, Sync(reduce=reduce))).scale == pytest.approx(
+    assert decide(parts, epoch_from(0, Sync(reduce=reduce))).scale == pytest.approx(
         plain * 2.0 / (norm + CLIP_EPSILON)
     )
 
 
 def test_decide_small_norm_is_not_clipped() -> None:
     part = ready(0, 5, clip_norm=2.0, squared_norm=1.0)
-    assert decide([part], since(0, SUM)).scale == 1.0
+    assert decide([part], epoch_from(0, SUM)).scale == 1.0
 
 
 # --- what cannot be one update
