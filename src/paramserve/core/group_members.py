@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Joined(NamedTuple):
+class JoinedBy(NamedTuple):
     """How a rank became a member."""
 
     client: int
@@ -31,7 +31,7 @@ class GroupMembers:
     def __init__(self, ranks: Iterable[int], live: Sequence[int]) -> None:
         self.number = 0
         """Decisions of the lead so far."""
-        self.joined: Mapping[int, Joined] = dict.fromkeys(ranks, Joined(0, 0, 0))
+        self.joined: Mapping[int, JoinedBy] = dict.fromkeys(ranks, JoinedBy(0, 0, 0))
         """The members by rank, live or not."""
         self.clocks: dict[int, int] = {}
         """Steps that each live member has finished. Changed by the methods of this class only."""
@@ -55,7 +55,7 @@ class GroupMembers:
         self.live = live
         self._recount(start, {})
 
-    def decided(self, number: int, joined: Mapping[int, Joined], start: int) -> None:
+    def decided(self, number: int, joined: Mapping[int, JoinedBy], start: int) -> None:
         """The lead has decided who is a member, by rank. The others' clocks stay."""
         new = {rank: by.clock for rank, by in joined.items() if by != self.joined.get(rank)}
         self.number = number

@@ -16,7 +16,7 @@ from collections import deque
 
 from paramserve.core.commit import lead_of
 from paramserve.core.events import EnterGroups, GroupEffect, Send
-from paramserve.core.group_members import Joined
+from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.messages import GroupMembership, MembershipKnown
 
@@ -65,7 +65,7 @@ class MembershipAgreement:
         if self._shard != self._lead or state.members.knows(rank, client, seq, member=True):
             return False
         clock = state.members.clock_of(rank, state.start)
-        return self._decide({**state.members.joined, rank: Joined(client, seq, clock)})
+        return self._decide({**state.members.joined, rank: JoinedBy(client, seq, clock)})
 
     def suspend(self, rank: int, client: int, seq: int) -> bool:
         """On the lead, end a rank's membership, as this request of a client asks; whether the
@@ -86,7 +86,7 @@ class MembershipAgreement:
             return False
         return self._decide(left)
 
-    def _decide(self, joined: dict[int, Joined]) -> bool:
+    def _decide(self, joined: dict[int, JoinedBy]) -> bool:
         state = self._state
         self._holds_from = state.committed
         self._unacknowledged.update(dict.fromkeys(self._others))
@@ -128,7 +128,7 @@ class MembershipAgreement:
         if message is None or state.committed < message.clock:
             return False
         self._next = None
-        joined = {rank: Joined(*by) for rank, *by in message.members}
+        joined = {rank: JoinedBy(*by) for rank, *by in message.members}
         state.members.decided(message.number, joined, state.start)
         self._acknowledge()
         return True
