@@ -72,6 +72,7 @@ UNREGISTERED: dict[str, Any] = {
     "unregistered": (1,),
 }
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
+RESTS: dict[str, Any] = {"others": (), "evaluates": True, "steps": 40}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 DEATHS = Faults(slow=0.2, kill=0.03)
 REPEATS: dict[str, Any] = {
@@ -330,6 +331,18 @@ def leaver_still_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCl
     return SimulatedCluster
 
 
+def pull_ends_a_rest(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Whatever a rank asks for makes it a member, a read as well."""
+
+    class Enters(GroupMachine):
+        def step(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+            if session.live and session.rank not in self.state.members.clocks:
+                self.join_rank(session.rank, session.client, request.message.seq, now)
+            return super().step(session, request, now)
+
+    return with_group(monkeypatch, Enters)
+
+
 def retiring_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """Who is asked to end counts no more, though it still steps."""
 
@@ -570,6 +583,8 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (decision_about_members_is_sent_once, Async(), {}),
     (decision_holds_before_its_clock, Sync(reduce="sum"), {}),
     (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),
+    (pull_ends_a_rest, Sync(reduce="sum"), RESTS),
+    (pull_ends_a_rest, BoundedStaleness(1), RESTS),
     (retiring_worker_not_waited_for, Sync(reduce="sum"), {"faults": JOINS}),
     (nan_not_seen, Sync(reduce="sum"), {}),
     (nan_not_seen, Async(), {}),

@@ -74,6 +74,9 @@ class Recorder:
         """By group."""
         self._healed_at: float | None = None
         self._moved_at: dict[int, float] = {}
+        """By writer."""
+        self._free_at: dict[int, float] = {}
+        """By rank, when its last process ended: the next one may have waited for that."""
 
     # --- clients ------------------------------------------------------------------------
 
@@ -92,11 +95,16 @@ class Recorder:
         """A client has had a call answered."""
         now = self._cluster.clock.now
         if self._healed_at is not None:
-            since = max(self._healed_at, self._moved_at.get(client.writer, 0.0))
+            moved_at = self._moved_at.get(client.writer, self._free_at.get(client.rank, 0.0))
+            since = max(self._healed_at, moved_at)
             if now - since > MOVE_S:
                 slow = f"writer {client.writer} waited {now - since:.1f} s"
                 self._cluster.history.slow.append(slow)
         self._moved_at[client.writer] = now
+
+    def ended(self, client: ClientProcess) -> None:
+        """A client's process has ended."""
+        self._free_at[client.rank] = self._cluster.clock.now
 
     # --- shards -------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ class Scenario:
             client and shard.
         restarts: whether the clocks of Sync wait for a worker that died until it is started again,
             or not at all. None: drawn from the seed.
+        evaluates: whether a worker that rests computes for seconds and reads now and then before it
+            goes on, as one that evaluates; None: drawn from the seed.
         faults: None: drawn from the seed.
         script: faults that happen besides, as `kill(worker=1, clock=7)`.
         others: what the policy may be changed to while running, if the faults have changes.
@@ -44,6 +46,7 @@ class Scenario:
     consistency: Policy = field(default_factory=lambda: Sync(reduce="sum"))
     links: Literal["mixed", "shared", "tcp"] = "mixed"
     restarts: bool | None = None
+    evaluates: bool | None = None
     faults: Faults | None = None
     script: tuple[ScriptedFault, ...] = ()
     others: tuple[Policy, ...] = OTHERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from paramserve.consistency import registry as policies
@@ -36,6 +37,11 @@ LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
 PAUSE_S = 0.002
 """A client computes for up to this between two calls."""
+EVALUATIONS = 6
+"""Reads of a worker that evaluates while it rests."""
+EVALUATES_S = 2.0
+"""It computes for half of this up to this between two: so the others would wait for it longer than
+`MOVE_S`, if they did."""
 
 
 class ScriptedClient(SimulatedClient):
@@ -62,8 +68,11 @@ class ScriptedClient(SimulatedClient):
             self._place()
         elif not self._thinking:
             self._thinking = True
-            pause_s = self.cluster.random.random() * PAUSE_S * self.cluster.slowness(self.rank)
-            self.later(pause_s, self._go_on)
+            self.later(self.pause_s(), self._go_on)
+
+    def pause_s(self) -> float:
+        """How long it computes until its next call."""
+        return self.cluster.random.random() * PAUSE_S * self.cluster.slowness(self.rank)
 
     def _go_on(self) -> None:
         self._thinking = False
@@ -151,6 +160,16 @@ class SimulatedWorker(ScriptedClient):
     being decided without its rank, which had ended for good.
     """
 
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self._evaluates = cluster.evaluates
+        """Whether it will in its next rest."""
+        self._evaluations: list[float] = []
+        """How long it computes after each of its reads that are left but the last."""
+
+    def pause_s(self) -> float:
+        return self._evaluations[-1] if self._evaluations else super().pause_s()
+
     def shown(self, call: Call, group: str) -> int | None:
         """A read without a step shows whole clocks if the others do not go on without it."""
         if call.pending or not (call.tick or call.push is None):
@@ -168,13 +187,26 @@ class SimulatedWorker(ScriptedClient):
     def next(self) -> bool:
         if self.left <= 0:
             return False
+        if self._evaluations:
+            self._evaluations.pop()
+            self.step(pull=self.every, then=self.answered)
+            return False
         self.left -= 1
         kind = self.cluster.random.random()
         if kind >= 0.985:
-            self.suspend()
+            self._rest()
             return False
         self._step_of(kind)
         return True
+
+    def _rest(self) -> None:
+        """Let no clock wait for it until its next step, before which it may evaluate once."""
+        self.suspend()
+        if self._evaluates and self.steps.membership.pending(self.block.group_name):
+            self._evaluates = False
+            random = Random(f"evaluations {self.cluster.seed} {self.writer}")
+            times = range(EVALUATIONS)
+            self._evaluations = [random.uniform(EVALUATES_S / 2, EVALUATES_S) for _ in times]
 
     def _step_of(self, kind: float) -> None:
         every, collects = self.every, self.traits_at(self.clock).collects

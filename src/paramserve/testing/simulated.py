@@ -110,6 +110,9 @@ class SimulatedCluster:
         self.restarts = self.scenario.restarts
         if self.restarts is None:
             self.restarts = Random(f"restarts {seed}").random() < 0.5
+        self.evaluates = self.scenario.evaluates
+        if self.evaluates is None:
+            self.evaluates = Random(f"evaluates {seed}").random() < 0.5
         faults = self.scenario.faults
         if faults is None:
             faults = Faults.drawn(self.random)
@@ -292,6 +295,7 @@ class SimulatedCluster:
 
     def ended(self, client: ClientProcess) -> None:
         """A client's process has ended; a worker that died may be started again."""
+        self.recorder.ended(client)
         if not client.finished:
             self.history.ended.add(client.writer)
             if self._restarts < RESTARTS_MAX and self.random.random() < RESTART_RATE:
