@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 
 import paramserve as ps
-from paramserve.client import Client
+from paramserve.client import Client, timeouts
 from paramserve.config import Limits
 from paramserve.errors import PushTimeout
 
@@ -43,7 +44,7 @@ def test_worker_that_evaluates_is_waited_for_while_it_lives(make_cluster: MakeCl
 
         return asked
 
-    with pytest.warns(UserWarning, match=r"rank 1 has waited .* for a step of rank 0, which live"):
+    with pytest.warns(UserWarning, match=r"rank 1 has waited .* for a step of rank 0; as long"):
         found = Ranks(cluster_of_two(make_cluster, 10.0), train).start(0, 1).end()
     assert found == {0: 1.0, 1: 1.0}
 
@@ -208,3 +209,37 @@ def asked_of(client: Client) -> threading.Event:
 
     client.steps.all_live = told
     return asked
+
+
+@pytest.mark.parametrize("timeout_s", [None, 10.0])
+def test_wait_says_once_for_whom_it_is_and_how_long(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
+) -> None:
+    monkeypatch.setattr(timeouts, "SAY_S", 0.05)
+    said = list[str]()
+    heard = threading.Event()
+
+    def hear(text: str, **options: object) -> None:
+        said.append(text)
+        heard.set()
+
+    monkeypatch.setattr(warnings, "warn", hear)
+    cluster = cluster_of_two(make_cluster, 10.0)
+    evaluates, waits = (cluster.client(rank) for rank in range(2))
+    for client in (evaluates, waits):
+        client.define("w", np.zeros(3), rule=ps.Add(), timeout_s=10.0)
+    waits.push({"w": np.ones(3)})
+    ticket = waits.tick()
+    asked = asked_of(waits) if timeout_s is None else heard
+
+    def step_late() -> None:
+        assert heard.wait(10.0)
+        assert asked.wait(10.0)  # past `request_s`
+        evaluates.push({"w": np.ones(3)})
+        evaluates.tick()
+
+    in_threads(step_late, lambda: ticket.result(timeout_s))
+    (text,) = said
+    assert "rank 1 has waited 0 s in tick for a step of rank 0; " in text
+    knob = "deadlines=ps.Deadlines(busy_s=...)" if timeout_s is None else "timeout_s"
+    assert text.endswith(f"up to 10 s, {knob}")

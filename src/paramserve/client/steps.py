@@ -584,12 +584,18 @@ class Steps(ClientClocks):
             wait: waits this long; whether they are there.
             group: of the step that is waited for; None: of the steps unanswered longest.
         """
+        began = self.now()
+        limit_s = timeout_s if timeout_s is not None else self.timeout_s
+        first_s = min(limit_s, timeouts.SAY_S)
+        if wait(first_s):
+            return
+        said = first_s < limit_s and self._say(what, group, first_s, timeout_s)
         if timeout_s is not None:
-            if not wait(timeout_s):
+            if not wait(began + timeout_s - self.now()):
                 raise self.timed_out(what, group, timeout_s)
             return
-        began, limit, told = self.now(), self.timeout_s, False
-        while not wait(limit):
+        limit_s -= self.now() - began
+        while not wait(limit_s):
             left_s = began + self.busy_s - self.now()
             asked = group if group is not None else self._exchange.oldest_group()
             busy = self._waits_for(asked, left_s) if asked is not None else ()
@@ -598,15 +604,30 @@ class Steps(ClientClocks):
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
                 raise self.timed_out(what, asked, waited_s, busy=busy)
-            if not told:
-                told = True
-                who = ", ".join(f"rank {each}" for each in busy)
-                warnings.warn(
-                    f"rank {self._rank} has waited {waited_s:.0f} s for a step of {who}, which "
-                    f"live: it waits up to {self.busy_s:.0f} s, deadlines=ps.Deadlines(busy_s=)",
-                    stacklevel=3,
-                )
-            limit = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
+            if not said:
+                said = True
+                self._warn(what, busy, waited_s, None)
+            limit_s = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
+
+    def _say(self, what: str, group: int | None, waited_s: float, timeout_s: float | None) -> bool:
+        """Say for whom a wait is, if it is for other ranks; whether it was said."""
+        asked = group if group is not None else self._exchange.oldest_group()
+        missing = self._waits_for(asked, timeouts.INQUIRE_S) if asked is not None else ()
+        if missing:
+            self._warn(what, missing, waited_s, timeout_s)
+        return bool(missing)
+
+    def _warn(
+        self, what: str, missing: Sequence[int], waited_s: float, timeout_s: float | None
+    ) -> None:
+        limit_s = timeout_s if timeout_s is not None else self.patience_s
+        knob = "timeout_s" if timeout_s is not None else timeouts.knob_of(True)
+        warnings.warn(
+            f"rank {self._rank} has waited {waited_s:.0f} s in {what} for a step of "
+            f"{timeouts.ranks(missing)}; as long as they live it waits up to {limit_s:.0f} s, "
+            f"{knob}",
+            stacklevel=4,
+        )
 
     def _waits_for(self, group: int, left_s: float) -> tuple[int, ...]:
         """The ranks that a group's unanswered steps wait for; empty: something else, too.

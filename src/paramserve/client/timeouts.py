@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from paramserve.client.exchange import Exchange
 from paramserve.config import NO_RANK
@@ -16,6 +16,10 @@ from paramserve.errors import (
 
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""
+SAY_S = 10.0
+"""After this long a wait says once for whom it is, and for how long."""
+RANKS_SHOWN_MAX = 8
+"""In one line."""
 READS = ("pull", "fetch", "snapshot")
 TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
 """What is raised when an answer is late; for all else `PushTimeout`."""
@@ -26,6 +30,18 @@ KNOBS = {
     "busy": "deadlines=ps.Deadlines(busy_s=...) if such a step takes longer",
     "request": "deadlines=ps.Deadlines(request_s=...)",
 }
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Such as "rank 0, rank 3"."""
+    more = len(numbers) - RANKS_SHOWN_MAX
+    shown = ", ".join(f"rank {each}" for each in numbers[:RANKS_SHOWN_MAX])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def knob_of(busy: bool) -> str:
+    """What limits a wait whose call names no limit: for ranks that live and are busy, or not."""
+    return f"deadlines=ps.Deadlines({'busy_s' if busy else 'request_s'}=...)"
 
 
 def _knob(busy: Collection[int] | None) -> str:
