@@ -192,7 +192,9 @@ def test_hyper_mismatch_names_ranks_and_values_and_applies_nothing(team: Team) -
         for rank, client in enumerate(team.ranks)
     ]
     for ticket in tickets:
-        with pytest.raises(HyperMismatch, match=r"rank 0: .*0\.1.*rank 2: .*0\.7.*Applied: no"):
+        with pytest.raises(
+            HyperMismatch, match=r"lr: ranks 0, 1 have 0\.1, rank 2 has 0\.7 .*Applied: no"
+        ):
             ticket.result()
     assert not team.values().any()
     assert team.versions() == [0] * len(team.cluster.servers)

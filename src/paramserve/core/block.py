@@ -221,7 +221,7 @@ class ShardBlock(ShardStorage):
         inside = all(0 <= piece < len(self._counts) for piece in active)
         if not inside or len(set(active)) != len(active):
             raise ShapeMismatch(
-                f"the pieces {list(active)} were named for {self._names}, "
+                f"the pieces {list(active)} were named for {self.names}, "
                 f"which has pieces 0 to {len(self._counts) - 1}",
                 fix="name each tensor of the block at most once",
             )
@@ -329,7 +329,7 @@ class ShardBlock(ShardStorage):
         target = self.field(number)
         if counts is not None and len(counts) != len(self._counts):
             raise ShapeMismatch(
-                f"{self._names} has {len(self._counts)} pieces, {len(counts)} counts came",
+                f"{self.names} has {len(self._counts)} pieces, {len(counts)} counts came",
                 fix="send one count for each piece",
             )
         if active is None:

@@ -104,7 +104,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
     steps = [each.step for each in held]
     clip = max((step.clip_norm for step in steps), default=0.0)
     refusal = next((each.refusal for each in held if each.refusal is not None), None)
-    refusal = refusal or refusal_of(steps, [rank for rank, _ in chosen])
+    refusal = refusal or refusal_of(steps, [rank for rank, _ in chosen], state.blocks)
     bad = [rank for rank, each in chosen if not each.finite]
     finite = not bad
     if bad and not refusal and state.at(state.committed).policy.on_nonfinite == "refuse":

@@ -25,7 +25,7 @@ from msgspec import structs
 from paramserve.core import policy_calls
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.shard_sessions import ShardSession
-from paramserve.core.shard_storage import Keep
+from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, Vote
 
@@ -210,22 +210,68 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
     return structs.replace(nothing, contributors=first.contributors, scale=scale)
 
 
-def refusal_of(steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str, str] | None:
-    """Why these contributions cannot be one update: (kind, failed, fix)."""
+_CLIPPING = -1
+"""Stands for the clipping where the number of a block would."""
+RANKS_SHOWN_MAX = 8
+"""Of those with one value, in an error."""
+
+
+def refusal_of(
+    steps: Sequence[Step], ranks: Sequence[int], blocks: Mapping[int, ShardStorage]
+) -> tuple[str, str, str] | None:
+    """Why these contributions cannot be one update: (kind, failed, fix).
+
+    Args:
+        blocks: of the group, by number.
+    """
     pushing = [(rank, step) for rank, step in zip(ranks, steps, strict=True) if step.push]
-    brought: dict[str, list[tuple[int, object]]] = {
-        "clip_norm": [(rank, step.clip_norm) for rank, step in pushing]
+    brought: dict[int, list[tuple[int, Any]]] = {
+        _CLIPPING: [(rank, step.clip_norm) for rank, step in pushing]
     }
     for rank, step in pushing:
         for header in step.push:
-            what = f"hyper-parameters for block {header.block}"
-            brought.setdefault(what, []).append((rank, header.hyper))
-    for what, values in brought.items():
+            brought.setdefault(header.block, []).append((rank, header.hyper))
+    for number, values in brought.items():
         if any(value != values[0][1] for _, value in values):
-            texts = "; ".join(f"rank {rank}: {value}" for rank, value in values)
-            return (
-                "HyperMismatch",
-                f"the workers brought different {what} to one synchronous clock ({texts})",
-                "give every rank the same schedule, or use ps.Async()",
-            )
+            told = _different(values, blocks.get(number))
+            if told:
+                return (
+                    "HyperMismatch",
+                    f"the workers brought different hyper-parameters to one clock: {told}",
+                    "give all ranks the same schedule; where it follows a metric, as that of "
+                    "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss)",
+                )
     return None
+
+
+def _different(values: Sequence[tuple[int, Any]], block: ShardStorage | None) -> str:
+    """What the ranks differ in, by name; empty: in nothing.
+
+    Args:
+        values: of each rank, its hyper-parameters for the block, or without one its clipping.
+    """
+    if block is None or block.rule is None:
+        return _by_value("clip_norm", values)
+    names = block.rule.hyper_names
+    whole = [(rank, block.hyper if hyper is None else hyper) for rank, hyper in values]
+    told = []
+    for at, name in enumerate(names):
+        each = [(rank, hyper[at]) for rank, hyper in whole]
+        if any(value != each[0][1] for _, value in each):
+            told.append(_by_value(name, each))
+    return f"{'; '.join(told)} (for {block.names})" if told else ""
+
+
+def _by_value(name: str, values: Sequence[tuple[int, Any]]) -> str:
+    """Such as "lr: rank 0 has 0.1, ranks 1, 2 have 0.01"."""
+    having: dict[Any, list[int]] = {}
+    for rank, value in values:
+        having.setdefault(value, []).append(rank)
+    told = []
+    for value, ranks in having.items():
+        shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
+        if len(ranks) > RANKS_SHOWN_MAX:
+            shown += f" and {len(ranks) - RANKS_SHOWN_MAX} more"
+        who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+        told.append(f"{who} {value}")
+    return f"{name}: {', '.join(told)}"

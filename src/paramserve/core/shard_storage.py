@@ -47,7 +47,7 @@ class ShardStorage(ABC):
         """
         if self.rule is None:
             raise ParamServeError(
-                f"{self._names} has no rule: it cannot be pushed to",
+                f"{self.names} has no rule: it cannot be pushed to",
                 fix="define it with a rule, or use assign",
             )
         if active is not None:
@@ -60,10 +60,11 @@ class ShardStorage(ABC):
             needed = self.rule.states(hyper)
             kept = self.rule.states(self.hyper)
         if len(needed) > len(kept):
-            given = dict(zip(self.rule.hyper_names, hyper, strict=True))
+            named = zip(self.rule.hyper_names, hyper, strict=True)
+            given = ", ".join(f"{name}={value:g}" for name, value in named)
             raise ParamServeError(
                 f"{type(self.rule).__name__} with {given} "
-                f"needs the state {', '.join(needed)}, but {self._names} was defined without it",
+                f"needs the state {', '.join(needed)}, but {self.names} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
         self._checked = hyper
@@ -75,10 +76,10 @@ class ShardStorage(ABC):
         """How a failure of the rule is told."""
         assert self.rule is not None
         group = self.spec.group_name
-        return f"rule {self.rule.name!r} {what} on {self._names} of group {group!r}"
+        return f"rule {self.rule.name!r} {what} on {self.names} of group {group!r}"
 
     @cached_property
-    def _names(self) -> str:
+    def names(self) -> str:
         """For messages that are put together before it is known whether they are needed."""
         names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])
         more = len(self.spec.pieces) - 3

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.unit.core.rig import block_spec
 
 from paramserve.consistency.built_in import Sync
+from paramserve.core.block import ShardBlock
 from paramserve.core.commit import (
     CLIP_EPSILON,
     Lead,
@@ -16,8 +18,11 @@ from paramserve.core.commit import (
 )
 from paramserve.core.policy_epochs import epoch_from
 from paramserve.messages import Commit, Gradient, Prepare, Step, Vote
+from paramserve.rules import SGD
 
 SUM = Sync(reduce="sum")
+OWN = SGD(lr=0.5, momentum=0.9)
+BLOCKS = {each: ShardBlock(block_spec((1,), number=each, rule=OWN), 0, OWN, 1) for each in (0, 1)}
 
 
 def ready(shard: int, *contributors: int, clock: int = 0, **changes: Any) -> Vote:
@@ -159,24 +164,42 @@ def header(block: int = 0, hyper: tuple[float, ...] | None = None) -> Gradient:
 
 
 def test_refusal_different_hyper_parameters_are_named_by_rank() -> None:
-    steps = [step(header(hyper=(0.1,))), step(header(hyper=(0.2,)))]
-    kind, failed, _ = refusal_of(steps, [3, 7])
+    slow, fast = SGD(lr=0.01, momentum=0.9).hyper(), SGD(lr=0.1, momentum=0.9).hyper()
+    steps = [step(header(hyper=each)) for each in (slow, fast, slow)]
+    kind, failed, fix = refusal_of(steps, [3, 7, 8], BLOCKS)
     assert kind == "HyperMismatch"
-    assert "rank 3: (0.1,)" in failed
-    assert "rank 7: (0.2,)" in failed
+    assert "lr: ranks 3, 8 have 0.01, rank 7 has 0.1 (for 'b0.0')" in failed
+    assert "momentum" not in failed
+    assert "worker.all_reduce" in fix
+
+
+def test_refusal_hyper_parameters_that_are_the_blocks_own_may_be_left_out() -> None:
+    steps = [step(header(hyper=OWN.hyper())), step(header())]
+    assert refusal_of(steps, [0, 1], BLOCKS) is None
+    _, failed, _ = refusal_of(
+        [step(header(hyper=SGD(lr=0.1, momentum=0.9).hyper())), *steps], [0, 1, 2], BLOCKS
+    )
+    assert "lr: rank 0 has 0.1, ranks 1, 2 have 0.5" in failed
 
 
 def test_refusal_different_clipping_is_named() -> None:
     steps = [step(header()), step(header(), clip_norm=1.0)]
-    kind, failed, _ = refusal_of(steps, [0, 1])
-    assert (kind, "clip_norm" in failed) == ("HyperMismatch", True)
+    kind, failed, _ = refusal_of(steps, [0, 1], BLOCKS)
+    assert (kind, failed.endswith("clip_norm: rank 0 has 0.0, rank 1 has 1.0")) == (
+        "HyperMismatch",
+        True,
+    )
 
 
 def test_refusal_equal_or_absent_pushes_fit() -> None:
-    same = step(header(0, (0.1,)), header(1))
-    assert refusal_of([same, same, step(skip=True), step(clip_norm=5.0)], [0, 1, 2, 3]) is None
-    assert refusal_of([], []) is None
+    same = step(header(0, SGD(lr=0.1).hyper()), header(1))
+    assert (
+        refusal_of([same, same, step(skip=True), step(clip_norm=5.0)], [0, 1, 2, 3], BLOCKS) is None
+    )
+    assert refusal_of([], [], BLOCKS) is None
 
 
 def test_refusal_pushes_to_different_blocks_fit() -> None:
-    assert refusal_of([step(header(0)), step(header(1, (0.1,)))], [0, 1]) is None
+    assert (
+        refusal_of([step(header(0)), step(header(1, SGD(lr=0.1).hyper()))], [0, 1], BLOCKS) is None
+    )

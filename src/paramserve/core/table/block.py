@@ -68,7 +68,7 @@ class KeyedBlock(ShardStorage):
             state = initial_state(rule, self.layout)
         stream = stream_of(self.table.seed, spec.group_name)
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
-        self.store = RowStore(self.layout, state, options, stream, f"table {self._names}")
+        self.store = RowStore(self.layout, state, options, stream, f"table {self.names}")
         self._bounded = options.lru is not None or options.max_bytes > 0
 
     @property
@@ -103,7 +103,7 @@ class KeyedBlock(ShardStorage):
 
     def _check_active(self, active: Sequence[int]) -> None:
         raise ShapeMismatch(
-            f"the pieces {list(active)} were named for table {self._names}, which has rows",
+            f"the pieces {list(active)} were named for table {self.names}, which has rows",
             fix="name the rows by their keys",
         )
 
@@ -120,7 +120,7 @@ class KeyedBlock(ShardStorage):
         """
         offset = header.offset
         nbytes = parts.gradient_bytes(header.rows, self.dim) if header.rows >= 0 else -1
-        what = f"gradients of {header.rows} rows of table {self._names}"
+        what = f"gradients of {header.rows} rows of table {self.names}"
         whole = parts.within(memory.get(header.arena), offset, nbytes, what)
         return parts.gradient_at(whole, offset, header.rows, self.dim)
 
@@ -275,11 +275,11 @@ class KeyedBlock(ShardStorage):
             return
         assert place.keys is not None
         total = place.keys.total
-        what = f"{total} rows of table {self._names}"
+        what = f"{total} rows of table {self.names}"
         parts.within(memory.get(place.arena), place.offset, 4 * self.dim * max(total, 0), what)
         if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
             raise ShapeMismatch(
-                f"rows of table {self._names} were to go to places {int(places.min())} to "
+                f"rows of table {self.names} were to go to places {int(places.min())} to "
                 f"{int(places.max())} of {total}",
                 fix="name places within the array",
             )
@@ -289,9 +289,9 @@ class KeyedBlock(ShardStorage):
         asked = place.keys
         if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
             raise ShapeMismatch(
-                f"a read of table {self._names} names no keys", fix="name the keys of the rows"
+                f"a read of table {self.names} names no keys", fix="name the keys of the rows"
             )
-        what = f"keys of {asked.rows} rows of table {self._names}"
+        what = f"keys of {asked.rows} rows of table {self.names}"
         if asked.arena == 0:
             whole = parts.within(memory.get(0), asked.offset, parts.padded(8 * asked.rows), what)
             return parts.lying(whole, np.int64, asked.rows, asked.offset), None
@@ -329,7 +329,7 @@ class KeyedBlock(ShardStorage):
         if message.width in (-1, self.layout.state_words) and message.rows >= 0:
             return None if message.width < 0 else message.width
         raise ShapeMismatch(
-            f"rows with {message.width} elements of state were named for table {self._names}, "
+            f"rows with {message.width} elements of state were named for table {self.names}, "
             f"whose rule {self.spec.rule} keeps {self.layout.state_words}",
             fix="use the same rule, or leave the state out",
         )
@@ -345,7 +345,7 @@ class KeyedBlock(ShardStorage):
             ShapeMismatch: they do not lie there. Nothing was applied.
         """
         nbytes, width = self.records_bytes(message), self._width(message)
-        what = f"{message.rows} whole rows of table {self._names}"
+        what = f"{message.rows} whole rows of table {self.names}"
         whole = parts.within(memory, offset, nbytes, what)
         return parts.records_at(whole, offset, message.rows, self.dim, width)
 
