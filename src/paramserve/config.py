@@ -47,6 +47,8 @@ class Limits(Struct, frozen=True):
     sent; the oldest go first and are counted."""
     log_bytes_max: int = 64 << 20
     """Bytes of these records, at the coordinator and in each worker."""
+    reduce_bytes_max: int = 1 << 20
+    """Of a value in `worker.all_reduce`."""
 
 
 class Deadlines(Struct, frozen=True):

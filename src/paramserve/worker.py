@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from paramserve import seeding
 from paramserve.client import Client, Connection
+from paramserve.client.collectives import Collectives
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
@@ -339,6 +341,73 @@ class Worker:
             )
             return
         self._report("extra state", msgspec.msgpack.encode(body))
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are here. What they have sent before is then in the servers' values.
+
+        All ranks make this call at the same point. Which ranks are waited for, also after deaths
+        and restarts, is said in `all_reduce`.
+
+        Example:
+            if worker.rank == 0:
+                users.from_parquet("users.parquet")
+            worker.barrier()  # now all ranks read the loaded rows
+
+        Args:
+            timeout_s: None: `Deadlines.request_s` for a rank that has not joined, and
+                `Deadlines.busy_s` for ranks that live.
+        Raises:
+            Timeout: not all came in time; the text names the missing ones.
+            ParamServeError: another rank made another call, as `all_reduce`. Or an error of a step
+                that was not read before.
+        """
+        self.client.drain()
+        self._collectives.barrier(self._place, timeout_s)
+
+    def all_reduce(self, value: Any, op: str = "mean", *, timeout_s: float | None = None) -> Any:
+        """The sum, mean, maximum or minimum of a value over all ranks: the same on each, bit for
+        bit.
+
+        For metrics, and for what all ranks have to agree on, such as the loss that a scheduler
+        goes by. It goes through the coordinator; gradients go with `optimizer`. All ranks make the
+        same calls in the same order, with values of one shape and dtype.
+
+        Each rank that lives or has not joined yet is waited for. One that has left, died, or is
+        being restarted is not; until the first step a restart is waited for. A rank that was
+        restarted or added begins its function anew: its calls give what the others got at that
+        point, until it has come to where they are. A rank that is to end gets its own value.
+
+        Example:
+            loss = worker.all_reduce(evaluate(model))
+            scheduler.step(loss)  # ReduceLROnPlateau, with one loss on all ranks
+
+        Args:
+            value: a number, an array or a tensor, of at most `Limits.reduce_bytes_max`.
+            op: "mean", "sum", "max" or "min". Each rank counts once in a mean: where ranks have
+                different numbers of samples, reduce sums.
+            timeout_s: as for `barrier`.
+        Returns:
+            Of the value's kind: a number, or an array or tensor of its shape, dtype and device.
+            The mean of integers is floating point.
+        Raises:
+            TypeError, ValueError: the value or the op. Nothing was sent.
+            Timeout: not all ranks came in time; the text names the missing ones.
+            Overloaded: the value is too large.
+            ParamServeError: another rank made another call.
+        """
+        return self._collectives.all_reduce(value, op, self._place, timeout_s)
+
+    @cached_property
+    def _collectives(self) -> Collectives:
+        return Collectives(self.client.connection, self.client.steps)
+
+    @property
+    def _place(self) -> int:
+        """Steps that the function has gone through since it began, with those that loaders have
+        left out: where a rank is that was restarted or added."""
+        if self.incarnation > 1:
+            return max(self.clock - self.steps_before, 0)
+        return self.clock - self.client.steps.resumed.get(self.groups[0], 0)
 
     def process_group(
         self,

@@ -16,6 +16,7 @@ from paramserve.messages import (
     Step,
     answers,
     blocks,
+    collectives,
     coordinator,
     decoder,
     encode,
@@ -25,7 +26,7 @@ from paramserve.messages import (
     requests,
 )
 
-PARTS = (answers, blocks, coordinator, leases, opening, peers, requests)
+PARTS = (answers, blocks, collectives, coordinator, leases, opening, peers, requests)
 STRUCTS: list[Any] = [
     kind
     for part in PARTS

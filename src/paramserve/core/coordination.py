@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from paramserve.config import NO_RANK, CoordinatorConfig
+from paramserve.core.collectives import Collectives
 from paramserve.core.directory import Directory
 from paramserve.core.leases import LeaseBook
 from paramserve.core.membership import (
@@ -31,6 +32,8 @@ from paramserve.errors import (
     WorkerFenced,
 )
 from paramserve.messages import (
+    AllReduce,
+    AllReduced,
     AskStatus,
     CoordinatorNotice,
     CoordinatorReply,
@@ -48,6 +51,7 @@ from paramserve.messages import (
     Leave,
     Lookup,
     MarkDead,
+    Member,
     Members,
     Ok,
     PlaceBlock,
@@ -133,7 +137,7 @@ class Party:
 
 class _Waiting(NamedTuple):
     connection: int
-    message: Join | PlaceBlock | Lookup | Lease
+    message: Join | PlaceBlock | Lookup | Lease | AllReduce
     deadline: float
 
 
@@ -145,6 +149,7 @@ class Coordination:
         self.membership = Membership(config.servers, config.workers)
         self.directory = Directory(config.servers)
         self.leases = LeaseBook()
+        self.collectives = Collectives(self.membership, config.limits.reduce_bytes_max)
         self._parties: dict[int, Party] = {}
         self._absent: list[tuple[Party, float]] = []
         """Parties whose connection was reset, and when: they may connect again."""
@@ -187,6 +192,7 @@ class Coordination:
             members = self.membership.members.values()
             living = {each.client for each in members if each.state in (LIVE, RETIRING)}
             self.leases.changed(living, self.membership.number)
+            self.collectives.changed()
         self._retry_waiting()  # joins may change the membership, but no member ends there
         if self.membership.number != before:
             decided.members = self.membership.snapshot()
@@ -203,7 +209,7 @@ class Coordination:
         if reply is not None:
             self._reply(connection, reply)
             return
-        assert isinstance(message, Join | PlaceBlock | Lookup | Lease)
+        assert isinstance(message, Join | PlaceBlock | Lookup | Lease | AllReduce)
         wait_s = self.config.deadlines.start_s if isinstance(message, Join) else message.wait_s
         self._waiting.append(_Waiting(connection, message, self._now + wait_s))
         if len(self._waiting) > WAITING_MAX:
@@ -234,6 +240,8 @@ class Coordination:
                 return None if found is None else Found(message.call, found)
             case Lease():
                 return self._lease(party, message)
+            case AllReduce():
+                return self.collectives.call(message, self._worker_of(party, "called a collective"))
             case GiveBack():
                 self.leases.give_back(message, party.client)
             case Leave():
@@ -292,14 +300,7 @@ class Coordination:
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:
-        self._require_live(party)
-        member = self.membership.members.get(party.rank)
-        if member is None:
-            raise ParamServeError(
-                f"client {party.client} asked for samples of loader {message.loader!r}, but it is "
-                "no worker",
-                fix="iterate over the loader in a worker, or use a DataLoader of your own",
-            )
+        member = self._worker_of(party, f"asked for samples of loader {message.loader!r}")
         if member.state == RETIRING:
             return Leased(message.call, over=True)
         sharing = [
@@ -309,6 +310,16 @@ class Coordination:
         ]
         workers = self.config.workers
         return self.leases.take(message, party.client, party.rank, sharing, workers)
+
+    def _worker_of(self, party: Party, what: str) -> Member:
+        """The live worker that did this."""
+        self._require_live(party)
+        member = self.membership.members.get(party.rank)
+        if member is None:
+            raise ParamServeError(
+                f"client {party.client} {what}, but it is no worker", fix="do so in a worker"
+            )
+        return member
 
     def _require_live(self, party: Party) -> None:
         """Refuse a worker that counts as dead: the others must not wait for its define."""
@@ -521,6 +532,11 @@ class Coordination:
         message = waiting.message
         if isinstance(message, Lease):
             return Leased(message.call, holders=self.leases.holders(message))
+        if isinstance(message, AllReduce):
+            missing = tuple((each.rank, each.state) for each in self.collectives.missing())
+            if message.last:
+                self.collectives.withdraw(self._parties[waiting.connection].rank)
+            return AllReduced(message.call, missing=missing)
         return failure(message.call, self._late(message))
 
     def _late(self, message: Join | PlaceBlock | Lookup) -> ParamServeError:

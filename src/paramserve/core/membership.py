@@ -175,6 +175,10 @@ class Membership:
         first = rank == NO_RANK or rank in self._awaited_from_first
         return not first or incarnation > 1
 
+    def was_added(self, rank: int) -> bool:
+        """Whether the first worker of a rank may have found the others under way."""
+        return rank not in self._awaited_from_first and self.members[rank].incarnation == 1
+
     def scale(self, workers: int) -> None:
         """From now on there are to be this many workers.
 

@@ -7,7 +7,8 @@ padded to `ALIGN`; another number names a shared arena of this client, and `offs
 
 By who talks to whom: `opening` (the first on every connection), `requests` (client to shard) and
 `answers` (shard to client), `peers` (shard to shard), `coordinator`, and of its messages `leases`
-(who takes which samples). `blocks` says what a block is, `wire` how a message becomes bytes.
+(who takes which samples) and `collectives` (barriers and reduced values). `blocks` says what a
+block is, `wire` how a message becomes bytes.
 """
 
 from paramserve.messages.answers import (
@@ -21,6 +22,7 @@ from paramserve.messages.answers import (
     Waiting,
 )
 from paramserve.messages.blocks import VALUE, BlockSpec, Piece, TableSpec
+from paramserve.messages.collectives import AllReduce, AllReduced
 from paramserve.messages.coordinator import (
     AskStatus,
     CoordinatorNotice,
@@ -192,4 +194,7 @@ __all__ = [
     "Leased",
     "GiveBack",
     "LeaseReport",
+    # of these, about collectives
+    "AllReduce",
+    "AllReduced",
 ]

@@ -7,6 +7,7 @@ from msgspec import Struct
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.messages.answers import ServerBeat
 from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
+from paramserve.messages.collectives import AllReduce, AllReduced
 from paramserve.messages.leases import GiveBack, Lease, Leased, LeaseReport
 
 
@@ -263,7 +264,8 @@ CoordinatorRequest = (
     | Scale
     | Lease
     | GiveBack
+    | AllReduce
     | AskStatus
 )
 CoordinatorNotice = WorkerBeat | ServerBeat
-CoordinatorReply = Enlisted | Joined | Placed | Found | Leased | Status | Ok | Failed
+CoordinatorReply = Enlisted | Joined | Placed | Found | Leased | AllReduced | Status | Ok | Failed

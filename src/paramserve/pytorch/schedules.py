@@ -5,9 +5,9 @@ learning rate schedulers of its optimizer are; in runs that start dead workers a
 random generators of its process are: the next incarnation goes on from there. A worker that is
 started again reads the last note of its rank, an added one the others'. At its first step it steps
 its own schedulers until they are where they would be at that clock. Calls that its function has
-made before that, as a loop over epochs does whose batches were all left out, count. What no replay
-gives (a scheduler that wants a metric, other schedulers than before) has the group's
-hyper-parameters, and warns.
+made before that, as a loop over epochs does whose batches were all left out, count. A scheduler
+that wants a metric is stepped by these calls only. What neither gives (one without such calls,
+other schedulers than before) has the group's hyper-parameters, and warns.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class Schedules:
             there = [each.name for each in note.schedulers]
             self._take(groups, note, f"the group steps with {there}, this worker with {names}")
         elif unfit := [name for name, each in zip(names, schedulers, strict=True) if _asks(each)]:
-            self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
+            if not _stepped_by_function(groups, note, schedulers):
+                self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
         else:
             self._replay(groups, note, ahead, schedulers)
         self._first = [(_position(each), self._steps) for each in schedulers]
@@ -356,6 +357,22 @@ def _asks(scheduler: LRScheduler) -> bool:
         each.default is each.empty
         and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         for each in needed
+    )
+
+
+def _stepped_by_function(
+    groups: Sequence[ParamGroup], note: Note, schedulers: Sequence[LRScheduler]
+) -> bool:
+    """Whether the function has made all calls of its schedulers itself, with the same metrics, as
+    where `Worker.all_reduce` gives them again; or is ahead of the note, which tells nothing then.
+    """
+    positions = [
+        (_position(each), told.position) for each, told in _paired(schedulers, note.schedulers)
+    ]
+    if any(ours < theirs for ours, theirs in positions):
+        return False
+    return any(ours > theirs for ours, theirs in positions) or _close(
+        _numbers(groups), note.numbers
     )
 
 

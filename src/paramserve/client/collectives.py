@@ -1,0 +1,161 @@
+"""A worker's barriers and reduced values; `core.collectives` decides when one ends."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client import timeouts
+from paramserve.client.connection import Connection
+from paramserve.client.steps import Steps
+from paramserve.core.collectives import BARRIER, COMBINE
+from paramserve.errors import Timeout
+from paramserve.messages import AllReduce, AllReduced
+
+Array = npt.NDArray[Any]
+
+ASK_S = 2.0
+"""How long one question waits at the coordinator."""
+
+
+class Packed(NamedTuple):
+    """A value as it travels, and what makes the result of the user's kind again."""
+
+    array: Array
+    restore: Callable[[Array], Any]
+
+
+class Collectives:
+    """The collectives of one worker, one after the other."""
+
+    def __init__(self, connection: Connection, steps: Steps) -> None:
+        self._connection = connection
+        self._steps = steps
+        self._seen = 0
+        """Number of the last one whose result is known here."""
+
+    def barrier(self, place: int, timeout_s: float | None) -> None:
+        """See `Worker.barrier`."""
+        self._call(BARRIER, np.zeros(0), place, timeout_s)
+
+    def all_reduce(self, value: Any, op: str, place: int, timeout_s: float | None) -> Any:
+        """See `Worker.all_reduce`."""
+        if op not in COMBINE:
+            raise ValueError(f"op must be one of {', '.join(COMBINE)}, not {op!r}")
+        packed = pack(value, op)
+        told = self._call(op, packed.array, place, timeout_s)
+        result = np.frombuffer(told, packed.array.dtype).reshape(packed.array.shape)
+        return packed.restore(result.copy())
+
+    def _call(self, op: str, array: Array, place: int, timeout_s: float | None) -> bytes:
+        self._connection.check()
+        what = "worker.barrier()" if op == BARRIER else "worker.all_reduce()"
+        value = array.tobytes()
+        began, waited_s, said = self._steps.now(), 0.0, False
+        limit_s = timeout_s if timeout_s is not None else self._steps.timeout_s
+        while True:
+            wait_s = min(ASK_S, max(limit_s - waited_s, 0.0))
+            last = waited_s + wait_s >= limit_s
+            message = AllReduce(
+                0, op, array.dtype.name, array.shape, value, self._seen, place, wait_s, last
+            )
+            reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
+            if reply.ended:
+                self._seen = reply.number
+                return reply.value
+            waited_s = self._steps.now() - began
+            if timeout_s is None:
+                busy = all(state == "live" for _, state in reply.missing)
+                limit_s = self._steps.patience_s if busy else self._steps.timeout_s
+            knob = "timeout_s" if timeout_s is not None else timeouts.knob_of(busy)
+            if waited_s >= limit_s:
+                raise self._timed_out(what, reply.missing, waited_s, knob)
+            if waited_s >= timeouts.SAY_S and not said:
+                said = True
+                warnings.warn(
+                    f"rank {self._connection.rank} has waited {waited_s:.0f} s in {what} for "
+                    f"{_ranks(reply.missing)}; it waits up to {limit_s:.0f} s, {knob}",
+                    stacklevel=4,
+                )
+
+    def _timed_out(
+        self, what: str, missing: Sequence[tuple[int, str]], waited_s: float, knob: str
+    ) -> Timeout:
+        return Timeout(
+            f"{what} timed out: rank {self._connection.rank} waited {waited_s:.1f} s for "
+            f"{_ranks(missing)} of {self._connection.workers} workers",
+            fix=f"make this call at the same point on all ranks, or raise {knob}",
+        )
+
+
+def _ranks(missing: Sequence[tuple[int, str]]) -> str:
+    shown = [
+        f"rank {rank}" + (f" ({state})" if state != "live" else "")
+        for rank, state in missing[: timeouts.RANKS_SHOWN_MAX]
+    ]
+    more = len(missing) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "") or "the coordinator"
+
+
+def pack(value: Any, op: str) -> Packed:
+    """A number, array or tensor as it travels: in float64, float32 or int64.
+
+    Raises:
+        TypeError: it is something else. ValueError: an int does not fit into 64 bits.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _pack_tensor(value, op)
+    if isinstance(value, np.ndarray | np.generic):
+        array = _plain(np.asarray(value), op)
+        kind = array.dtype if op == "mean" and value.dtype.kind != "f" else value.dtype
+        kind = np.dtype(np.int64) if kind.kind == "b" else kind
+        return Packed(array, lambda result: result.astype(kind)[()])
+    if isinstance(value, int | float):
+        number = float if op == "mean" else type(value) if type(value) in (int, float) else int
+        try:
+            plain = _plain(np.asarray(value, float if isinstance(value, float) else np.int64), op)
+        except OverflowError:
+            raise ValueError(f"worker.all_reduce takes ints of 64 bits, not {value}") from None
+        return Packed(plain, lambda result: number(result.item()))
+    raise TypeError(
+        f"worker.all_reduce takes a number, an array or a tensor, not {type(value).__name__}"
+    )
+
+
+def _pack_tensor(value: Any, op: str) -> Packed:
+    torch = sys.modules["torch"]
+    if value.is_complex() or value.layout is not torch.strided:
+        raise TypeError(
+            f"worker.all_reduce takes dense tensors of real numbers, not {value.dtype} of layout "
+            f"{value.layout}"
+        )
+    kind = value.dtype if value.dtype is not torch.bool else torch.int64
+    if op == "mean" and not value.is_floating_point():
+        kind = torch.get_default_dtype()
+    taken = value.detach().cpu()
+    if value.is_floating_point() and value.dtype is not torch.float64:
+        taken = taken.float()  # numpy has no bfloat16
+
+    def restore(result: Array) -> Any:
+        return torch.from_numpy(result).to(device=value.device, dtype=kind)
+
+    return Packed(_plain(taken.numpy(), op), restore)
+
+
+def _plain(array: Array, op: str) -> Array:
+    """The array in a dtype that travels; a mean is of floats."""
+    kind = array.dtype.kind
+    if kind not in "fiub":
+        raise TypeError(f"worker.all_reduce takes real numbers, not an array of {array.dtype}")
+    wanted: type[np.generic]
+    if kind == "f":
+        wanted = np.float64 if array.dtype.itemsize > 4 else np.float32
+    else:
+        wanted = np.float64 if op == "mean" else np.int64
+    return np.ascontiguousarray(array, wanted).reshape(array.shape)

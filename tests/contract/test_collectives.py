@@ -1,0 +1,213 @@
+"""`worker.barrier` and `worker.all_reduce` over a cluster: values, waits, deaths and restarts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from tests.contract.conftest import MakeCluster
+from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import DEADLINES
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+import paramserve as ps
+from paramserve.client import collectives, timeouts
+from paramserve.config import Limits
+from paramserve.errors import HyperMismatch, Overloaded, ParamServeError, Timeout
+
+EVERY_KIND: dict[str, tuple[Callable[[int], Any], str, Any]] = {
+    "float": (lambda rank: rank + 0.5, "mean", 1.5),
+    "int": (lambda rank: rank + 1, "sum", 6),
+    "mean of ints": (lambda rank: rank, "mean", 1.0),
+    "bool": (lambda rank: rank > 0, "sum", 2),
+    "large int": (lambda rank: (1 << 60) + rank, "max", (1 << 60) + 2),
+    "scalar": (lambda rank: np.float32(rank), "min", np.float32(0.0)),
+    "array": (lambda rank: np.full((2, 1), rank), "sum", np.full((2, 1), 3)),
+    "tensor": (
+        lambda rank: torch.full((2,), rank + 0.5).requires_grad_(),
+        "mean",
+        torch.full((2,), 1.5),
+    ),
+    "bfloat16": (
+        lambda rank: torch.tensor(rank, dtype=torch.bfloat16),
+        "max",
+        torch.tensor(2.0, dtype=torch.bfloat16),
+    ),
+    "mean of an int tensor": (lambda rank: torch.tensor([rank]), "mean", torch.tensor([1.0])),
+    "empty": (lambda rank: np.zeros((0, 3)), "sum", np.zeros((0, 3))),
+}
+
+
+def test_every_kind_of_value_is_reduced_to_its_kind(make_cluster: MakeCluster) -> None:
+    def train(worker: ps.Worker) -> dict[str, Any]:
+        found = {
+            name: worker.all_reduce(value(worker.rank), op)
+            for name, (value, op, _) in EVERY_KIND.items()
+        }
+        for wrong in ("text", [1.0], np.array(["a"]), 1j, torch.zeros(1, dtype=torch.complex64)):
+            with pytest.raises(TypeError, match=r"worker\.all_reduce takes"):
+                worker.all_reduce(wrong)
+        with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, not 'avg'"):
+            worker.all_reduce(1.0, "avg")
+        with pytest.raises(ValueError, match="ints of 64 bits"):
+            worker.all_reduce(1 << 64, "sum")
+        with pytest.raises(Overloaded, match="reduce_bytes_max"):
+            worker.all_reduce(np.zeros(65))
+        worker.barrier()
+        return found
+
+    cluster = make_cluster(workers=3, limits=Limits(reduce_bytes_max=512))
+    for found in Ranks(cluster, train).start(0, 1, 2).end().values():
+        for name, (_, _, expected) in EVERY_KIND.items():
+            result = found[name]
+            assert type(result) is type(expected), name
+            assert getattr(result, "dtype", None) == getattr(expected, "dtype", None), name
+            assert np.array_equal(
+                np.asarray(result.tolist() if name == "bfloat16" else result),
+                np.asarray(expected.tolist() if name == "bfloat16" else expected),
+            ), name
+
+
+def test_what_was_sent_before_a_barrier_is_there_behind_it(make_cluster: MakeCluster) -> None:
+    def train(worker: ps.Worker) -> float:
+        worker.client.define("w", np.zeros(3), rule=ps.Add())
+        if worker.rank == 1:
+            worker.client.push("w", np.ones(3))
+        worker.barrier()
+        return float(worker.client.pull("w")[0])
+
+    cluster = make_cluster(servers=2, workers=2, policy=ps.Async())
+    assert Ranks(cluster, train).start(0, 1).end() == {0: 1.0, 1: 1.0}
+
+
+def test_rank_that_left_or_died_is_not_waited_for(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(workers=3)
+
+    def train(worker: ps.Worker) -> Any:
+        worker.barrier()
+        if worker.rank == 1:
+            return None
+        if worker.rank == 2:
+            raise Killed
+        return worker.all_reduce(5, "sum")
+
+    assert Ranks(cluster, train, again=False).start(0, 1, 2).end()[0] == 5
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 has waited .* all_reduce")
+def test_wait_says_for_whom_it_is_and_ends_with_who_is_missing(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "SAY_S", 0.0)
+    monkeypatch.setattr(collectives, "ASK_S", 0.1)
+    deadlines = structs.replace(DEADLINES, request_s=0.3, busy_s=10.0)
+    cluster = make_cluster(workers=3, deadlines=deadlines)
+    over = threading.Event()
+    late: list[Ranks] = []
+
+    def train(worker: ps.Worker) -> None:
+        if worker.rank:
+            assert over.wait(10.0)
+            return
+        try:
+            with pytest.raises(
+                Timeout, match=r"rank 0 waited .* rank 1, rank 2 \(expected\) .*request_s"
+            ):
+                worker.barrier()
+            with pytest.raises(Timeout, match=r"of 3 workers.* or raise timeout_s"):
+                worker.all_reduce(1.0, timeout_s=0.1)
+        finally:
+            over.set()
+        late.append(Ranks(cluster, train).start(2))
+        assert worker.all_reduce(2.0) == 2.0, "the others have left"
+
+    with pytest.warns(UserWarning, match=r"in worker.barrier\(\) for rank 1, .*it waits up to"):
+        Ranks(cluster, train).start(0, 1).end()
+    late[0].end()
+
+
+EPOCHS, STEPS = 5, 4
+LOSSES = [3.0, 2.0, 2.5, 2.5, 2.0]
+"""Of each epoch; rank r sees it r higher, the mean decides."""
+
+
+@pytest.mark.parametrize("died_at", [None, 9, 12], ids=["alive", "within", "between"])
+def test_plateau_schedule_is_one_on_all_ranks_also_after_a_restart(
+    make_cluster: MakeCluster, died_at: int | None
+) -> None:
+    """The function of a restarted rank gets the losses of the epochs that it does not repeat."""
+
+    def train(worker: ps.Worker) -> tuple[list[float], list[float]]:
+        model = nn.Linear(2, 1)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = worker.optimizer(model, own)
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        loader = worker.loader(TensorDataset(torch.ones(2 * STEPS, 2)), batch_size=1)
+        losses, rates = [], []
+        for epoch in range(EPOCHS):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                if (worker.rank, worker.incarnation, worker.clock) == (1, 1, died_at):
+                    worker.client.drain()
+                    raise Killed
+            losses.append(worker.all_reduce(LOSSES[epoch] + worker.rank))
+            scheduler.step(losses[-1])
+            rates.append(own.param_groups[0]["lr"])
+        return losses, rates
+
+    cluster = make_cluster(servers=2, workers=2, policy=ps.Sync(), restarts=True)
+    found = Ranks(cluster, train).start(0, 1).end()
+    losses, rates = found[0]
+    assert found[1] == found[0]
+    known = [loss + 0.5 for loss in LOSSES]
+    if died_at == STEPS * 3:  # between the last step of an epoch and its call
+        known[2] -= 0.5
+    assert losses == known
+    assert rates == [0.1, 0.1, 0.05, 0.025, 0.0125]
+
+
+def test_schedule_by_local_losses_is_refused_with_the_rate_and_what_to_write(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> None:
+        model = nn.Linear(2, 1)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = worker.optimizer(model, own)
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        for loss in (1.0, 1.0 + worker.rank - 0.5, 1.0):
+            scheduler.step(loss)
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(HyperMismatch) as caught:
+        Ranks(make_cluster(workers=2, policy=ps.Sync()), train).start(0, 1).end()
+    assert "lr: rank 0 has 0.1, rank 1 has 0.01" in str(caught.value)
+    assert "'weight', 'bias'" in str(caught.value)
+    assert "worker.all_reduce(loss)" in caught.value.fix
+
+
+def test_other_calls_on_another_rank_are_refused(make_cluster: MakeCluster) -> None:
+    """The one that comes second is told, and may make the other's call."""
+
+    def train(worker: ps.Worker) -> str:
+        calls = [worker.barrier, lambda: worker.all_reduce(1.0)]
+        try:
+            calls[worker.rank]()
+        except ParamServeError as error:
+            calls[1 - worker.rank]()
+            return error.failed
+        return ""
+
+    told = "".join(Ranks(make_cluster(workers=2), train).start(0, 1).end().values())
+    assert "worker.barrier()" in told
+    assert "worker.all_reduce(op='mean') with one float64" in told

@@ -1,0 +1,252 @@
+"""Barriers and reduced values: who is waited for, and what a rank gets that comes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from paramserve.core import collectives
+from paramserve.core.collectives import Collectives
+from paramserve.core.membership import DEAD, LEFT, Membership
+from paramserve.errors import Overloaded, ParamServeError
+from paramserve.messages import AllReduce, AllReduced, Join
+
+
+class Ranks:
+    """Ranks that join, call collectives, die and come again."""
+
+    def __init__(self, workers: int, *, joined: bool = True) -> None:
+        self.membership = Membership(1, workers)
+        self.collectives = Collectives(self.membership, bytes_max=64)
+        self.seen: dict[int, int] = {}
+        for rank in range(workers if joined else 0):
+            self.join(rank)
+
+    def join(self, rank: int) -> None:
+        self.membership.join(Join(0, rank, 1), 0.0)
+        self.seen[rank] = 0
+        self.collectives.changed()
+
+    def ended(self, rank: int, state: str = DEAD) -> None:
+        self.membership.ended(rank, state)
+        self.collectives.changed()
+
+    def dies(self, rank: int) -> None:
+        """It will be started again."""
+        self.membership.restarting(rank, 0.0)
+        self.collectives.changed()
+
+    def call(
+        self, rank: int, value: Any = 0.0, op: str = "sum", *, place: int = 0, **changes: Any
+    ) -> float | None:
+        """What a rank gets; None: it waits."""
+        data = value if isinstance(value, bytes) else np.float64(value).tobytes()
+        message = AllReduce(0, op, "float64", (), data, self.seen[rank], place, 1.0)
+        message = structs.replace(message, **changes)
+        reply = self.collectives.call(message, self.membership.members[rank])
+        if reply is None:
+            return None
+        assert isinstance(reply, AllReduced)
+        assert reply.ended
+        self.seen[rank] = reply.number
+        return float(np.frombuffer(reply.value)[0])
+
+    def all_call(self, value: float, *, place: int = 0) -> float | None:
+        """All live ranks call, and wait until they have the result."""
+        live = [r for r, each in self.membership.members.items() if each.state == "live"]
+        found = [self.call(rank, value, place=place) for rank in live][-1]
+        assert all(self.call(rank, value, place=place) == found for rank in live[:-1])
+        return found
+
+    @property
+    def missing(self) -> list[int]:
+        return [each.rank for each in self.collectives.missing()]
+
+
+@pytest.mark.parametrize(
+    ("op", "result"), [("sum", 7.0), ("mean", 7.0 / 3), ("max", 4.0), ("min", 1.0)]
+)
+def test_all_ranks_get_the_same(op: str, result: float) -> None:
+    ranks = Ranks(3)
+    for rank, value in ((2, 4.0), (0, 1.0)):
+        assert ranks.call(rank, value, op) is None
+    assert ranks.missing == [1]
+    assert ranks.call(1, 2.0, op) == result
+    assert [ranks.call(rank, value, op) for rank, value in ((2, 4.0), (0, 1.0))] == [result] * 2
+    assert ranks.missing == []
+
+
+def test_values_are_added_in_the_order_of_the_ranks() -> None:
+    values = [1.0, 1e100, -1e100]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        ranks = Ranks(3)
+        found = [ranks.call(rank, values[rank]) for rank in order]
+        assert found[-1] == (values[0] + values[1]) + values[2] == 0.0
+
+
+def test_asking_again_changes_nothing_and_gets_the_result_of_that_call() -> None:
+    ranks = Ranks(2)
+    assert ranks.call(0, 1.0) is ranks.call(0, 1.0) is None
+    seen = ranks.seen[0]
+    assert ranks.call(1, 2.0) == ranks.call(0, 1.0) == 3.0
+    ranks.seen[0] = seen  # its answer was lost
+    assert ranks.call(0, 1.0) == 3.0
+    assert ranks.call(0, 5.0) is None, "which is the next one"
+
+
+def test_rank_that_has_not_joined_is_waited_for() -> None:
+    ranks = Ranks(2, joined=False)
+    ranks.join(0)
+    assert ranks.call(0, 1.0) is None
+    ranks.join(1)
+    assert ranks.missing == [1]
+    assert ranks.call(1, 1.0) == 2.0
+
+
+@pytest.mark.parametrize("state", [DEAD, LEFT])
+@pytest.mark.parametrize("had_come", [True, False])
+def test_rank_that_ends_is_not_waited_for(state: str, had_come: bool) -> None:
+    ranks = Ranks(3)
+    ranks.call(0, 1.0)
+    if had_come:
+        ranks.call(2, 4.0)
+    ranks.ended(2, state)
+    assert ranks.missing == [1]
+    assert ranks.call(1, 2.0) == (7.0 if had_come else 3.0)
+
+
+def test_last_rank_that_ends_ends_what_the_others_wait_in() -> None:
+    ranks = Ranks(2)
+    ranks.call(0, 1.0)
+    ranks.ended(1)
+    assert ranks.call(0, 1.0) == 1.0
+
+
+def test_restart_is_waited_for_until_the_first_step_only() -> None:
+    for place, missing in ((0, [1]), (5, [])):
+        ranks = Ranks(2)
+        ranks.call(0, 1.0, place=place)
+        ranks.dies(1)
+        assert ranks.missing == missing
+    ranks.call(0, 1.0, place=6)
+    ranks.join(1)
+    assert ranks.missing == [], "it joined while the others were in it"
+
+
+def test_restarted_rank_gets_what_the_others_got_and_then_takes_part() -> None:
+    ranks = Ranks(2)
+    for step in (10, 20):  # each epoch
+        assert ranks.all_call(step, place=step) == 2.0 * step
+    ranks.dies(1)  # after step 30, before its call
+    assert ranks.call(0, 30.0, place=30) == 30.0
+    ranks.join(1)
+    assert [ranks.call(1, 0.0, place=step) for step in (10, 20, 30)] == [20.0, 40.0, 30.0]
+    assert ranks.call(1, 1.0, place=40) is None
+    assert ranks.call(0, 2.0, place=40) == 3.0
+
+
+def test_restarted_rank_that_calls_at_each_step_takes_part_at_once() -> None:
+    ranks = Ranks(2)
+    for step in range(1, 5):
+        ranks.all_call(step, place=step)
+    ranks.dies(1)
+    ranks.join(1)
+    assert ranks.call(1, 1.0, place=5) is None
+    assert ranks.call(0, 2.0, place=5) == 3.0
+
+
+def test_several_calls_after_one_step_are_repeated_in_order() -> None:
+    ranks = Ranks(2)
+    for value in (1.0, 2.0):
+        ranks.all_call(value, place=3)
+    ranks.dies(1)
+    ranks.join(1)
+    assert [ranks.call(1, 9.0, place=3) for _ in range(3)] == [2.0, 4.0, None]
+    assert ranks.missing == [0]
+
+
+def test_added_rank_is_waited_for_once_it_takes_part() -> None:
+    ranks = Ranks(1)
+    ranks.call(0, 1.0, place=10)
+    ranks.membership.scale(2)
+    ranks.join(1)
+    assert ranks.call(0, 2.0, place=20) == 2.0, "without it"
+    assert [ranks.call(1, 9.0, place=each) for each in (0, 0)] == [1.0, 2.0]
+    assert ranks.call(1, 9.0, place=5) is None
+    assert ranks.call(0, 3.0, place=30) == 12.0
+    assert ranks.call(0, 3.0, place=40) is None, "now it is waited for"
+
+
+def test_rank_that_is_asked_to_end_gets_its_own_value() -> None:
+    ranks = Ranks(2)
+    ranks.membership.scale(1)
+    assert ranks.call(1, 5.0) == 5.0
+    assert ranks.call(0, 1.0) == 1.0
+
+
+def test_value_that_is_withdrawn_does_not_count() -> None:
+    ranks = Ranks(2)
+    ranks.call(0, 1.0)
+    ranks.collectives.withdraw(0)
+    assert ranks.missing == []
+    ranks.call(1, 1.0, "max")
+    assert ranks.call(0, 3.0, "max") == 3.0
+
+
+def test_other_call_on_another_rank_is_refused_with_both() -> None:
+    ranks = Ranks(2)
+    ranks.call(0, 1.0, "mean")
+    told = r"rank 1 called worker.barrier\(\), and rank 0 worker.all_reduce\(op='mean'\) with one f"
+    with pytest.raises(ParamServeError, match=told):
+        ranks.call(1, op="barrier", value=b"", shape=(0,))
+    with pytest.raises(ParamServeError, match=r"with float64 \[1\], and"):
+        ranks.call(1, op="mean", shape=(1,))
+    assert ranks.call(1, 3.0, "mean") == 2.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": "eval"},
+        {"dtype": "object"},
+        {"shape": (-1,)},
+        {"shape": (1,) * 65},
+        {"shape": (2,)},
+        {"op": "mean", "dtype": "int64"},
+        {"place": -1},
+        {"seen": -1},
+    ],
+)
+def test_call_that_no_client_makes_is_refused(changes: dict[str, Any]) -> None:
+    ranks = Ranks(1)
+    with pytest.raises(ParamServeError, match="same version"):
+        ranks.call(0, **{"value": 1.0, **changes})
+    assert ranks.call(0, 1.0) == 1.0
+
+
+def test_value_that_is_too_large_is_refused() -> None:
+    with pytest.raises(Overloaded, match="got a value of 72 bytes, reduce_bytes_max is 64"):
+        Ranks(1).call(0, shape=(9,), value=bytes(72))
+
+
+def test_result_that_is_kept_no_longer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KEPT_MAX", 2)
+    ranks = Ranks(1)
+    for step in range(1, 6):
+        ranks.call(0, 1.0, place=step)
+    ranks.membership.restarting(0, 0.0)
+    ranks.join(0)
+    with pytest.raises(ParamServeError, match=r"at step 2 .* before number 4 are kept no longer"):
+        ranks.call(0, 1.0, place=2)
+    assert ranks.call(0, 1.0, place=6) == 1.0
+
+
+def test_memory_of_results_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "KEPT_BYTES_MAX", 20)
+    ranks = Ranks(1)
+    for step in range(5):
+        ranks.call(0, 1.0, place=step)
+    assert len(ranks.collectives._ended) == 2
