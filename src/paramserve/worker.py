@@ -242,6 +242,11 @@ class Worker:
         numbers = {name: _number(name, value) for name, value in values.items()}
         self.client.connection.log(clock, numbers)
 
+    def print0(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """`print` on rank 0, and nothing on the others."""
+        if self.rank == 0:
+            print(*values, sep=sep, end=end, flush=True)
+
     def optimizer(
         self,
         model: torch.nn.Module,

@@ -85,6 +85,7 @@ def test_what_the_driver_has_changed_since_holds(
     }
     monkeypatch.chdir(tmp_path)
     assert bodies(run(fleet, role("streams"))) == {"here": bytes(tmp_path)}
+    fleet.close()  # all that was printed is shown then
     assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
 
 

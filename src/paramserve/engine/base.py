@@ -31,6 +31,8 @@ class Role:
         directory: a folder that the process removes if the driver dies; empty: none.
         imports: modules that it will need and that take long to import. An engine that forks
             processes from a prepared one imports them there.
+        label: what each line that it prints begins with; empty: nothing. An engine whose system
+            shows lines in its own way, as Ray does, leaves that to it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Role:
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = ""
     imports: tuple[str, ...] = ()
+    label: str = ""
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")

@@ -153,6 +153,7 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
     for stream in (sys.stdout, sys.stderr):  # lines of several processes, each line whole
         if stream is not None:  # closed
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # TextIOWrapper
+    _buffer_c_by_line()
     reports = _Reports(reports_fd)
     watch = _DriverWatch(driver, reports_fd, driver_fd)
     if package.directory:
@@ -178,6 +179,24 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
         # It is ending by itself: an exception in the middle of the interpreter's own end tells
         # the driver nothing, and the driver kills what takes too long.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _buffer_c_by_line() -> None:
+    """Have C code's output leave this process at each line's end, as Python's does: into a pipe the
+    C library would keep some kilobytes."""
+    import ctypes
+
+    with contextlib.suppress(Exception):  # another C library
+        library = ctypes.CDLL(None)
+        library.setlinebuf(ctypes.c_void_p.in_dll(library, "stdout"))
+
+
+def flush_c() -> None:
+    """Write out what C code has printed: for a process that ends without the C library's help."""
+    import ctypes
+
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)
 
 
 def call_soon(loop: AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -1,9 +1,9 @@
 """The `Local` engine: child processes of the driver, on this machine.
 
 A child gets its instructions by an inherited descriptor without a name, never by argv or
-environment, and reports over a pipe. It leads a process group of its own, so that what it
-started itself (DataLoader workers) ends with it, and so that a terminal's Ctrl-C reaches the
-driver only.
+environment, and reports over a pipe. What it prints, this process shows (`output.py`). It leads a
+process group of its own, so that what it started itself (DataLoader workers) ends with it, and so
+that a terminal's Ctrl-C reaches the driver only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from paramserve.config import TLS
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
+from paramserve.engine.output import Output, Stream
 from paramserve.engine.prepared import (
     Forked,
     PreparedProcess,
@@ -88,8 +89,15 @@ class Local:
 class LocalProcess:
     """A child process. See `base.Process`."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes] | Forked, reports_fd: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        popen: subprocess.Popen[bytes] | Forked,
+        reports_fd: int,
+        streams: Sequence[Stream] = (),
+    ) -> None:
         self.name = name
+        self.streams = streams
         self.why = ""
         self._popen = popen
         self._status: int | None = None
@@ -208,6 +216,7 @@ class LocalFleet:
         self._one_ended = False
         """From then on no prepared process is made: a process that is started again would wait."""
         self._selector = selectors.DefaultSelector()
+        self._output = Output()
         self._running: list[LocalProcess] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -258,6 +267,7 @@ class LocalFleet:
                 for prepared in self._prepared:
                     prepared.close()
                 self._selector.close()
+                self._output.close()
 
     def _look(self, process: LocalProcess) -> list[Event]:
         status = process.exit_status  # asked before the reports: an end is told after them
@@ -274,6 +284,7 @@ class LocalFleet:
 
     def _forget(self, process: LocalProcess) -> None:
         self._running.remove(process)
+        self._output.end(process.streams)
         for fd in (process.reports_fd, process.pidfd):
             if fd is not None:
                 with contextlib.suppress(KeyError):
@@ -283,20 +294,26 @@ class LocalFleet:
     def _spawn(self, role: Role) -> LocalProcess:
         reports_fd, child_reports_fd = map(above_standard, os.pipe())
         os.set_blocking(reports_fd, False)
+        streams, child_streams = self._output.attach(role.label)
         try:
             with _parcel(role) as source:
-                popen = self._fork(role, source, child_reports_fd) or self._start(
-                    role, source, child_reports_fd
-                )
+                fds = (source.fileno(), child_reports_fd, *child_streams)
+                popen = self._fork(role, fds) or self._start(role, fds)
         except BaseException:
             os.close(reports_fd)
+            self._output.end(streams)
             raise
         finally:
-            os.close(child_reports_fd)
-        return LocalProcess(role.name, popen, reports_fd)
+            for fd in (child_reports_fd, *child_streams):
+                os.close(fd)
+        return LocalProcess(role.name, popen, reports_fd, streams)
 
-    def _fork(self, role: Role, source: BinaryIO, reports_fd: int) -> Forked | None:
-        """A fork of a prepared process; None: it is to be started afresh."""
+    def _fork(self, role: Role, fds: Sequence[int]) -> Forked | None:
+        """A fork of a prepared process; None: it is to be started afresh.
+
+        Args:
+            fds: as `ForkRequest` has them.
+        """
         if not self._forks:
             return None
         environment = self._environment_of(role)
@@ -309,12 +326,13 @@ class LocalFleet:
             self._prepared.append(prepared)
         if not prepared.usable:
             return None
-        return prepared.fork(role.name, role.entry, role.imports, source, reports_fd)
+        return prepared.fork(role.name, role.entry, role.imports, fds)
 
-    def _start(self, role: Role, source: BinaryIO, reports_fd: int) -> subprocess.Popen[bytes]:
-        start = _START.format(source=source.fileno(), reports=reports_fd, driver=os.getpid())
-        fds = (source.fileno(), reports_fd)
-        return start_python(self._python, start, role.name, self._environment_of(role), fds)
+    def _start(self, role: Role, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        source, reports, *streams = fds
+        start = _START.format(source=source, reports=reports, driver=os.getpid())
+        environment = self._environment_of(role)
+        return start_python(self._python, start, role.name, environment, (source, reports), streams)
 
     def _environment_of(self, role: Role) -> dict[str, str]:
         return {**self._environment, **role.environment}

@@ -26,12 +26,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from paramserve.engine.child import EXIT_FAILED, EXIT_UNKNOWN, main
+from paramserve.engine.child import EXIT_FAILED, EXIT_UNKNOWN, flush_c, main
 
 logger = logging.getLogger("paramserve")
 
@@ -46,12 +46,13 @@ IMPORT_S = 60.0
 ANSWER_S = 5.0
 """A later one, and the status of a process, wait for nothing but the prepared process's turn."""
 MESSAGE_BYTES = 1 << 16
-DESCRIPTORS = 2
+DESCRIPTORS = 4
 STDOUT, STDERR = 1, 2
 
 
 class ForkRequest(msgspec.Struct, tag="fork"):
-    """Fork a process; two descriptors come along: its `Package`, and its pipe for reports.
+    """Fork a process; four descriptors come along: its `Package`, and its pipes for reports,
+    stdout and stderr.
 
     Attributes:
         name: for process lists.
@@ -128,18 +129,25 @@ def above_standard(fd: int) -> int:
 
 
 def start_python(
-    python: str, code: str, name: str, environment: Mapping[str, str], fds: tuple[int, ...]
+    python: str,
+    code: str,
+    name: str,
+    environment: Mapping[str, str],
+    fds: tuple[int, ...],
+    streams: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Run code in a fresh interpreter that leads a process group of its own and inherits `fds`.
 
     Args:
         environment: on top of this process's own.
+        streams: its stdout and stderr; this process's own if left out.
     """
+    stdout, stderr = streams if streams else map(inherited, (STDOUT, STDERR))
     return subprocess.Popen(
         [python, "-c", code, f"paramserve {name}"],
         stdin=subprocess.DEVNULL,
-        stdout=inherited(STDOUT),
-        stderr=inherited(STDERR),
+        stdout=stdout,
+        stderr=stderr,
         pass_fds=fds,
         env={**os.environ, **environment},
         process_group=0,
@@ -175,15 +183,18 @@ class PreparedProcess:
         return self._popen.poll() is None
 
     def fork(
-        self, name: str, entry: str, imports: tuple[str, ...], source: BinaryIO, reports_fd: int
+        self, name: str, entry: str, imports: tuple[str, ...], fds: Sequence[int]
     ) -> Forked | None:
         """A process that runs an entry; None: it cannot be forked, start a fresh one.
 
         Waits until the prepared process has imported what the entry needs.
+
+        Args:
+            fds: as `ForkRequest` has them.
         """
         request = ForkRequest(name, entry.partition(":")[0], imports)
         limit_s = ANSWER_S if {request.module, *imports} <= self._imported else IMPORT_S
-        answer = self._ask(request, limit_s, [source.fileno(), reports_fd])
+        answer = self._ask(request, limit_s, list(fds))
         if answer is None:
             return None
         self._imported.update((request.module, *imports))
@@ -304,9 +315,12 @@ def serve(control_fd: int, driver: int) -> None:
             control.send(msgspec.msgpack.encode(answer))
         except OSError:  # the driver is gone
             os._exit(0)
-    source_fd, reports_fd = fds
+    source_fd, reports_fd, *streams = fds
     os.setpgid(0, 0)
     control.close()
+    for theirs, standard in zip(streams, (STDOUT, STDERR), strict=True):
+        os.dup2(theirs, standard)
+        os.close(theirs)
     os.set_inheritable(source_fd, False)
     _show(request.name)
     if "numpy" in sys.modules:
@@ -349,6 +363,7 @@ def _flush() -> None:
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+    flush_c()
 
 
 def _fork(request: ForkRequest, fds: list[int]) -> Answer | None:

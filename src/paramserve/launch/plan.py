@@ -44,6 +44,7 @@ class Plan:
         worker_imports: as `Role.imports`, of workers.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
+        show_rank: whether each line that a process prints begins with which one it is.
         cluster: what tells it from every other one.
         environment: that workers' interpreters start with.
     """
@@ -59,6 +60,7 @@ class Plan:
     on_worker_death: OnWorkerDeath = "stop"
     threads_per_worker: int = 1
     timeout_s: float | None = None
+    show_rank: bool = True
     cluster: bytes = field(default_factory=lambda: secrets.token_bytes(CLUSTER_BYTES))
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -91,6 +93,7 @@ class Plan:
             environment=dict.fromkeys(THREADS, str(threads)),
             directory=directory,
             imports=self.worker_imports if key.kind == "worker" else (),
+            label=_label(key) if self.show_rank else "",
         )
 
     def _payload(self, key: Key, directory: str, addresses: tuple[str, ...]) -> bytes:
@@ -112,6 +115,11 @@ class Plan:
             return msgspec.msgpack.encode(CoordinatorConfig(**common, restarts=restarts))
         config = ServerConfig(shard=key.number, coordinator=addresses, **common)
         return msgspec.msgpack.encode(config)
+
+
+def _label(key: Key) -> str:
+    """What a line of this process begins with."""
+    return f"[rank {key.number}] " if key.kind == "worker" else f"[{key}] "
 
 
 def addresses_in(directory: str) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class _Arguments:
     limits: Limits | None
     save_tables: str | os.PathLike[str] | None
     load_state: GivenState | None
+    show_rank: bool
 
 
 def start(
@@ -79,6 +80,7 @@ def start(
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
     load_state: GivenState | None = None,
+    show_rank: bool = True,
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
@@ -111,6 +113,7 @@ def run(
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
     load_state: GivenState | None = None,
+    show_rank: bool = True,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -141,6 +144,8 @@ def run(
             state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
             optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
             shapes must be the model's. Rank 0 loads it, the others take it from the servers.
+        show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
+            lines are whole in any case. On Ray, Ray puts its own mark there.
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
@@ -200,6 +205,7 @@ def _start(given: _Arguments) -> Job:
         on_worker_death=given.on_worker_death,
         threads_per_worker=threads if threads is not None else max(1, cores() // workers),
         timeout_s=given.timeout_s,
+        show_rank=given.show_rank,
         limits=limits,
         deadlines=deadlines,
         environment={"PYTHONHASHSEED": str(seed & 0xFFFFFFFF)},

@@ -1,0 +1,253 @@
+"""What processes print, as whole lines in this process's own output, each with a label in front.
+
+The standard streams of a child are pipes. One thread of this process reads them, and writes each
+line when it is whole to `sys.stdout` or `sys.stderr` as they are at that moment: a terminal, a
+file, a notebook's cell. So lines of several processes do not mix, by whatever means a process
+writes them, and what it wrote before a sudden death is shown.
+
+A progress bar redraws its line by carriage returns. Of such a line the present state is shown now
+and then, and its last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from paramserve.engine.prepared import above_standard
+
+StreamName = Literal["stdout", "stderr"]
+
+READ_BYTES = 1 << 16
+LINE_BYTES_MAX = 1 << 16
+"""A longer line is shown in parts of this size."""
+UNENDED_S = 1.0
+"""A line whose end does not come is shown after this long."""
+REDRAWN_S = 5.0
+"""Between two states of a line that is redrawn."""
+WRITE_S = 1.0
+"""How long each write to a terminal or file that takes nothing is waited for, where it does not
+block by itself. What it does not take then is lost."""
+READS_AT_END = 32
+"""Of `READ_BYTES`, when a process has ended: more than a pipe holds, and no more, since what the
+process has left behind may write on."""
+CLOSE_S = 2.0
+"""How long `close` waits for the last lines to be written."""
+
+
+class Lines:
+    """Cuts what comes from one stream into whole lines. Pure: the time is an argument."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label.encode()
+        self._rest = b""
+        """Of a line that has not ended."""
+        self._began = 0.0
+        """When it did."""
+        self._shown_at = -math.inf
+        """When a state of a redrawn line was shown last."""
+        self._shown_unended = False
+
+    @property
+    def due_at(self) -> float:
+        """When `unended` is to be asked; infinite: there is nothing."""
+        if not self._rest:
+            return math.inf
+        due_at = self._began + UNENDED_S
+        return max(due_at, self._shown_at + REDRAWN_S) if b"\r" in self._rest else due_at
+
+    def take(self, data: bytes, now: float) -> bytes:
+        """The lines that are whole now, with their ends."""
+        if self._shown_unended and data[:1] == b"\n":  # its end has been shown already
+            data = data[1:]
+        self._shown_unended = False
+        *whole, rest = (self._rest + data).split(b"\n")
+        shown = [self._line(line) for line in whole]
+        if whole or not self._rest:
+            self._began = now
+        while len(rest) > LINE_BYTES_MAX:
+            shown.append(self._line(rest[:LINE_BYTES_MAX]))
+            rest = rest[LINE_BYTES_MAX:]
+        if b"\r" in rest:  # what was drawn over is let go, but for the marks that it is redrawn
+            rest = b"\r" + _visible(rest) + b"\r" * rest.endswith(b"\r")
+        self._rest = rest
+        return b"".join(shown)
+
+    def unended(self, now: float) -> bytes:
+        """The line that has not ended, as a line; nothing if there is none."""
+        line = _visible(self._rest)
+        if b"\r" in self._rest:
+            self._shown_at = now
+        self._rest = b""
+        if not line:
+            return b""
+        self._shown_unended = True
+        return self._line(line)
+
+    def _line(self, line: bytes) -> bytes:
+        text = _visible(line)
+        return (self._label + text if text else self._label.rstrip()) + b"\n"
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line that is redrawn: what was drawn last, if it is not blank."""
+    if b"\r" not in line:
+        return line
+    drawn = [part for part in line.split(b"\r") if part.strip()]
+    return drawn[-1] if drawn else b""
+
+
+class Stream:
+    """The reading end of one stream of a process."""
+
+    def __init__(self, fd: int, name: StreamName, label: str) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.name: StreamName = name
+        self.lines = Lines(label)
+        self.ended = False
+        """Its process has: what there is now is all."""
+
+    def read(self) -> bytes | None:
+        """What has come, up to a bound; empty: nothing; None: nothing will."""
+        try:
+            return os.read(self.fd, READ_BYTES) or None
+        except BlockingIOError:
+            return b""
+        except OSError:
+            return None
+
+
+class Output:
+    """Shows what the processes of a fleet print. `attach`, `end` and `close` are for any thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._streams: dict[Stream, None] = {}
+        self._lock = threading.Lock()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def attach(self, label: str) -> tuple[list[Stream], list[int]]:
+        """Streams for a new process, and the descriptors of its stdout and stderr.
+
+        The caller closes the descriptors when the process has them, and calls `end` when it has
+        ended.
+        """
+        streams: list[Stream] = []
+        theirs: list[int] = []
+        names: tuple[StreamName, ...] = ("stdout", "stderr")
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="paramserve-output", daemon=True
+                )
+                self._thread.start()
+            for name in names:
+                ours, other = map(above_standard, os.pipe())
+                theirs.append(other)
+                streams.append(Stream(ours, name, label))
+                self._streams[streams[-1]] = None
+                self._selector.register(ours, selectors.EVENT_READ, streams[-1])
+        return streams, theirs
+
+    def end(self, streams: Sequence[Stream]) -> None:
+        """The process of these has ended: show what is left. Returns at once."""
+        for stream in streams:
+            stream.ended = True
+        self._wake_up()
+
+    def close(self) -> None:
+        """Show what is left of all, and end the thread; what its reader does not take in `CLOSE_S`
+        is lost. May be repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            thread = self._thread
+        self.end(list(self._streams))
+        if thread is not None:
+            thread.join(CLOSE_S)
+            if thread.is_alive():  # it waits for what it writes to, and ends when it may go on
+                return
+        self._selector.close()
+        os.close(self._woken)
+        os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"w")
+
+    def _run(self) -> None:
+        while not (self._closed and not self._streams):
+            due_at = min((each.lines.due_at for each in tuple(self._streams)), default=math.inf)
+            left_s = max(due_at - time.monotonic(), 0.0) if due_at < math.inf else None
+            for key, _ in self._selector.select(left_s):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._woken, READ_BYTES)
+                else:
+                    self._show(key.data)
+            now = time.monotonic()
+            for stream in tuple(self._streams):
+                if stream.ended:
+                    any(not self._show(stream) for _ in range(READS_AT_END))
+                    self._drop(stream)
+                elif stream.lines.due_at <= now:
+                    write(stream.name, stream.lines.unended(now))
+
+    def _show(self, stream: Stream) -> bool:
+        """Show what has come from a stream; whether anything has."""
+        data = stream.read() if stream in self._streams else b""
+        if data is None:
+            self._drop(stream)
+        elif data:
+            write(stream.name, stream.lines.take(data, time.monotonic()))
+        return bool(data)
+
+    def _drop(self, stream: Stream) -> None:
+        """No more will come."""
+        if stream not in self._streams:
+            return
+        with self._lock:
+            del self._streams[stream]
+            self._selector.unregister(stream.fd)
+        os.close(stream.fd)
+        write(stream.name, stream.lines.unended(time.monotonic()))
+
+
+def write(name: StreamName, data: bytes) -> None:
+    """Write whole lines to this process's stream of that name, as it is now."""
+    if not data:
+        return
+    stream = getattr(sys, name)
+    # A program must not end because its output cannot be shown: a closed terminal, a full disk, a
+    # stream of the user's that raises.
+    with contextlib.suppress(Exception):
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            # Past its buffer, so that it does not come between two parts of a line of our own.
+            _write(stream.fileno(), data)
+        elif stream is not None:
+            stream.write(data.decode("utf-8", "replace"))
+            stream.flush()
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            if not select.select([], [fd], [], WRITE_S)[1]:
+                return
