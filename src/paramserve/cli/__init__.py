@@ -87,32 +87,28 @@ def run(
     The script is loaded once, here, with its arguments in sys.argv; the workers get the function
     and see the same arguments.
     """
-    from contextlib import nullcontext
-
-    from paramserve.launch import start
+    from paramserve.launch import run as run_function
     from paramserve.launch.packing import WithArguments
-    from paramserve.observe import watch
 
     if out is not None and not Path(out).absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder for {out}", param_hint="--save")
     own_rules, policies = split(given := [load_object(each) for each in rules])
     policy = policy_of(consistency, given)
     path, function = load_function(target, script_args)
-    job = start(
-        WithArguments(function, [path, *script_args]),
-        consistency=policy,
-        on_worker_death=_on_worker_death(on_worker_death),
-        rules=own_rules,
-        policies=policies,
-        engine=_engine(engine),
-        **options,
-    )
     try:
-        with job, nullcontext() if quiet else watch(job):
-            result = job.wait()
-    except KeyboardInterrupt:  # the job has said how far it got; click would add an empty line
-        if out is not None:
-            _save(job.wait(), out)
+        result = run_function(
+            WithArguments(function, [path, *script_args]),
+            consistency=policy,
+            on_worker_death=_on_worker_death(on_worker_death),
+            rules=own_rules,
+            policies=policies,
+            engine=_engine(engine),
+            progress=not quiet,
+            **options,
+        )
+    except KeyboardInterrupt as interrupt:  # it is told already; click would add an empty line
+        if out is not None and (done := getattr(interrupt, "result", None)) is not None:
+            _save(done, out)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if out is not None:
         _save(result, out)

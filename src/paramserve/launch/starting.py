@@ -32,6 +32,7 @@ from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
 from paramserve.launch.warm_start import GivenState, pack_state
+from paramserve.observe.progress import wanted, watch
 from paramserve.worker import WorkerConfig
 
 
@@ -114,6 +115,7 @@ def run(
     save_tables: str | os.PathLike[str] | None = None,
     load_state: GivenState | None = None,
     show_rank: bool = True,
+    progress: bool | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -146,6 +148,8 @@ def run(
             shapes must be the model's. Rank 0 loads it, the others take it from the servers.
         show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
             lines are whole in any case. On Ray, Ray puts its own mark there.
+        progress: whether a line on standard error says how far the run is, rewritten each second;
+            None: on a terminal and in a notebook. True elsewhere: a new line each second.
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
@@ -157,9 +161,14 @@ def run(
             `result` is the `Result` of what was done. A second Ctrl-C ends everything at once, and
             there is none. Any other exception that comes meanwhile stops the run as well.
     """
-    job = _start(_Arguments(**locals()))
+    given = dict(locals())
+    del given["progress"]
+    if progress not in (None, True, False):
+        raise TypeError(f"progress must be True, False or None, not {progress!r}")
+    shows = wanted(progress)
+    job = _start(_Arguments(**given))
     try:
-        with job:
+        with job, watch(job) if shows else contextlib.nullcontext():
             return job.wait()
     except KeyboardInterrupt as interrupt:
         job.stop()  # it may have come before the block was entered

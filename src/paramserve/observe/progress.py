@@ -1,17 +1,19 @@
 """Progress lines: steps per second, what the workers log, and staleness.
 
-On a terminal one line is rewritten in place, with a second one about each worker's staleness;
-elsewhere (a file, a CI log) a line is added at each interval, and the second one at the end. The
-last ones stay.
+On a terminal and in a notebook one line is rewritten in place, with a second one about each
+worker's staleness; elsewhere (a file, a CI log) a line is added at each interval, and the second
+one at the end. The last ones stay.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -111,6 +113,73 @@ def _worker(rank: int, group: GroupStatus) -> str:
     return f"{text} {dropped:,} dropped" if dropped else text
 
 
+class Shown(Protocol):
+    """Where progress is shown."""
+
+    def show(self, lines: list[str], last: bool) -> None:
+        """Show where the run stands: one line, and maybe a second one about each worker.
+
+        Args:
+            last: no other will come.
+        """
+        ...
+
+
+class OnTerminal:
+    """Lines that are rewritten in place; what the program prints meanwhile stands above them."""
+
+    def __init__(self, console: Console, stack: ExitStack) -> None:
+        # Standard output may be a file, while this is on the terminal.
+        beside = sys.stdout is not None and sys.stdout.isatty()
+        live = Live(console=console, auto_refresh=False, redirect_stdout=beside)
+        self._live = stack.enter_context(live)
+
+    def show(self, lines: list[str], last: bool) -> None:
+        text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        self._live.update(text, refresh=True)
+
+
+class InFile:
+    """A line at each interval, and the one about each worker at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, lines: list[str], last: bool) -> None:
+        text = Text("\n".join(lines if last else lines[:1]))
+        self._console.print(text, soft_wrap=True)
+
+
+class InNotebook:
+    """One output of the cell, which is replaced."""
+
+    def __init__(self) -> None:
+        self._output: Any = None
+
+    def show(self, lines: list[str], last: bool) -> None:
+        told = {"text/plain": "\n".join(lines)}
+        if self._output is None:
+            display = import_module("IPython.display").display
+            self._output = display(told, raw=True, display_id=True)
+        else:
+            self._output.update(told, raw=True)
+
+
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether a run shows its progress, as its `progress=` says: None: on a terminal and in a
+    notebook."""
+    if progress is not None:
+        return progress
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
 @contextmanager
 def watch(
     watched: Watched, *, every_s: float = 1.0, console: Console | None = None
@@ -118,12 +187,11 @@ def watch(
     """Show the progress of a run, for the length of the `with` block.
 
     Args:
-        watched: a job.
+        watched: a job, or a handle of a cluster.
         every_s: how often.
-        console: where to; standard error if None, so that a program's own output stays clean.
+        console: where to; standard error if None, so that a program's own output stays clean, and
+            in a notebook the cell.
     """
-    shown = console if console is not None else Console(stderr=True)
-    live = Live(console=shown, auto_refresh=False) if shown.is_terminal else None
     progress = Progress()
     over = threading.Event()
     failed: list[bool] = []
@@ -135,18 +203,15 @@ def watch(
                 return
             status = watched.status()
             lines = [progress.line(status)]
-            if (live is not None or ended) and (workers := progress.by_worker(status)):
+            if workers := progress.by_worker(status):
                 lines.append("         " + workers)
-            text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-            if live is not None:
-                live.update(text, refresh=True)
-            else:
-                shown.print(text, soft_wrap=True)
+            shown.show(lines, ended)
             if ended:
                 return
 
-    thread = threading.Thread(target=follow, name="paramserve-progress", daemon=True)
-    with live if live is not None else nullcontext():
+    with ExitStack() as stack:
+        shown = _shown(console, stack)
+        thread = threading.Thread(target=follow, name="paramserve-progress", daemon=True)
         thread.start()
         try:
             yield
@@ -156,3 +221,10 @@ def watch(
         finally:
             over.set()
             thread.join()
+
+
+def _shown(console: Console | None, stack: ExitStack) -> Shown:
+    if console is None and in_notebook():
+        return InNotebook()
+    chosen = console if console is not None else Console(stderr=True)
+    return OnTerminal(chosen, stack) if chosen.is_terminal else InFile(chosen)

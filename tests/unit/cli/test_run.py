@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,18 @@ from paramserve.cli import INTERRUPTED, main
 from paramserve.launch import Result
 
 
-class Job:
-    """A job with these values that is interrupted once, if it is to be."""
+def runs_to(values: dict[str, Any], interrupted: bool) -> Callable[..., Result]:
+    """A run that leaves these values, whether it ends or is interrupted."""
 
-    def __init__(self, interrupted: bool, values: dict[str, Any]) -> None:
-        self._interrupted = interrupted
-        self._values = values
+    def run(*_: object, **__: object) -> Result:
+        result = Result({}, [], 0, {}, {}, [], 1.0, 0, interrupted, values)
+        if interrupted:
+            interrupt = KeyboardInterrupt()
+            interrupt.result = result  # type: ignore[attr-defined]  # as ps.run does
+            raise interrupt
+        return result
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def wait(self) -> Result:
-        if self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
-        return Result({}, [], 0, {}, {}, [], 1.0, 0, self._interrupted, self._values)
+    return run
 
 
 W = {"w": np.ones(2)}
@@ -52,7 +48,7 @@ def test_model_is_written_also_after_ctrl_c(
     values: dict[str, Any],
     keys: set[str],
 ) -> None:
-    monkeypatch.setattr(launch, "start", lambda *_, **__: Job(interrupted, values))
+    monkeypatch.setattr(launch, "run", runs_to(values, interrupted))
     script, out = tmp_path / "script.py", tmp_path / "model.pt"
     script.write_text("def train(worker): ...\n")
     status = main(["run", f"{script}:train", "--quiet", "--save", str(out)])
@@ -63,7 +59,7 @@ def test_model_is_written_also_after_ctrl_c(
 def test_run_without_values_writes_no_file_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "start", lambda *_, **__: Job(False, {}))
+    monkeypatch.setattr(launch, "run", runs_to({}, False))
     script, out = tmp_path / "script.py", tmp_path / "model.pt"
     script.write_text("def train(worker): ...\n")
     assert main(["run", f"{script}:train", "--quiet", "--save", str(out)]) == 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from paramserve.observe import Progress, watch
+from paramserve.observe.progress import wanted
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
 
@@ -142,3 +145,64 @@ def test_watch_prints_a_last_line_even_for_a_short_run() -> None:
     with watch(AsksBack(), every_s=60.0, console=Console(file=out, width=120)):
         pass
     assert out.getvalue().count("\n") == 1
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes this process look like a notebook's; what its one output has shown."""
+    shown: list[str] = []
+
+    class Output:
+        def update(self, told: dict[str, str], raw: bool) -> None:
+            shown.append(told["text/plain"])
+
+    def display(told: dict[str, str], raw: bool, display_id: bool) -> Output:
+        assert shown == []
+        assert (raw, display_id) == (True, True)
+        shown.append(told["text/plain"])
+        return Output()
+
+    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=None)
+    module.display = display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_if_nothing_else_is_said(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Stream(terminal))
+    assert [wanted(None), wanted(True), wanted(False)] == [terminal, True, False]
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not wanted(None)
+
+
+def test_watch_in_a_notebook_replaces_one_output(notebook: list[str]) -> None:
+    assert wanted(None)
+    run = AsksBack()
+    with watch(run, every_s=0.001):
+        assert run.asked.wait(10.0)
+    assert len(notebook) >= 2
+    assert all("model: 10 steps" in line for line in notebook)
+
+
+def test_watch_on_a_terminal_leaves_output_to_a_file_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, console = Stream(terminal=False), Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    with watch(AsksBack(), every_s=60.0, console=console):
+        print("[rank 0] a line of a worker")
+    assert out.getvalue() == "[rank 0] a line of a worker\n"
