@@ -352,7 +352,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "float keys": (
         lambda: frame(pa.array([1.0, 2.0])), DtypeMismatch, "'key'.* is double, not integers"
     ),
-    "text keys": (lambda: frame(pa.array(["a", "b"])), DtypeMismatch, "'key'.* is string"),
+    "boolean keys": (lambda: frame(pa.array([True, False])), DtypeMismatch, "'key'.* is bool"),
+    "null text key": (lambda: frame(pa.array(["a", None])), DtypeMismatch, "'key'.* holds 1 nulls"),
     "large key": (
         lambda: frame(pa.array([1, 2**63], pa.uint64())), DtypeMismatch, "holds 9223372036854775808"
     ),

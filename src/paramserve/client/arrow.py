@@ -8,9 +8,9 @@ row is, is the servers' business (`Table.scan`, `Table.put`); this says how it l
     state  fixed_size_list<float32>[width], if asked for and the rule has any
     count  uint32, updates of the row, if the state was asked for
 
-Taken over are columns of other integers and floats as well, and rows that are lists of any kind, as
-pandas and polars make them; columns with other names are ignored. All that a schema tells is
-checked before anything is put, and each part before it is put.
+Taken over are also strings as keys, columns of other integers and floats, and rows that are lists
+of any kind, as pandas and polars make them; columns with other names are ignored. All that a schema
+tells is checked before anything is put, and each part before it is put.
 
 pyarrow is imported when it is needed, and need not be there otherwise.
 """
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from paramserve.client.string_keys import hashed, is_text
 from paramserve.config import RuleSpec
 from paramserve.core.table.options import BEYOND
 from paramserve.core.table.parts import Records
@@ -246,7 +247,7 @@ class Taking:
         self._below = BEYOND[spec.dtype]
         self._schema = schema
         self.done = 0
-        self._column("key", _is_integer, "integers")
+        self._column("key", _is_key, "integers or strings")
         self._rows("value", table.dim, "the table's dim")
         told = self._told()
         self.width = self._state_width(state)
@@ -296,7 +297,7 @@ class Taking:
         Raises:
             ShapeMismatch, DtypeMismatch, NonFinite: they do not fit. Nothing of them was applied.
         """
-        keys = self._integers(part, "key", np.int64)
+        keys = self._keys(part)
         values = self._floats(part, "value", self._table.dim)
         low, high = values.min(initial=0.0), values.max(initial=0.0)
         if not (-self._below < low and high < self._below):
@@ -390,6 +391,12 @@ class Taking:
             raise self._wrong(name, f"holds {column.null_count} nulls")
         return column
 
+    def _keys(self, part: Any) -> Array:
+        column = self._filled(part, "key")
+        if is_text(column):
+            return hashed(column, f"keys of table {self._table.name!r}")
+        return self._integers(part, "key", np.int64)
+
     def _integers(self, part: Any, name: str, kind: type[np.integer[Any]]) -> Array:
         """A column as int64 [n], all within what `kind` can hold."""
         found: Array = self._filled(part, name).to_numpy(zero_copy_only=False)
@@ -470,6 +477,15 @@ def _and_then(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 def _is_integer(kind: Any) -> bool:
     return bool(pyarrow().types.is_integer(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow().types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_key(kind: Any) -> bool:
+    return _is_integer(kind) or _is_text(kind)
 
 
 def _is_rows(kind: Any) -> bool:

@@ -79,7 +79,13 @@ class Keyed:
         wanted: list[tuple[Block, Array, bool]] = []
         for table, keys, create in (TableRead(*each) for each in reads):
             self._check_own(table)
-            wanted.append((table.block, as_keys(keys, table.name)[0], create))
+            wanted.append(
+                (
+                    table.block,
+                    as_keys(keys, table.name, table.keys_of)[0],
+                    create,
+                )
+            )
         return self.reads.prefetch(wanted)
 
     # --- pushes ----------------------------------------------------------------------------------

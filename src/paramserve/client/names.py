@@ -3,13 +3,14 @@ keys and rows of tables as the kernels take them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.client.string_keys import TEXT, hashed, is_text
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
 from paramserve.rules.compiled import compiled
@@ -251,30 +252,50 @@ class Names:
         return array
 
 
-def as_keys(keys: npt.ArrayLike, table: str) -> tuple[Array, tuple[int, ...]]:
+def as_keys(
+    keys: npt.ArrayLike, table: str, keys_of: Callable[[Any], Array] | None = None
+) -> tuple[Array, tuple[int, ...]]:
     """Keys as int64 [n], and their shape.
 
+    Args:
+        keys_of: makes keys of strings; None: as `ps.keys_of`.
     Raises:
-        TypeError: they are no integers. ValueError: one does not fit into 64 bits with a sign.
+        TypeError: they are neither integers nor strings. ValueError: one does not fit into 64 bits
+            with a sign, or has no UTF-8.
     """
-    array = np.asarray(keys)
+    what = f"keys of table {table!r}"
+    array = None if type(keys) is not np.ndarray and is_text(keys) else np.asarray(keys)
+    if array is None or array.dtype.kind in TEXT:
+        array = hashed(keys, what) if keys_of is None else keys_of(keys)
     if array.dtype.kind not in "iu" and not (array.size == 0 and array.dtype == np.float64):
-        raise TypeError(f"keys of table {table!r} have to be integers, not {array.dtype}")
+        raise TypeError(
+            f"{what} have to be integers or strings, not {array.dtype}. Applied: no. To fix: "
+            "convert them with .astype(np.int64), where no value is missing, or make keys of "
+            "strings with ps.keys_of(...)"
+        )
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
         raise ValueError(
-            f"key {int(array.max())} of table {table!r} is above 2**63 - 1, the largest one"
+            f"{what}: {int(array.max())} is above 2**63 - 1, the largest one. Applied: no. To fix: "
+            "where they are hashes of 64 bits, as pandas.util.hash_array gives, take the same bits "
+            "with a sign: keys.view(np.int64)"
         )
     flat = np.ascontiguousarray(array, np.int64).reshape(-1)
     return _writable(flat), array.shape
 
 
-def as_rows(keys: npt.ArrayLike, rows: npt.ArrayLike, dim: int, table: str) -> tuple[Array, Array]:
+def as_rows(
+    keys: npt.ArrayLike,
+    rows: npt.ArrayLike,
+    dim: int,
+    table: str,
+    keys_of: Callable[[Any], Array] | None = None,
+) -> tuple[Array, Array]:
     """Keys as int64 [n], and a row for each, float32 [n, dim].
 
     Raises:
         As `as_keys`. ShapeMismatch, DtypeMismatch: the rows are others than the keys' and floats.
     """
-    flat, shape = as_keys(keys, table)
+    flat, shape = as_keys(keys, table, keys_of)
     values = rows if type(rows) is np.ndarray else as_array(rows)
     if values.shape != (*shape, dim):
         raise ShapeMismatch(

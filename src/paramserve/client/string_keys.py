@@ -34,6 +34,7 @@ def keys_of(strings: Any, *, field: str = "") -> Array:
 
     Example:
         rows = users.pull(ps.keys_of(frame["user_id"]))
+        users.pull(frame["user_id"])  # the same: tables take strings and hash them so
 
     Args:
         strings: a str, a list, a numpy array of dtype str, bytes, object or StringDType, a pandas

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paramserve.client import arrow
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
+from paramserve.client.string_keys import hashed
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records, check_records
@@ -68,22 +69,34 @@ class Table:
         """The group that steps with it: its own."""
         return self.name
 
+    def keys_of(self, strings: Any) -> Array:
+        """Keys of strings, as `ps.keys_of`.
+
+        `pull`, `push`, `put` and `prefetch` take the strings themselves, and do the same. Hash a
+        column once where it is used often.
+
+        Raises:
+            As `ps.keys_of`.
+        """
+        return hashed(strings, f"keys of table {self.name!r}")
+
     def pull(
         self, keys: npt.ArrayLike, *, create: bool = True, timeout_s: float | None = None
     ) -> Array:
         """Read rows.
 
         Args:
-            keys: integers of any shape; they may repeat.
+            keys: integers or strings (see `ps.keys_of`) of any shape; they may repeat.
             create: whether keys without a row get one, if the table admits them; False: they read
                 as their initial value and leave no trace, as for an evaluation.
         Returns:
             float32 [*keys.shape, dim], yours to keep.
         Raises:
-            TypeError, ValueError: the keys are no integers of 64 bits. Nothing was read.
+            TypeError, ValueError: the keys are neither integers of 64 bits nor strings. Nothing was
+                read.
             PullTimeout: not there in `timeout_s`; the text says who is missing.
         """
-        flat, shape = as_keys(keys, self.name)
+        flat, shape = as_keys(keys, self.name, self.keys_of)
         found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
@@ -101,7 +114,7 @@ class Table:
         (Sync) the gradients are put together until `client.tick(table.name)`.
 
         Args:
-            keys: integers of any shape; gradients of equal keys are summed.
+            keys: integers or strings of any shape; gradients of equal keys are summed.
             gradients: floating point [*keys.shape, dim].
             hyper: the rule's hyper-parameters for this push; None: as defined.
             weight: number of samples behind it, above 0; 1 if None.
@@ -121,7 +134,7 @@ class Table:
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
-        return as_rows(keys, gradients, self.dim, self.name)
+        return as_rows(keys, gradients, self.dim, self.name, self.keys_of)
 
     def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
         """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
@@ -136,7 +149,7 @@ class Table:
         Raises:
             As `pull`; what the servers refuse is raised by the pull.
         """
-        flat, _ = as_keys(keys, self.name)
+        flat, _ = as_keys(keys, self.name, self.keys_of)
         self._reads.prefetch([(self.block, flat, create)])
 
     def cache_rows(
@@ -231,7 +244,7 @@ class Table:
         """Overwrite rows, or create them; returns when they are in place on all servers.
 
         Args:
-            keys: integers of any shape. Of equal ones the last counts.
+            keys: integers or strings of any shape. Of equal ones the last counts.
             values: floating point [*keys.shape, dim].
             state: the rule's state as `scan` has read it, float32 [keys, width], with `counts`. It
                 is taken as it is: of a sum of squares below 0 a rule makes NaN. None: that of rows

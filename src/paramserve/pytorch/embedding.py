@@ -11,10 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paramserve.client.string_keys import hashed
 from paramserve.core.table import routing
 
 if TYPE_CHECKING:
@@ -178,6 +180,8 @@ READ_ROWS = 65536
 """Rows that are read or written at once where a whole table is copied."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _INT64 = torch.iinfo(torch.int64)
+Ids = Tensor | npt.ArrayLike
+"""Integers as a tensor, or strings as `ps.keys_of` takes them."""
 
 
 class _Found(NamedTuple):
@@ -211,7 +215,7 @@ class KeyedModule(nn.Module):
     """
 
     rows: Rows
-    _untraced: ClassVar[Callable[[KeyedModule, Tensor], _Found] | None] = None
+    _untraced: ClassVar[Callable[[KeyedModule, Ids], _Found] | None] = None
     """`_find`, which `torch.compile` leaves to Python: it sends and waits."""
 
     def __init__(self, table: Table, padding_idx: int | None = None) -> None:
@@ -243,21 +247,28 @@ class KeyedModule(nn.Module):
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self._table.name!r}, {self.embedding_dim}{padding}"
 
-    def _found(self, ids: Tensor) -> _Found:
+    def _found(self, ids: Ids) -> _Found:
         find = KeyedModule._untraced
         assert find is not None, "the first module has set it"
         return find(self, ids)
 
-    def _find(self, ids: Tensor) -> _Found:
+    def _find(self, ids: Ids) -> _Found:
         """The rows of these ids, pulled; with gradients enabled, a leaf that is collected from.
 
         Raises:
-            TypeError: the ids are not integers, or have no memory: inside a transform of
-                `torch.func`. Nothing was pulled.
+            TypeError: the ids are neither a tensor of integers nor strings, or have no memory:
+                inside a transform of `torch.func`. Nothing was pulled.
         """
-        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids must be a tensor of int64 or smaller integers, not {kind}")
+        learns = torch.is_grad_enabled() and self.rows.trained
+        creates = learns and self.training
+        if not isinstance(ids, Tensor):
+            what = f"ids of table {self._table.name!r}"
+            found_keys = self._table.keys_of(ids) if creates else hashed(ids, what)
+            ids = torch.from_numpy(found_keys).to(self.rows.device)
+        if ids.dtype not in _INTEGERS:
+            raise TypeError(
+                f"ids must be a tensor of int64 or smaller integers, or strings, not {ids.dtype}"
+            )
         flat = ids.detach().to("cpu", torch.int64).reshape(-1)
         try:
             found, numbers = routing.distinct(flat.numpy())
@@ -274,8 +285,7 @@ class KeyedModule(nn.Module):
             behind = places - (places > padding).long()
             places = torch.where(places == padding, len(keys), behind)
             padding = len(keys)
-        learns = torch.is_grad_enabled() and self.rows.trained
-        rows = self._pull(keys, create=learns and self.training)
+        rows = self._pull(keys, create=creates)
         if padding is not None:
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         rows = rows.to(ids.device, self.rows.dtype)
@@ -384,11 +394,13 @@ class Embedding(KeyedModule):
         padding_idx: this key reads as zeros, is not trained, and gets no row.
     """
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Ids) -> Tensor:
         """The rows of `ids` [...], as [..., dim] on the same device.
 
+        Strings are hashed to keys as by `table.keys_of`; their rows come on the module's device.
+
         Raises:
-            TypeError: `ids` are not integers.
+            TypeError: `ids` are neither a tensor of integers nor strings.
             ParamServeError: the pull failed; as `Table.pull`.
         """
         found = self._found(ids)
@@ -397,7 +409,7 @@ class Embedding(KeyedModule):
         # The same values; on the CPU the gradient takes less than half the time of F.embedding's.
         # The padding's is left out where it is collected.
         chosen = found.rows.index_select(0, found.places.reshape(-1))
-        return chosen.reshape(*ids.shape, self.embedding_dim)
+        return chosen.reshape(*found.places.shape, self.embedding_dim)
 
     def to_embedding(self, num_embeddings: int | None = None) -> nn.Embedding:
         """A torch module with the present rows of the keys 0 to `num_embeddings` - 1.
@@ -447,14 +459,14 @@ class EmbeddingBag(KeyedModule):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Ids,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """One row for each bag, [bags, dim]; an empty bag gives zeros.
 
         Args:
-            ids: [bags, ids in a bag], or [n] with `offsets`.
+            ids: [bags, ids in a bag], or [n] with `offsets`; integers or strings.
             offsets: [bags], where each bag begins.
             per_sample_weights: shape of `ids`: what each row is multiplied by; mode "sum" only.
         Raises:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.needs import needs
 
 import paramserve as ps
+from paramserve.client.names import as_keys
 
 PUBLISHED = {
     "": 0xEF46DB3751D8E999,
@@ -148,11 +149,13 @@ def test_every_kind_of_column_has_the_same_keys() -> None:
     wanted = expected(NAMES)
     for kind, column in columns().items():
         assert ps.keys_of(column).tolist() == wanted, kind
+        assert as_keys(column, "users")[0].tolist() == wanted, kind
 
 
 @pytest.mark.parametrize("empty", [[], np.array([], "U4"), np.array([], object)])
 def test_no_strings_have_no_keys(empty: Any) -> None:
     assert ps.keys_of(empty).shape == (0,)
+    assert as_keys(empty, "users")[0].shape == (0,)
 
 
 def test_keys_have_the_shape_of_the_strings() -> None:
@@ -181,8 +184,8 @@ def test_many_strings_keep_their_order() -> None:
 def test_missing_id_is_refused_with_its_position(missing: Any, shown: str) -> None:
     with pytest.raises(TypeError, match=rf"position 2 is .*{shown}.*missing id has no key"):
         ps.keys_of(["a", "b", missing, None])
-    with pytest.raises(TypeError, match=r"position \[1, 0\] is"):
-        ps.keys_of([["a"], [missing]])
+    with pytest.raises(TypeError, match=r"keys of table 'users': position \[1, 0\] is"):
+        as_keys([["a"], [missing]], "users")
 
 
 def test_missing_id_of_a_column_is_refused_with_its_position() -> None:
@@ -198,6 +201,8 @@ def test_missing_id_of_a_column_is_refused_with_its_position() -> None:
     ):
         with pytest.raises(TypeError, match=r"position 2 is .*missing id"):
             ps.keys_of(column)
+        with pytest.raises(TypeError, match=r"position 2 is .*missing id"):
+            as_keys(column, "users")
 
 
 @pytest.mark.parametrize(
@@ -225,3 +230,30 @@ def test_string_without_utf8_is_refused_with_its_position() -> None:
 def test_field_that_is_no_string_is_refused() -> None:
     with pytest.raises(TypeError, match="field must be a str"):
         ps.keys_of(["a"], field=3)  # type: ignore[arg-type]  # the point of the test
+
+
+# --- keys of tables ------------------------------------------------------------------------------
+
+
+def test_table_refuses_other_types_and_names_keys_of() -> None:
+    with pytest.raises(TypeError, match=r"'users' have to be integers or strings.*ps\.keys_of"):
+        as_keys([1.0, np.nan], "users")
+    with pytest.raises(TypeError, match=r"position 0 has the type int.*ps\.keys_of"):
+        as_keys([2**70], "users")
+    with pytest.raises(TypeError, match=r"'users'.*position 1 has the type int"):
+        as_keys(["a", 1], "users")
+    with pytest.raises(TypeError, match=r"'users'.*position 0 has the type int"):
+        as_keys([1, "a"], "users")
+
+
+def test_hashes_above_the_largest_key_are_told_to_be_viewed_with_a_sign() -> None:
+    hashes = np.array([1, 2**63, 2**64 - 1], np.uint64)
+    with pytest.raises(ValueError, match=r"above 2\*\*63 - 1.*\.view\(np\.int64\)"):
+        as_keys(hashes, "users")
+    assert as_keys(hashes.view(np.int64), "users")[0].tolist() == [1, -(2**63), -1]
+
+
+def test_pandas_columns_of_integers_stay_keys() -> None:
+    pd = needs("pandas")
+    for column in (pd.Series([3, 4]), pd.Series([3, 4], dtype="category")):
+        assert as_keys(column, "users")[0].tolist() == [3, 4]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tests.unit.pytorch.fakes import FakeClient, FakeCluster, FakeTicket
 
+from paramserve.client.string_keys import hashed
 from paramserve.client.table import TablePush
 from paramserve.compiling import load_routing
 from paramserve.errors import NonFinite
@@ -41,6 +42,9 @@ class FakeTable:
         self.values: dict[int, np.ndarray] = {}
         self.pulls: list[tuple[list[int], bool]] = []
         self.pushes: list[Pushed] = []
+
+    def keys_of(self, strings: Any) -> np.ndarray:
+        return hashed(strings, f"keys of table {self.name!r}")
 
     def pull(self, keys: np.ndarray, *, create: bool = True) -> np.ndarray:
         assert keys.dtype == np.int64

@@ -13,6 +13,7 @@ from tests.unit.pytorch.fake_tables import FakeTable, TableCluster
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import paramserve as ps
 from paramserve.pytorch import Embedding, EmbeddingBag, from_embedding
 from paramserve.pytorch.optimizer import adopt
 
@@ -115,6 +116,20 @@ def test_embedding_follows_the_models_dtype(table: FakeTable) -> None:
     module(torch.tensor([1, 2, 1])).sum().backward()
     assert module[0].rows.grad.dtype == torch.float64
     assert module[0].rows.collected().values.dtype == torch.float32
+
+
+def test_embedding_of_strings_is_that_of_their_keys(table: FakeTable) -> None:
+    module, names = Embedding(table), [["anna", "bo"], ["bo", "anna"]]
+    rows = module(names)
+    assert rows.shape == (2, 2, DIM)
+    assert torch.equal(rows, module(torch.from_numpy(ps.keys_of(names))))
+    rows.sum().backward()
+    assert module.rows.collected().keys.tolist() == ps.keys_of(names[0]).tolist()
+    assert [create for _, create in table.pulls] == [True, True]
+    with torch.no_grad():
+        assert torch.equal(EmbeddingBag(table, mode="sum")(names), rows.sum(1))
+    with pytest.raises(TypeError, match="position 1 is None"):
+        module(["anna", None])
 
 
 @pytest.mark.parametrize(
