@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
     from paramserve.pytorch.batches import Kept, KeysOf
+    from paramserve.pytorch.leased import LeasedLoader
+    from paramserve.pytorch.loader import Loader
     from paramserve.pytorch.local import Local
     from paramserve.pytorch.process_group import StartedGroup
 
@@ -472,8 +474,10 @@ class Worker:
         name: str | None = None,
         prefetch: KeysOf | None = None,
         **dataloader_options: Any,
-    ) -> Iterable[Any]:
+    ) -> Loader | LeasedLoader:
         """This rank's batches, as many on every rank, or as each has the time for.
+
+        `len` is the number of batches of one iteration; with `shards="dynamic"` it is an estimate.
 
         The order depends on the run's seed and the epoch only. A loader made again with the same
         dataset and arguments goes on with the epochs that follow: in each round of a loop over

@@ -151,6 +151,12 @@ class LeasedWork:
         return drawn
 
     @property
+    def batches_expected(self) -> int:
+        """Of one turn, if all ranks had equal shares: at least 1."""
+        plan, workers = self.plan, self._worker.workers
+        return plan.steps or -(-plan.epochs * plan.size // (plan.batch * workers))
+
+    @property
     def retiring(self) -> bool:
         """Whether the run wants this worker to end."""
         return self._client.steps.retiring

@@ -85,6 +85,11 @@ class LeasedLoader:
         self._client = client
         self._prefetch = prefetch
 
+    def __len__(self) -> int:
+        """An estimate of this rank's batches of one iteration: equal shares of batches of
+        `batch_size`. How many come is known at the end."""
+        return self._work.batches_expected
+
     def __iter__(self) -> Iterator[Any]:
         work = self._work
         work.begin()
@@ -125,6 +130,10 @@ class LeasedSampler(Sampler[list[int]]):
     def __init__(self, work: LeasedWork) -> None:
         self._work = work
         self._order = _Order(work.plan)
+
+    def __len__(self) -> int:
+        """An estimate, as of a leased loader: this rank's batches of one iteration."""
+        return self._work.batches_expected
 
     def __iter__(self) -> Iterator[list[int]]:
         work = self._work

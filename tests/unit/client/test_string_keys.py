@@ -188,6 +188,13 @@ def test_missing_id_is_refused_with_its_position(missing: Any, shown: str) -> No
         as_keys([["a"], [missing]], "users")
 
 
+def test_missing_id_far_behind_is_refused_with_its_position() -> None:
+    many: list[Any] = ["x"] * 70_000
+    many[69_999] = None
+    with pytest.raises(TypeError, match="position 69999 is None"):
+        ps.keys_of(many)
+
+
 def test_missing_id_of_a_column_is_refused_with_its_position() -> None:
     pa, pd = needs("pyarrow"), needs("pandas")
     names = ["a", "b", None, "d"]

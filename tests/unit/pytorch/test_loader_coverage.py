@@ -212,3 +212,13 @@ def test_every_sample_comes_at_last(way: Way) -> None:
     found = used(plan, way)
     assert len(found) == 100
     assert max(found.values()) <= 12
+
+
+@pytest.mark.parametrize("way", [*LOADERS, *SAMPLERS])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_is_used_once_in_each_epoch_where_counts_divide(
+    way: Way, shuffle: bool
+) -> None:
+    """As in `for epoch in range(3): for batch in worker.loader(...)`, which new users write."""
+    plan = {"size": 96, "workers": 2, "batch": 16, "epochs": 3, "shuffle": shuffle, "seed": 3}
+    assert used(plan, way) == dict.fromkeys(range(96), 3)

@@ -713,3 +713,24 @@ def test_leased_other_plan_on_another_rank_is_refused() -> None:
     train(one, load(one, tensors(20), batch_size=5, **DYNAMIC), steps=1)
     with pytest.raises(ParamServeError, match="rank 1 came with another plan"):
         next(iter(load(two, tensors(20), batch_size=4, **DYNAMIC)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({"epochs": 2}, 13),  # 2 x 100 samples for 2 workers in batches of 8: 12.5
+        ({"steps": 7}, 7),
+        ({"adaptive_batch": (4, 12)}, 7),
+    ],
+)
+def test_length_is_an_equal_share_of_the_batches(plan: dict[str, Any], expected: int) -> None:
+    cluster = FakeCluster(workers=2)
+    how = {"batch_size": 8, "shards": "dynamic", **plan}
+    loaders = [load(me, tensors(100), **how) for me in cluster.workers]
+    drawn = sampler(cluster.workers[0], tensors(100), **how)
+    assert [len(each) for each in loaders] == [expected] * 2
+    assert len(DataLoader(tensors(100), batch_sampler=drawn)) == expected
+    came = in_turns(
+        cluster, [stepping(*each) for each in zip(cluster.workers, loaders, strict=True)]
+    )
+    assert expected <= len(came) / 2 <= expected + 1
