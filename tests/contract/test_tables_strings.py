@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.contract.conftest import MakeCluster
 from tests.needs import needs
 
 import paramserve as ps
+from paramserve.client import labels
 from paramserve.client.table import Table
 
 NAMES = ["anna", "bo", "Zoë", "bo"]
@@ -48,3 +52,99 @@ def test_arrow_data_may_have_strings_as_keys(make_cluster: MakeCluster) -> None:
     assert table.pull(NAMES[:3])[:, 0].tolist() == [0.0, 1.0, 2.0]
     assert table.from_arrow(needs("pandas").DataFrame({"key": ["bo"], "value": [[7.0] * DIM]})) == 1
     assert table.pull("bo").tolist() == [7.0] * DIM
+
+
+# --- labels --------------------------------------------------------------------------------------
+
+
+def test_labels_are_kept_by_every_client_and_read_by_others(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(servers=2)
+    first, second = cluster.client(), cluster.client()
+    table, other = users(first, labels=True), users(second, labels=True)
+    table.pull(["anna", "bo"])
+    other.push(np.array(["cy", "bo"]), np.ones((2, DIM))).result()
+    long = "é" * 60
+    table.put([long, "日本"], np.ones((2, DIM)))
+    keys = ps.keys_of(["cy", "anna", "bo", long, "日本", "nobody"])
+    expected = ["cy", "anna", "bo", "é" * 48, "日本", ""]
+    for reader in (table, other, cluster.client().table("users")):
+        assert reader.labels(keys) == expected
+    assert [each.name for each in first.tables()] == ["users"]
+    assert table.labels([]) == []
+    assert table.labels("anna") == ["anna"]
+
+
+def test_reads_that_create_nothing_leave_no_label(make_cluster: MakeCluster) -> None:
+    client = make_cluster().client()
+    table = users(client, labels=True)
+    table.pull(["anna"], create=False)
+    table.prefetch(["bo"], create=False)
+    assert len(client.table("users.labels")) == 0
+    assert table.keys_of(["cy"]).tolist() == ps.keys_of(["cy"]).tolist()
+    assert table.labels(["anna", "bo", "cy"]) == ["", "", "cy"]
+
+
+def test_label_is_sent_once(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_cluster().client()
+    table, sent = users(client, labels=True), []
+    put = Table.put
+    monkeypatch.setattr(Table, "put", lambda *given: (sent.append(given[1].size), put(*given))[1])
+    monkeypatch.setattr(labels, "PUT_ROWS", 64)
+    many = [f"user_{number}" for number in range(100)]
+    for _ in range(3):
+        table.pull([*many, "user_7"])
+    table.pull(["user_3", "anna"])
+    assert sent == [64, 36, 1]
+    monkeypatch.setattr(labels, "SENT_MAX", 102)
+    table.pull(["bo", "cy"])  # too many to remember
+    table.pull(["anna", "bo"])
+    assert sent == [64, 36, 1, 2, 1]
+    assert table.labels(many) == many
+
+
+def test_labels_are_bounded(make_cluster: MakeCluster) -> None:
+    client = make_cluster().client()
+    table = users(client, labels=2)
+    for name in ("a", "b", "c"):
+        table.pull([name])
+    assert table.labels(["a", "b", "c"]) == ["", "b", "c"]
+    least = client.table("least", 4, rule=ps.SGD(lr=1.0), evict=ps.LRU(rows=1), labels=True)
+    least.pull(["a"]), least.pull(["b"])
+    assert least.labels(["a", "b"]) == ["", "b"]
+    for wrong, error in ((0, ValueError), ("yes", TypeError), (None, TypeError)):
+        with pytest.raises(error, match="labels"):
+            client.table("wrong", 4, rule=ps.SGD(lr=1.0), labels=wrong)
+
+
+def test_table_without_labels_says_how_to_have_them(make_cluster: MakeCluster) -> None:
+    with pytest.raises(ValueError, match=r"keeps no labels.*labels=True"):
+        users(make_cluster().client()).labels([1])
+
+
+def test_labels_go_to_parquet_and_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    pq = needs("pyarrow.parquet")
+    client = make_cluster(servers=2).client()
+    table = users(client, labels=True)
+    table.pull(["anna", "bo"])
+    table.pull([7])
+    table.to_parquet(tmp_path / "users.parquet", state=True)
+    read = pq.read_table(tmp_path / "users.parquet")
+    assert set(read["label"].to_pylist()) == {"anna", "bo", ""}
+    assert dict(zip(read["label"].to_pylist(), read["key"].to_pylist(), strict=True))[""] == 7
+    again = users(make_cluster(servers=1).client(), labels=True)
+    assert again.from_parquet(tmp_path / "users.parquet") == 3
+    assert again.labels([*ps.keys_of(["bo", "anna"]), 7]) == ["bo", "anna", ""]
+    without = users(make_cluster().client())
+    assert without.from_parquet(tmp_path / "users.parquet") == 3
+    assert without.to_arrow().column_names == ["key", "value"]
+    named = users(make_cluster().client(), labels=True)
+    named.from_arrow(read.select(["value", "label"]).rename_columns(["value", "key"]))
+    assert named.labels(ps.keys_of(["bo", "anna"])) == ["bo", "anna"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=100)))
+def test_labels_come_back_whole_or_cut_between_characters(texts: list[str]) -> None:
+    for text, found in zip(texts, labels.decoded(labels.encoded(texts)), strict=True):
+        assert text.startswith(found)
+        assert found == text or labels.BYTES_MAX - 4 < len(found.encode()) <= labels.BYTES_MAX

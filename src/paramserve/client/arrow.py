@@ -7,6 +7,7 @@ row is, is the servers' business (`Table.scan`, `Table.put`); this says how it l
     value  fixed_size_list<float32>[dim]
     state  fixed_size_list<float32>[width], if asked for and the rule has any
     count  uint32, updates of the row, if the state was asked for
+    label  string, what the key was made of, if the table keeps labels; empty where it is not known
 
 Taken over are also strings as keys, columns of other integers and floats, and rows that are lists
 of any kind, as pandas and polars make them; columns with other names are ignored. All that a schema
@@ -74,7 +75,7 @@ class Told(Struct):
 
 
 def schema_of(table: Table, width: int) -> Any:
-    """The columns of a table.
+    """The columns of a table; one that keeps labels has them as well.
 
     Args:
         width: of the state; -1: without it.
@@ -89,6 +90,8 @@ def schema_of(table: Table, width: int) -> Any:
     assert spec is not None
     assert rule is not None, "a table has one"
     told = Told(FORMAT, table.name, table.dim, spec.dtype, spec.seed, rule)
+    if table.known_labels() is not None:
+        columns.append(("label", pa.string()))
     fields = [pa.field(name, kind, nullable=False) for name, kind in columns]
     return pa.schema(fields, metadata={METADATA: msgspec.json.encode(told)})
 
@@ -96,13 +99,15 @@ def schema_of(table: Table, width: int) -> Any:
 def batches(table: Table, schema: Any, width: int, timeout_s: float | None) -> Iterator[Any]:
     """The rows of a table, shard by shard, as record batches."""
     pa = pyarrow()
-    rows = part_rows(table.dim, width)
+    rows, labels = part_rows(table.dim, width), table.known_labels()
     for found in table.scan(rows, state=width >= 0, timeout_s=timeout_s):
         columns = [pa.array(found.keys), _list_array(pa, found.values)]
         if width > 0:
             columns.append(_list_array(pa, found.state))
         if width >= 0:
             columns.append(pa.array(found.counts))
+        if labels is not None:
+            columns.append(pa.array(labels.of(found.keys), pa.string()))
         yield pa.record_batch(columns, schema=schema)
 
 
@@ -252,6 +257,10 @@ class Taking:
         told = self._told()
         self.width = self._state_width(state)
         self.columns: tuple[str, ...] = ("key", "value")
+        self._labels = table.known_labels()
+        if self._labels is not None and "label" in schema.names:
+            self._column("label", _is_text, "strings")
+            self.columns += ("label",)
         if self.width >= 0:
             self._check_rule(told)
             self._column("count", _is_integer, "integers")
@@ -270,6 +279,7 @@ class Taking:
             for part in self.parts(given):
                 records = self.records(part)
                 put(records)
+                self._put_labels(part, records.keys)
                 self.done += records.keys.size
         except ParamServeError as error:
             told = (type(error).__name__, error.failed)
@@ -283,6 +293,17 @@ class Taking:
             error.add_note(f"paramserve: {self.done} rows had been put into {self._table!r}")
             raise
         return self.done
+
+    def _put_labels(self, part: Any, keys: Array) -> None:
+        """Keep what the keys were made of, or are said to be named."""
+        if self._labels is None:
+            return
+        if is_text(part.column("key")):
+            self._labels.keep(part.column("key"), keys)
+        elif "label" in self.columns:
+            texts = part.column("label").to_pylist()
+            named = [place for place, text in enumerate(texts) if text]
+            self._labels.put(keys[named], [texts[place] for place in named])
 
     def parts(self, given: Iterable[Any]) -> Iterator[Any]:
         """The batches in pieces of a part's size."""

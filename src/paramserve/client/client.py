@@ -12,6 +12,7 @@ from paramserve.client.dense import Dense
 from paramserve.client.directory import Directory
 from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
+from paramserve.client.labels import SUFFIX
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
@@ -258,6 +259,7 @@ class Client:
         max_bytes: int = 0,
         seed: int = 0,
         consistency: Policy | None = None,
+        labels: bool | int = False,
         timeout_s: float | None = None,
     ) -> Table:
         """A keyed table: made by the first who asks for it with a `dim` and a rule, found by all
@@ -278,6 +280,10 @@ class Client:
             seed: of the initial values and of the rounding.
             consistency: the table's own policy; None: `ps.Async()`. Not `ps.DelayCompensated`,
                 `ps.LocalSteps` or `ps.ElasticAverage`.
+            labels: keep the strings of keys that are given as strings, for `Table.labels`: True, or
+                how many at most (then the least recently sent go). They are a table of their own,
+                `<name>.labels`, of 128 bytes a string and its index, bounded as this one is by
+                `max_bytes` and an `LRU`.
         Returns:
             The table; the same object for the same name.
         Raises:
@@ -305,12 +311,17 @@ class Client:
             consistency=consistency,
             timeout_s=timeout_s,
         )
+        if labels is not False:
+            self._keyed.define_labels(name, labels, options, timeout_s)
         return self._keyed.table(block)
 
     def tables(self) -> list[Table]:
-        """All tables of the cluster, in the order in which they were defined."""
+        """All tables of the cluster, in the order in which they were defined; the labels of one are
+        no table by themselves."""
         self.connection.check()
-        return [self._keyed.table(block) for block in self.directory.tables()]
+        found = [self._keyed.table(block) for block in self.directory.tables()]
+        labels = {table.name + SUFFIX for table in found}
+        return [table for table in found if table.name not in labels]
 
     def push_tables(
         self,

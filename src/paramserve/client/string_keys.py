@@ -97,6 +97,16 @@ def hashed(strings: Any, what: str, *, seed: int = 0) -> Array:
     return keys.reshape(array.shape)
 
 
+def strings_at(strings: Any, places: Array) -> list[str]:
+    """Some of the strings that `hashed` has taken, by their numbers in the flat column."""
+    column = _arrow(strings)
+    if column is not None:
+        found = column.take(sys.modules["pyarrow"].array(places)).to_pylist()
+    else:
+        found = _array(strings).reshape(-1)[places].tolist()
+    return [each.decode(errors="replace") if isinstance(each, bytes) else each for each in found]
+
+
 def _array(strings: Any) -> Array:
     if isinstance(strings, str | bytes | list | tuple):
         return np.array(strings, dtype=object)  # else numpy would make strings of what is beside

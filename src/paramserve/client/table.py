@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client import arrow
+from paramserve.client.labels import Labels
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
 from paramserve.client.string_keys import hashed
@@ -60,6 +61,8 @@ class Table:
         self.dim = block.table.dim
         self._keyed = keyed
         self._reads = keyed.reads
+        self._labels: Labels | None = None
+        self._sought_labels = False
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim})"
@@ -70,15 +73,45 @@ class Table:
         return self.name
 
     def keys_of(self, strings: Any) -> Array:
-        """Keys of strings, as `ps.keys_of`.
+        """Keys of strings, as `ps.keys_of`; a table with labels keeps the strings as well.
 
         `pull`, `push`, `put` and `prefetch` take the strings themselves, and do the same. Hash a
         column once where it is used often.
 
         Raises:
-            As `ps.keys_of`.
+            As `ps.keys_of`; where labels are sent also as `put`.
         """
-        return hashed(strings, f"keys of table {self.name!r}")
+        keys = hashed(strings, f"keys of table {self.name!r}")
+        labels = self.known_labels()
+        if labels is not None:
+            labels.keep(strings, keys)
+        return keys
+
+    def labels(self, keys: npt.ArrayLike) -> list[str]:
+        """The strings that keys were made of, in their order; empty where none is known.
+
+        Known is what any client has given to this table as a string: to `keys_of`, `push`, `put`,
+        or to a `pull` or `prefetch` that may create rows. Of strings with equal keys, the one that
+        was sent last; of one above 96 bytes, its beginning.
+
+        Raises:
+            ValueError: the table was made without `labels=True`.
+            As `pull`.
+        """
+        known = self.known_labels()
+        if known is None:
+            raise ValueError(
+                f"table {self.name!r} keeps no labels. Applied: no. To fix: make it with "
+                f"client.table({self.name!r}, ..., labels=True)"
+            )
+        return known.of(as_keys(keys, self.name)[0])
+
+    def known_labels(self) -> Labels | None:
+        """What it keeps strings in, if it does: the servers are asked once."""
+        if not self._sought_labels:
+            self._labels = self._keyed.labels_of(self.name)
+            self._sought_labels = True
+        return self._labels
 
     def pull(
         self, keys: npt.ArrayLike, *, create: bool = True, timeout_s: float | None = None
@@ -96,7 +129,7 @@ class Table:
                 read.
             PullTimeout: not there in `timeout_s`; the text says who is missing.
         """
-        flat, shape = as_keys(keys, self.name, self.keys_of)
+        flat, shape = as_keys(keys, self.name, self.keys_of if create else None)
         found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
@@ -149,7 +182,7 @@ class Table:
         Raises:
             As `pull`; what the servers refuse is raised by the pull.
         """
-        flat, _ = as_keys(keys, self.name, self.keys_of)
+        flat, _ = as_keys(keys, self.name, self.keys_of if create else None)
         self._reads.prefetch([(self.block, flat, create)])
 
     def cache_rows(

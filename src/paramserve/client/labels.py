@@ -1,0 +1,90 @@
+"""The strings behind a table's keys, so that keys can be turned into names again.
+
+They are rows of a second table, `<name>.labels`, of the same keys: three bytes of UTF-8 in each
+float32, which holds them exactly. So they lie on the shards, beside the rows that they name, and
+limits, several clients, and what is asked again after a lost connection are those of every table.
+A client sends the string of a key once, when it first hashes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserve.client.string_keys import strings_at
+
+Array = npt.NDArray[Any]
+
+SUFFIX = ".labels"
+"""Behind the name of the table whose keys they name."""
+BYTES_MAX = 96
+"""Of a string; what is longer is cut between two characters."""
+DIM = BYTES_MAX // 3
+PUT_ROWS = 16_384
+"""Strings in one message."""
+SENT_MAX = 1 << 20
+"""Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
+
+
+class Labels:
+    """What one client sends of the strings of a table's keys, and reads.
+
+    Args:
+        table: of the labels.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self._sent: set[int] = set()
+
+    def keep(self, strings: Any, keys: Array) -> None:
+        """Send the strings of keys that this client has not sent; returns when the shards have
+        them.
+
+        Args:
+            strings: as `keys_of` has hashed them.
+            keys: int64, of the same shape.
+        Raises:
+            As `Table.put`.
+        """
+        distinct, first = np.unique(keys.reshape(-1), return_index=True)
+        new = [i for i, key in enumerate(distinct.tolist()) if key not in self._sent]
+        if new:
+            self.put(distinct[new], strings_at(strings, first[new]))
+
+    def put(self, keys: Array, strings: Sequence[str]) -> None:
+        """Send the strings of keys, int64 [n]."""
+        for start in range(0, keys.size, PUT_ROWS):
+            part = slice(start, start + PUT_ROWS)
+            self._table.put(keys[part], encoded(strings[part]))
+        if len(self._sent) + keys.size > SENT_MAX:
+            self._sent.clear()
+        if keys.size <= SENT_MAX:
+            self._sent.update(keys.tolist())
+
+    def of(self, keys: Array) -> list[str]:
+        """The strings of keys, int64 [n]; empty where none is known."""
+        return decoded(self._table.pull(keys, create=False))
+
+
+def encoded(strings: Sequence[str]) -> Array:
+    """Strings as rows of floats, [n, DIM]."""
+    packed = np.array([_cut(text.encode()) for text in strings], f"S{BYTES_MAX}")
+    triples = packed.view(np.uint8).reshape(len(strings), DIM, 3).astype(np.float32)
+    rows: Array = triples @ np.array([1.0, 256.0, 65536.0], np.float32)
+    return rows
+
+
+def decoded(rows: Array) -> list[str]:
+    """The strings of rows, as `encoded` made them."""
+    numbers = rows.astype(np.uint32)
+    triples = np.stack([(numbers >> shift) & 0xFF for shift in (0, 8, 16)], axis=-1)
+    packed = np.ascontiguousarray(triples, np.uint8).reshape(len(rows), BYTES_MAX)
+    return [each.decode() for each in packed.view(f"S{BYTES_MAX}").reshape(-1).tolist()]
+
+
+def _cut(text: bytes) -> bytes:
+    return text[:BYTES_MAX].decode(errors="ignore").encode() if len(text) > BYTES_MAX else text
