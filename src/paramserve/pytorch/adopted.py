@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ class Adopted(ABC, Generic[B]):
         taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
         self._check_trains(groups, bool(found))
+        self._warn_of_another_model(groups)
         self._untrained = self._untrained_of(trained)
         self._frozen = Frozen(self._client, self._model, f"{settings.name}.frozen.buffers")
         if settings.buffers != "local":
@@ -207,6 +209,29 @@ class Adopted(ABC, Generic[B]):
                 f"all {len(params)} parameters of the optimizer are frozen (requires_grad=False): "
                 "its steps would change nothing. Let some require gradients before "
                 "worker.optimizer(...)"
+            )
+
+    def _warn_of_another_model(self, groups: Sequence[ParamGroup]) -> None:
+        """Warn where the optimizer has parameters that the model has not, and the model some that
+        no optimizer has: it was made from another model, or before this one was changed."""
+        params = [p for group in groups for p in group["params"] if not isinstance(p, Rows)]
+        given = [param for param in params if id(param) not in self._names]
+        stepped = {id(param) for param in params}
+        for other in _ADOPTED.get(self._client, ()):
+            stepped |= other._served()
+        left = [
+            name
+            for name, param in self._model.named_parameters()
+            if param.requires_grad and id(param) not in stepped
+        ]
+        if given and left:
+            shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
+            warnings.warn(
+                f"the optimizer has {len(given)} parameters that are not the model's, and not "
+                f"{shown} ({len(left)} in all) of the model, which no step trains: it was made "
+                "from another model, or before this one was changed. Make the optimizer from "
+                "model.parameters() of the model that worker.optimizer(...) is given",
+                stacklevel=6,
             )
 
     def _untrained_of(self, trained: set[int]) -> Untrained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -168,3 +169,30 @@ def test_frozen_parameters_that_are_too_large_are_left_out_of_the_result(
     with pytest.warns(UserWarning, match="lacks 5 frozen parameters.*strict=False"):
         worker.finishers[0]()
     assert "model" not in cluster.extra
+
+
+# --- the wrong model ------------------------------------------------------------------------------
+
+
+def test_optimizer_of_another_model_warns_with_what_is_not_trained() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="2 parameters that are not the model's.*'weight', 'bias'"):
+        adopt(FakeCluster().worker(), model, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_optimizer_from_before_a_layer_was_replaced_warns() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(2, 3)
+    with pytest.warns(UserWarning, match=r"and not '1.weight', '1.bias' \(2 in all\)"):
+        adopt(FakeCluster().worker(), model, optimizer)
+
+
+def test_parameters_of_a_loss_and_several_optimizers_of_one_model_do_not_warn() -> None:
+    model, scale = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Parameter(torch.ones(1))
+    worker = FakeCluster().worker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adopt(worker, model, torch.optim.SGD(model[0].parameters(), lr=0.1), name="first")
+        last = [*model[1].parameters(), scale]
+        adopt(worker, model, torch.optim.SGD(last, lr=0.1), name="second")
