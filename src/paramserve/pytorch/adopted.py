@@ -30,9 +30,10 @@ from paramserve.pytorch.block import (
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.frozen import Frozen, is_frozen
-from paramserve.pytorch.hyper import ParamGroup, check_options
+from paramserve.pytorch.hyper import check_options
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
+from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paramserve.client import BlockPush
 from paramserve.pytorch.embedding import Rows
-from paramserve.pytorch.hyper import HyperReader, ParamGroup
+from paramserve.pytorch.hyper import HyperReader
+from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client

@@ -30,9 +30,9 @@ from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
 from paramserve.pytorch.embedding import Rows
-from paramserve.pytorch.hyper import ParamGroup
 from paramserve.pytorch.local import unscale
 from paramserve.pytorch.tables import clip, tensors
+from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Ticket

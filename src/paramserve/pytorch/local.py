@@ -19,8 +19,8 @@ from paramserve.client import BlockPush
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout
-from paramserve.pytorch.hyper import ParamGroup
 from paramserve.rules.sgd import SGD
+from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket

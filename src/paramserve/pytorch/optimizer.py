@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Settings
 from paramserve.pytorch.hybrid import Hybrid
-from paramserve.pytorch.hyper import check_optimizer, check_options, kind_of
+from paramserve.pytorch.hyper import check_optimizer, check_options
 from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.served import Served
+from paramserve.rules.torch_kinds import kind_of
 
 if TYPE_CHECKING:
     from paramserve.consistency.base import Policy

@@ -17,8 +17,9 @@ from paramserve.client.gradients import active_parts
 from paramserve.pytorch import state as torch_state
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import ServedBlock
-from paramserve.pytorch.hyper import HyperReader, Kind, ParamGroup
+from paramserve.pytorch.hyper import HyperReader
 from paramserve.pytorch.tables import clip, tensors
+from paramserve.rules.torch_kinds import Kind, ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import BlockPush, Ticket

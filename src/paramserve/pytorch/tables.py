@@ -30,7 +30,7 @@ from paramserve.client.table import TablePush
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.errors import NonFinite
 from paramserve.pytorch.embedding import KeyedModule, Rows
-from paramserve.pytorch.hyper import ParamGroup
+from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client
