@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.loader import Loader
     from paramserve.pytorch.local import Local
     from paramserve.pytorch.process_group import StartedGroup
+    from paramserve.rules.base import Rule
 
 
 class WorkerConfig(Struct, frozen=True):
@@ -252,7 +253,7 @@ class Worker:
     def optimizer(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Rule,
         *,
         name: str = "model",
         overlap: bool = False,
@@ -262,7 +263,7 @@ class Worker:
         consistency: Policy | None = None,
         dense: str = "servers",
     ) -> torch.optim.Optimizer:
-        """Let a torch optimizer step on the servers; rank 0's model defines all ranks' values.
+        """Let an optimizer step on the servers; rank 0's model defines all ranks' values.
 
         All ranks call this at the same point. When it returns, the model has rank 0's values. State
         that the optimizer has already (from `load_state_dict`) goes to the servers, from rank 0.
@@ -291,7 +292,9 @@ class Worker:
             model: its parameters and buffers make up the result, under their names in it.
             optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32
                 or float64. SGD, Adam and AdamW are compiled; the others run as themselves on the
-                servers.
+                servers. Or a rule, as `ps.Adagrad(lr=0.1)` or a `ps.CustomRule` of yours: it trains
+                all parameters of the model, and its hyper-parameters are the options of the
+                optimizer that is returned.
             name: of the group on the servers; another one for each optimizer of a worker. A
                 parameter is stepped by the last optimizer that it was given to: an earlier one that
                 has it too is refused at its next step, and its group keeps the values of that time.
@@ -311,7 +314,8 @@ class Worker:
                 only rows of tables are sent; with several workers see `process_group` and
                 `paramserve.pytorch.hybrid`.
         Returns:
-            The same object; its class is now a subclass of its own class.
+            The same object, whose class is now a subclass of its own class; of a rule, a torch
+            optimizer.
         Raises:
             TypeError, ValueError: an argument is not supported. Nothing was defined.
             DefineTimeout: rank 0 did not define the model in time.

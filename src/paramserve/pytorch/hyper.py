@@ -14,13 +14,20 @@ from paramserve.rules.torch_kinds import (
 )
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise `TypeError` for what is no torch optimizer."""
-    if not isinstance(optimizer, Optimizer):
+def check_optimizer(given: object) -> Optimizer:
+    """What was given as an optimizer. Raises `TypeError` for what is none."""
+    if isinstance(given, type):
+        call = "(model.parameters())" if issubclass(given, Optimizer) else "(...)"
         raise TypeError(
-            f"worker.optimizer takes a torch optimizer, got {type(optimizer).__name__}; "
-            f"supported: {SUPPORTED}"
+            f"worker.optimizer takes a torch optimizer or a rule, got the class {given.__name__}: "
+            f"make an object of it, as in {given.__name__}{call}"
         )
+    if not isinstance(given, Optimizer):
+        raise TypeError(
+            f"worker.optimizer takes a torch optimizer or a rule, got {type(given).__name__}; "
+            f"supported: {SUPPORTED}, and rules as ps.SGD(lr=0.1) or a ps.CustomRule of yours"
+        )
+    return given
 
 
 def check_options(group: ParamGroup) -> None:
@@ -80,8 +87,8 @@ class HyperReader:
             if missing:
                 raise ValueError(
                     f"{rule} needs the state {', '.join(missing)}, which its parameters were "
-                    "defined without. Give the torch optimizer these options (a momentum above 0) "
-                    "before worker.optimizer"
+                    "defined without. Give the optimizer these options (a momentum above 0) before "
+                    "worker.optimizer"
                 )
             self._options, self._rule, self._hyper = options, rule, hyper
         return self._rule

@@ -26,7 +26,9 @@ from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options
 from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
+from paramserve.pytorch.rule_optimizer import RuleOptimizer
 from paramserve.pytorch.served import Served
+from paramserve.rules.base import Rule
 from paramserve.rules.torch_kinds import kind_of
 
 if TYPE_CHECKING:
@@ -249,7 +251,7 @@ def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[
 def adopt(
     worker: Worker,
     model: torch.nn.Module,
-    optimizer: Optimizer,
+    given: Optimizer | Rule,
     *,
     name: str = "model",
     overlap: bool = False,
@@ -260,6 +262,7 @@ def adopt(
     dense: str = "servers",
 ) -> Optimizer:
     """See `Worker.optimizer`."""
+    optimizer = _as_optimizer(model, given)
     model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
     load_given(worker, name, model)
@@ -273,6 +276,20 @@ def adopt(
     return optimizer
 
 
+def _as_optimizer(model: torch.nn.Module, given: Optimizer | Rule) -> Optimizer:
+    """The optimizer itself, or one of all parameters of the model with this rule.
+
+    Raises:
+        TypeError, ValueError: it can be neither.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    rule: object = given
+    if isinstance(rule, Rule) and not isinstance(rule, type):
+        return RuleOptimizer(model.parameters(), rule)
+    return check_optimizer(given)
+
+
 def _checked(model: torch.nn.Module, optimizer: Optimizer, dense: str) -> torch.nn.Module:
     """The model without a wrapper of torch's.
 
@@ -281,9 +298,6 @@ def _checked(model: torch.nn.Module, optimizer: Optimizer, dense: str) -> torch.
     """
     if isinstance(optimizer, AdoptedOptimizer):
         raise TypeError("this optimizer came from worker.optimizer already: keep using it")
-    check_optimizer(optimizer)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _patched_by_scheduler(optimizer)
     if dense not in ("servers", "local"):
         raise ValueError(f'dense must be "servers" or "local", not {dense!r}')
@@ -302,18 +316,26 @@ def _started(
     worker: Worker, model: torch.nn.Module, optimizer: Optimizer, settings: Settings, dense: str
 ) -> Served | LocalStepping | Elastic | Hybrid:
     """What steps from now on: it has defined the model, and taken over the optimizer's state."""
+    policy = settings.consistency
+    if policy is None:
+        policy = worker.client.steps.terms(settings.name).policy
+    steps_itself = dense == "local" or isinstance(policy, LocalSteps | ElasticAverage)
+    if steps_itself and isinstance(optimizer, RuleOptimizer):
+        who = 'dense="local"' if dense == "local" else type(policy).__name__
+        raise TypeError(
+            f"with {who} the worker makes the steps, and {optimizer.rule.name} is a rule that runs "
+            "on the servers: give a torch optimizer"
+        )
     if dense == "local":
         hybrid = Hybrid(worker, model, settings)
         hybrid.start(optimizer.param_groups, optimizer.state)
         return hybrid
-    policy = settings.consistency
-    if policy is None:
-        policy = worker.client.steps.terms(settings.name).policy
     if isinstance(policy, LocalSteps | ElasticAverage):
         own = local(worker, model, settings, policy)
         own.start(optimizer.param_groups, optimizer.state)
         return own
-    served = Served(worker, model, kind_of(optimizer), settings)
+    kind = optimizer.kind() if isinstance(optimizer, RuleOptimizer) else kind_of(optimizer)
+    served = Served(worker, model, kind, settings)
     served.start(optimizer.param_groups, optimizer.state)
     return served
 

@@ -109,15 +109,18 @@ class Field(NamedTuple):
 
 
 def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Field]:
-    """The state arrays of a block from torch's state; a parameter without state starts anew.
+    """The state arrays of a block from torch's state; a parameter without state starts anew, with
+    the first values of its rule.
 
     Raises:
         ValueError: the state belongs to another kind of optimizer, or has another shape.
     """
     entries = [state.get(param) or {} for param in layout.params]
     fields = []
-    for number, field in _fields(rule):
-        flat = torch.zeros(sum(param.numel() for param in layout.params), dtype=layout.dtype)
+    size = sum(param.numel() for param in layout.params)
+    first_values = rule.init_state(size, layout.array_dtype)
+    for (number, field), values in zip(_fields(rule), first_values, strict=True):
+        flat = torch.from_numpy(values)
         views = layout.views(flat)
         for name, param, view, entry in zip(
             layout.names, layout.params, views, entries, strict=True
