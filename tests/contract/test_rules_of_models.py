@@ -1,8 +1,9 @@
-"""Rules in the place of torch optimizers."""
+"""Rules in the place of torch optimizers, and torch optimizers in the place of rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -165,3 +166,68 @@ def test_hyper_parameter_out_of_its_range_is_refused_at_the_step(make_cluster: M
         optimizer.step()
 
     Ranks(make_cluster(workers=1), work).start(0).end()
+
+
+# --- torch's optimizers as rules ------------------------------------------------------------------
+
+TORCH_RULES = [
+    torch.optim.Adam,
+    partial(torch.optim.Adam, lr=0.02, amsgrad=True),
+    partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
+    partial(torch.optim.RMSprop, lr=0.01),
+    lambda params: torch.optim.Adamax(params, lr=0.05),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TORCH_RULES)))
+def test_rows_and_parameters_are_trained_by_a_torch_optimizer_as_in_torch(
+    make_cluster: MakeCluster, number: int
+) -> None:
+    given: Any = TORCH_RULES[number]
+    client = make_cluster(servers=2, workers=1).client(0)
+    users = client.table("users", 3, rule=given, init=ps.Constant(0.5))
+    client.define("w", np.full(3, 0.5, np.float32), rule=given)
+    rows = [torch.full((3,), 0.5, requires_grad=True) for _ in range(4)]
+    value = torch.full((3,), 0.5, requires_grad=True)
+    of_rows = [given([row]) for row in rows]
+    of_value = given([value])
+    random = np.random.default_rng(number)
+    for step in range(6):
+        keys = random.choice(4, 2, replace=False)
+        gradients = random.normal(size=(2, 3)).astype(np.float32)
+        users.push(keys, gradients)
+        for key, gradient in zip(keys, gradients, strict=True):
+            rows[key].grad = torch.from_numpy(gradient)
+            of_rows[key].step()
+        client.push("w", gradients[step % 2]).result()
+        value.grad = torch.from_numpy(gradients[step % 2])
+        of_value.step()
+    wanted = np.stack([row.detach().numpy() for row in rows])
+    np.testing.assert_allclose(users.pull(np.arange(4)), wanted, rtol=RTOL, atol=ATOL)
+    np.testing.assert_allclose(client.pull("w"), value.detach().numpy(), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (torch.optim.LBFGS, TypeError, "cannot run torch.optim.LBFGS: it calls the closure"),
+        (torch.optim.SparseAdam, TypeError, "SparseAdam: it takes sparse gradients"),
+        (torch.optim.Adafactor, ValueError, "Adafactor looks at whole tensors"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), TypeError, "partial"),
+        (partial(torch.optim.Adam, lr=-1), ValueError, "Invalid learning rate"),
+        (TorchSignMomentum, TypeError, "lr"),
+        (partial(TorchSignMomentum, lr=0.1), TypeError, "cannot run the step of .*TorchSign"),
+        (ps.Adagrad, TypeError, r"rule=Adagrad\(\.\.\.\)"),
+        ("adam", TypeError, "not 'adam'"),
+        (dict, TypeError, "dict"),
+    ],
+)
+def test_what_can_be_no_rule_of_a_table_is_refused(
+    make_cluster: MakeCluster, given: Any, kind: Any, text: str
+) -> None:
+    client = make_cluster(workers=1).client(0)
+    with pytest.raises(kind, match=text):
+        client.table("users", 3, rule=given)
+    client.table("users", 3, rule=ps.SGD(lr=0.1))

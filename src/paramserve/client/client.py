@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy.typing as npt
@@ -106,7 +106,7 @@ class Client:
         name: str | Mapping[str, npt.ArrayLike],
         value: npt.ArrayLike | None = None,
         *,
-        rule: Rule | None = None,
+        rule: Rule | Callable[..., Any] | None = None,
         group: str = "default",
         consistency: Policy | None = None,
         nth: int = -1,
@@ -119,7 +119,8 @@ class Client:
         Args:
             name: of one tensor, or a mapping from names to values that are kept together.
             value: of one tensor; float32 or float64, without a rule int64 as well.
-            rule: how a gradient changes the values; None: they can only be assigned.
+            rule: how a gradient changes the values; None: they can only be assigned. A class of
+                torch.optim, or `functools.partial(torch.optim.Adam, lr=0.01)`, stands for its rule.
             group: what it steps together with.
             consistency: of the whole group, given with its first define; None: the group's, or the
                 cluster's if it has none of its own.
@@ -251,7 +252,7 @@ class Client:
         name: str,
         dim: int | None = None,
         *,
-        rule: Rule | None = None,
+        rule: Rule | Callable[..., Any] | None = None,
         init: Init | None = None,
         dtype: str = "float32",
         admit: MinCount | None = None,
@@ -268,7 +269,8 @@ class Client:
         Args:
             name: of the table, and of the group that steps with it.
             dim: values of a row, 1 to 65536. Without it the table has to be there.
-            rule: how a gradient changes a row.
+            rule: how a gradient changes a row: a rule; or a class of torch.optim that works on each
+                element alone, as it is or as `functools.partial(torch.optim.Adam, lr=0.01)`.
             init: what rows begin with, drawn from (seed, name, key) only: `ps.Uniform`,
                 `ps.Normal` (the default, std 0.01), `ps.Constant` or `ps.Zeros`.
             dtype: in which the servers keep values: float32, bfloat16 or float16, the last two

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from paramserve.messages import (
     Undefine,
 )
 from paramserve.rules.base import Rule
-from paramserve.rules.registry import described_by
+from paramserve.rules.registry import as_rule, described_by
 from paramserve.rules.rows import row_layout
 
 
@@ -67,7 +67,7 @@ class Directory:
         name: str | Mapping[str, npt.ArrayLike],
         value: npt.ArrayLike | None,
         *,
-        rule: Rule | None,
+        rule: Rule | Callable[..., Any] | None,
         group: str,
         consistency: Policy | None,
         nth: int,
@@ -76,6 +76,7 @@ class Directory:
     ) -> Block:
         """See `Client.define`."""
         self._connection.check()
+        rule = None if rule is None else as_rule(rule)
         described = _spec(rule, group)
         policy = self.policy_spec(consistency)
         values = as_tensors(name, value)
@@ -272,7 +273,7 @@ class Directory:
         name: str,
         dim: int,
         *,
-        rule: Rule | None,
+        rule: Rule | Callable[..., Any] | None,
         dtype: str,
         options: TableOptions,
         seed: int,
@@ -280,6 +281,7 @@ class Directory:
         timeout_s: float | None,
     ) -> Block:
         """See `Client.table`: the block of a table that is on all servers."""
+        rule = None if rule is None else as_rule(rule)
         spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
         described = _described(name, rule, spec, options)
         policy = self.policy_spec(consistency)

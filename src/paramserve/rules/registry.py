@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from numbers import Real
@@ -30,6 +31,34 @@ BUILT_IN: Mapping[str, type[Rule]] = MappingProxyType(
 NONE: Mapping[str, type[Any]] = MappingProxyType({})
 TORCH = "torch"
 """Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""
+
+
+def as_rule(given: Rule | Callable[..., Any]) -> Rule:
+    """A rule as a user gave it: itself, or what stands for a torch optimizer.
+
+    Args:
+        given: a rule; or as `torch_kinds.rule_of` takes it.
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(given, type) and issubclass(given, BuiltIn | CustomRule):
+        raise TypeError(
+            f"a rule is an object: write rule={given.__name__}(...), with its hyper-parameters, "
+            f"and not rule={given.__name__}"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        raise TypeError(
+            f"rule= takes no optimizer, which has parameters of its own: give the class, as in "
+            f"rule=torch.optim.{kind}, or functools.partial(torch.optim.{kind}, lr=0.01)"
+        )
+    if torch is not None and callable(given):
+        made: Rule = import_module("paramserve.rules.torch_kinds").rule_of(given)
+        return made
+    rule: Any = given
+    found: Rule = rule
+    return found
 
 
 def spec(rule: Rule) -> RuleSpec:

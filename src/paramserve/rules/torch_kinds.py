@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from paramserve.rules.adagrad import Adagrad
 from paramserve.rules.adam import Adam
 from paramserve.rules.base import Rule
 from paramserve.rules.sgd import SGD
@@ -52,9 +54,16 @@ def _read_adam(group: ParamGroup) -> Options:
     )
 
 
-# Both read the options in the order of the rule's fields.
+def _read_adagrad(group: ParamGroup) -> Options:
+    names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+    return (*(float(group[name]) for name in names), bool(group["maximize"]))
+
+
+# All read the options in the order of the rule's fields.
 _SGD = Kind(_read_sgd, lambda options: SGD(*options))
 _ADAM = Kind(_read_adam, lambda options: Adam(*options))
+_ADAGRAD = Kind(_read_adagrad, lambda options: Adagrad(*options))
+"""For rows, and what is pushed by name: torch shows its state before the first step already."""
 _KERNELS: dict[type[Optimizer], Kind] = {
     torch.optim.SGD: _SGD,
     torch.optim.Adam: _ADAM._replace(torch="Adam"),
@@ -109,6 +118,33 @@ def kind_of(optimizer: Optimizer) -> Kind:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     raise TypeError(
         f"the servers cannot run the step of {name}; supported: {SUPPORTED} and subclasses that "
-        "do not override step(). Use one of these, push gradients with worker.client, or let the "
+        "do not override step(). Use one of these, derive a rule from ps.CustomRule, or let the "
         "workers step by themselves with ps.LocalSteps"
     )
+
+
+def rule_of(given: Callable[..., Any]) -> Rule:
+    """The rule that does what a torch optimizer does, on rows or on parameters.
+
+    Args:
+        given: a class of torch.optim, or what makes an optimizer from parameters, as
+            `functools.partial(torch.optim.Adam, lr=0.01)`.
+    Raises:
+        TypeError: it makes no optimizer, or one that the servers cannot run.
+        ValueError: an option is out of its range.
+    """
+    made: object = None
+    kind = given.func if isinstance(given, partial) else given
+    if not isinstance(kind, type) or issubclass(kind, Optimizer):
+        made = given([torch.ones(2, 2)])
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            "rule= takes a rule, as in rule=ps.Adagrad(lr=0.05), a class of torch.optim, or "
+            f"functools.partial(torch.optim.Adam, lr=0.01), not {given!r}"
+        )
+    found, group = kind_of(made), made.param_groups[0]
+    if type(made) is torch.optim.Adagrad:
+        found = _ADAGRAD
+    elif needs_itself(found, group):
+        found = own_kind(found.torch)
+    return found.build(found.read(group))
