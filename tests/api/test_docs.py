@@ -42,7 +42,7 @@ OBJECTS = {
     "module": "Embedding",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"torch", "nn", "np", "sys", "ray", "pyarrow"}
+FOREIGN = {"functools", "torch", "nn", "np", "sys", "ray", "pyarrow"}
 
 
 def prose(page: Path) -> str:
