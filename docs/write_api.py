@@ -17,6 +17,7 @@ PAGE = Path(__file__).with_name("api.md")
 HEADINGS = {
     "launch": "Runs, clusters, servers",
     "worker": "In the training function",
+    "observe": "What runs have recorded",
     "client": "Clients and tables",
     "core": "Options of tables",
     "pytorch": "Tables as PyTorch modules",

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from paramserve.launch.result import Result as Result
     from paramserve.launch.roster import Restart as Restart
     from paramserve.launch.serve import serve as serve
+    from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.rules.adagrad import Adagrad as Adagrad
     from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
     from paramserve.rules.adam import Adam as Adam
@@ -81,6 +82,7 @@ _NAMES = {
     "launch": "run start Job",
     "launch.result": "Result Restarted",
     "launch.reading": "Snapshot",
+    "observe.history": "StepRecord",
     "worker": "Worker",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",

@@ -22,6 +22,7 @@ from paramserve.client.collectives import Collectives
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.observe.history import StepsTaken
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from paramserve.client.leases import LeasedWork
     from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
+    from paramserve.observe.history import History
     from paramserve.pytorch.batches import Kept, KeysOf
     from paramserve.pytorch.leased import LeasedLoader
     from paramserve.pytorch.loader import Loader
@@ -84,6 +86,7 @@ class Worker:
         refreshers: called after this worker took no part for a while: they take present values.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
+        histories: what became of the steps of each adopted optimizer, by its name.
         passes: what loaders and samplers of one dataset have in common.
         leased: the leased loader whose batches the steps take at present, if there is one.
         load_state: what the models start from, by the name of their optimizer; see `load_state=`.
@@ -103,6 +106,7 @@ class Worker:
         self.refreshers: list[Callable[[], None]] = []
         self.own_steps: list[Local[Any]] = []
         self.ended: set[str] = set()
+        self.histories: dict[str, History] = {}
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}
         self.load_state: dict[str, dict[str, Any]] = {}
@@ -420,6 +424,13 @@ class Worker:
             return max(self.clock - self.steps_before, 0)
         return self.clock - self.client.steps.resumed.get(self.groups[0], 0)
 
+    def tell_steps(self) -> None:
+        """Give the run's result what is kept of this worker's steps."""
+        if self._report is not None:
+            for name, history in self.histories.items():
+                taken = StepsTaken(name, history.kept())
+                self._report("steps", msgspec.msgpack.encode(taken))
+
     def process_group(
         self,
         backend: str | None = None,
@@ -596,6 +607,7 @@ class Worker:
                 "worker.optimizer(..., name=) has taken it",
                 stacklevel=1,
             )
+        self.tell_steps()
         self._end_process_group()
         self.client.drain()
         self.client.close()
@@ -665,6 +677,7 @@ def main(boot: Bootstrap) -> None:
         returned = _pickle(function(worker, *args, **kwargs))
     except BaseException:
         client.connection.send_log()  # what it logged last says most about why
+        worker.tell_steps()
         raise
     worker.finish()
     boot.report("returned", returned)

@@ -156,6 +156,7 @@ class Pair:
             ended=set(),
             load_state={},
             tell_extra_state=self.extra.__setitem__,
+            histories={},
         )
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:

@@ -14,6 +14,7 @@ from paramserve.launch.entries import Key, worker_failed
 from paramserve.launch.reading import State, as_state_dict
 from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import Record, ServerBeat
+from paramserve.observe.history import StepRecord, StepsTaken
 from paramserve.observe.status import (
     GroupStatus,
     Staleness,
@@ -67,6 +68,9 @@ class Result:
         table_files: with `save_tables=`: each keyed table's file, by its name.
         repeated_samples: of these loaders: samples that some shard has had from two workers,
             because one of them ended.
+        steps: what became of each worker's steps, by group and rank: a sequence of `clock`,
+            `version`, `staleness`, `waited_s` and `dropped`, of at most some 2,000 steps that are
+            evenly spaced. Of workers that returned or raised: one that was killed told nothing.
         extra_state: of each group what `get_extra_state` of rank 0's modules gave at the end,
             pickled: `state_dict` has it under its names.
     """
@@ -87,6 +91,7 @@ class Result:
     repeated_samples: int = 0
     table_files: Mapping[str, str] = field(default_factory=dict)
     extra_state: Mapping[str, bytes] = field(default_factory=dict)
+    steps: Mapping[str, Mapping[int, Sequence[StepRecord]]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
@@ -101,6 +106,21 @@ class Result:
         themselves are in `table_files`, if the run was told to write them."""
         found = {name: group.table for name, group in self.groups.items()}
         return {name: table for name, table in found.items() if table is not None}
+
+    def plot(self) -> Any:
+        """A figure of matplotlib's with each metric, and each group's staleness, of every worker
+        over its steps.
+
+        Example:
+            >>> result.plot().savefig("run.png")
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: no metric was logged, and no optimizer has made a step.
+        """
+        from paramserve.observe.plots import figure_of
+
+        return figure_of(self.metrics, self.steps)
 
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """The final values of one group, as a model loads them.
@@ -159,6 +179,7 @@ def result_of(
         repeated_samples=sum(each.repeated for each in leases),
         table_files=table_files,
         extra_state=_extra_state(supervisor),
+        steps=_steps(supervisor),
     )
 
 
@@ -167,6 +188,16 @@ def _extra_state(supervisor: Supervisor) -> dict[str, bytes]:
     told = [body for _, kind, body in supervisor.reports if kind == "extra state"]
     found = [msgspec.msgpack.decode(body, type=ExtraState) for body in told]
     return {each.group: each.pickled for each in found}
+
+
+def _steps(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
+    """By group and rank; what several incarnations of a rank have told follows each other."""
+    found: dict[str, dict[int, list[StepRecord]]] = {}
+    for key, kind, body in supervisor.reports:
+        if kind == "steps":
+            told = msgspec.msgpack.decode(body, type=StepsTaken)
+            found.setdefault(told.group, {}).setdefault(key.number, []).extend(told.records)
+    return found
 
 
 def _restarts(supervisor: Supervisor) -> list[Restarted]:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paramserve.consistency.base import Policy
+from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.block import (
     AdoptedBlock,
     Layout,
@@ -37,6 +39,7 @@ from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
+    from paramserve.client.ticket import Outcome
     from paramserve.core.partition import Block
     from paramserve.rules.base import Rule
     from paramserve.worker import Worker
@@ -158,6 +161,10 @@ class Adopted(ABC, Generic[B]):
         self._steps = 0
         self._grouped: list[list[Tensor]] = []
         """The lists of parameters as the parts' groups were found from them."""
+        self.history = History()
+        """What became of its steps."""
+        self._clocked = settings.name
+        """The group whose clock its steps count."""
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
@@ -194,6 +201,9 @@ class Adopted(ABC, Generic[B]):
         self._take_over(taken)
         self._keep_unserved(groups)
         _ADOPTED.setdefault(self._client, WeakSet()).add(self)
+        if not plans and self.tables.groups:
+            self._clocked = self.tables.groups[0]
+        worker.histories[settings.name] = self.history
         worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
@@ -474,10 +484,25 @@ class Adopted(ABC, Generic[B]):
         blocks = [part.block for part in parts]
         ticket = self._client.dense.step(self._settings.name, (), pull=blocks, tick=False)
         with torch.no_grad():
-            self._install(ticket, parts)
+            self._install(ticket, ticket.result(), parts)
 
-    def _install(self, ticket: Ticket, parts: Sequence[B]) -> None:
-        values = ticket.result().values
+    def _answered(self, ticket: Ticket, behind: int = 0) -> Outcome:
+        """Wait for the answer to a step, and remember what became of it.
+
+        Args:
+            behind: steps that were sent after it.
+        """
+        began = perf_counter()
+        outcome = ticket.result()
+        waited_s = perf_counter() - began
+        clock = self._client.steps.clocks.get(self._clocked, 0) - behind
+        version, staleness = outcome.version, outcome.staleness
+        self.history.add(StepRecord(clock, version, staleness, waited_s, outcome.skipped))
+        return outcome
+
+    def _install(self, ticket: Ticket, outcome: Outcome, parts: Sequence[B]) -> None:
+        """Copy the values that a step brought into the parameters."""
+        values = outcome.values
         try:
             for part in parts:
                 part.scatter(values[part.block.id])

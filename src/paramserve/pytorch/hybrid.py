@@ -145,7 +145,7 @@ class Hybrid(Adopted[AdoptedBlock]):
         before, self._sent = self._sent, None
         try:
             if before is not None:
-                before.result()
+                self._answered(before)
         finally:
             if taken:
                 self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
@@ -154,7 +154,7 @@ class Hybrid(Adopted[AdoptedBlock]):
         """Wait for the last push; then as `Adopted.finish`."""
         ticket, self._sent = self._sent, None
         if ticket is not None:
-            ticket.result()
+            self._answered(ticket)
         super().finish()
 
 

@@ -212,7 +212,8 @@ class LocalStepping(Local[StartedBlock]):
 
     def _exchange(self) -> None:
         push = [part.difference(self._client) for part in self._parts]
-        self._install(self._send(push), self._parts)
+        ticket = self._send(push)
+        self._install(ticket, self._answered(ticket), self._parts)
 
 
 # --- ElasticAverage ----------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class Elastic(Local[ElasticBlock]):
         alphas[None] = 0.0  # in no group any more: neither side moves
         push = [part.own_values(self._client, alphas[part.group]) for part in self._parts]
         ticket = self._send(push)
-        outcome = ticket.result()
+        outcome = self._answered(ticket)
         try:
             for part in self._parts:
                 center = outcome.values[part.block.id]

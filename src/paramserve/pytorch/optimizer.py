@@ -33,6 +33,7 @@ from paramserve.rules.torch_kinds import kind_of
 
 if TYPE_CHECKING:
     from paramserve.consistency.base import Policy
+    from paramserve.observe.history import StepRecord
     from paramserve.worker import Worker
 
 
@@ -42,6 +43,13 @@ class AdoptedOptimizer(Optimizer):
     _adopted: Adopted[Any]
     _step_supports_amp_scaling = True
     """Tells `GradScaler` to hand over its scale and what it found, instead of not calling step."""
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What became of this worker's last step: version, staleness, seconds waited, and whether
+        its gradient was dropped. Asks no server. With `overlap=True` of the last one that was
+        answered, with own steps of the last exchange; None: there was none yet."""
+        return self._adopted.history.last
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters from now on: all ranks call this at the same point.

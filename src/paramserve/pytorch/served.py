@@ -132,7 +132,7 @@ class Served(Adopted[ServedBlock]):
         if settings.overlap:
             ready, self._pending = self._pending, ticket
         if ready is not None:
-            self._install(ready, self._parts)
+            self._install(ready, self._answered(ready, int(settings.overlap)), self._parts)
         self._count_step()
 
     def _send(
@@ -164,7 +164,7 @@ class Served(Adopted[ServedBlock]):
         ticket, self._pending = self._pending, None
         if ticket is not None:
             with torch.no_grad():
-                self._install(ticket, self._parts)
+                self._install(ticket, self._answered(ticket), self._parts)
 
     def _warn_of_changes(self) -> None:
         for part in self._parts:

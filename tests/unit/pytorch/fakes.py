@@ -165,6 +165,7 @@ class FakeCluster:
             ended=set(),
             load_state={},
             tell_extra_state=self.extra.__setitem__,
+            histories={},
         )
 
     def block(self, group: str) -> FakeBlock:
@@ -269,6 +270,7 @@ class FakeClient:
         self._rank = rank
         self.connection = self.steps = self.directory = self.dense = self
         self._slots: dict[int, list[np.ndarray]] = {}
+        self.clocks: dict[str, int] = {}
         self.tickets: list[FakeTicket] = []
 
     def enter(self, group: str) -> bool:
@@ -374,6 +376,7 @@ class FakeClient:
                     if self.terms(group).refuses:
                         raise NonFinite(f"{piece.name} on rank {self._rank}", fix="lower lr")
                     skip = True
+        self.clocks[group] = self.clocks.get(group, 0) + tick
         sent = Sent(self._rank, group, tuple(push), tick, weight, skip, clip_norm)
         with self._cluster.changed:
             self._cluster.sent.append(sent)
