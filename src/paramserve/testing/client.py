@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +57,8 @@ class SimulatedClient(ClientProcess):
         self._issued: list[tuple[str, Call, Operation]] = []
         """What the present call has sent."""
         self._calls = 0
-        self._pushes = 0
+        self._pushes = Counter[str]()
+        """By group, so far."""
 
     @property
     def block(self) -> Block:
@@ -139,8 +141,8 @@ class SimulatedClient(ClientProcess):
                     continue
                 which = None
                 if pushed and not skip:
-                    which = Pushed(self.writer, self.rank, self._pushes, self.clock)
-                    self._pushes += 1
+                    which = Pushed(self.writer, self.rank, self._pushes[group], self.clock)
+                    self._pushes[group] += 1
                 pulls.append(read)
                 parts.append(self._parts(what, group, pushed, read, which, options, spoiled))
                 number = None if which is None else which.number

@@ -122,6 +122,11 @@ class Counting:
         """The blocks of a second group, where there is one."""
         self._columns: dict[tuple[int, int], Array] = {}
 
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """The groups, in the order of their parts in a call."""
+        return self.group, self.second_group
+
     def start(self, slot: Array, block: Block) -> None:
         """Write a block's first values: [size], a whole block."""
         slot.fill(0.0)

@@ -268,8 +268,8 @@ class ShardRecorder:
         """By group: the clocks of those who count, as they were last."""
         self._versions: dict[int, int] = {}
         """By group, as they were last."""
-        self._pushes: dict[int, tuple[int, ...]] = {}
-        """By block: the masks of all writers, as they were last."""
+        self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By group and block: the masks of all writers, as they were last."""
 
     def before(self, event: Event) -> None:
         """An event is about to happen."""
@@ -326,8 +326,8 @@ class ShardRecorder:
         blocks, shards = sorted(group.blocks.items()), self._cluster.scenario.servers
         seen = [workload.masks(block, self._shard.number, shards) for _, block in blocks]
         for number, masks in chain.from_iterable(seen):
-            old = self._pushes.get(number, (0,) * len(masks))
-            self._pushes[number] = masks
+            old = self._pushes.get((group.id, number), (0,) * len(masks))
+            self._pushes[group.id, number] = masks
             for writer, (was, is_now) in enumerate(zip(old, masks, strict=True)):
                 more = is_now & ~was
                 while more:

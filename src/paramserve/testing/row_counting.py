@@ -17,6 +17,7 @@ from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
 from paramserve.client.step_parts import StepOptions, StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.compiling import load_table
+from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
@@ -57,6 +58,7 @@ class RowKey(NamedTuple):
 
     id: int
     """Its number in `KEYS`."""
+    group_name: str = NAME
 
 
 class RowCounting(Counting):
@@ -153,8 +155,8 @@ class RowsClient(ScriptedClient):
     """A client that pushes to rows of a table, and reads them."""
 
     @property
-    def workload(self) -> RowCounting:
-        """The cluster's."""
+    def rows(self) -> RowCounting:
+        """What it pushes to the table."""
         assert isinstance(self.cluster.workload, RowCounting)
         return self.cluster.workload
 
@@ -167,21 +169,22 @@ class RowsClient(ScriptedClient):
             return keys
         return [key for key in keys if draw() < 0.5] or keys
 
-    def _place(self) -> None:
-        workload = self.workload
-        call = PlaceBlock(
+    def _placing(self, name: str) -> PlaceBlock:
+        return self._placing_table(self.cluster.described)
+
+    def _placing_table(self, policy: ConsistencySpec) -> PlaceBlock:
+        return PlaceBlock(
             0,
             NAME,
             "float32",
-            described_by(workload.rule, rows=True),
-            workload.blocks[NAME],
+            described_by(self.rows.rule, rows=True),
+            self.rows.blocks[NAME],
             True,
             WAIT_S,
             False,
-            self.cluster.described,
-            workload.table,
+            policy,
+            self.rows.table,
         )
-        self.call(call, self._placed)
 
     def _first_values(self, block: Block) -> Sequence[Slot]:
         return []
@@ -196,26 +199,27 @@ class RowsClient(ScriptedClient):
         options: StepOptions,
         spoiled: bool,
     ) -> StepParts:
+        block = self.block_of(group)
         row_pushes, row_pulls = list[RowPush](), list[RowPull]()
         if which is not None:
-            keys, values = self.workload.gradients(push, which)
+            keys, values = self.rows.gradients(push, which)
             if spoiled:
                 values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
-            row_pushes.append(lay_push(self.exchange, self.block, keys, values, None))
+            row_pushes.append(lay_push(self.exchange, block, keys, values, None))
         if pull:
             create = self.cluster.random.random() < 0.7
             keys = KEYS[[key.id for key in pull]]
-            row_pulls.append(lay_pull(self.exchange, self.block, keys, create=create))
-        return StepParts(what, self.block, (), (), options, row_pushes, row_pulls, leased=True)
+            row_pulls.append(lay_pull(self.exchange, block, keys, create=create))
+        return StepParts(what, block, (), (), options, row_pushes, row_pulls, leased=True)
 
     def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
-        dim = self.workload.dim
+        dim = self.rows.dim
         owners = shard_of(KEYS, len(self.exchange.shards))
         for read in parts.row_pulls:
             rows = np.frombuffer(read.values.bytes, np.float32, read.rows * dim)
             for key, row in zip(pull, rows.reshape(-1, dim), strict=True):
                 part = Part(key.id, int(owners[key.id]))
-                call.reads[part] = self.workload.row(key.id, row)
+                call.reads[part] = self.rows.row(key.id, row)
 
 
 class RowsWorker(RowsClient, SimulatedWorker):

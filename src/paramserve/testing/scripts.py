@@ -112,10 +112,13 @@ class ScriptedClient(SimulatedClient):
     # --- define -------------------------------------------------------------------------
 
     def _place(self) -> None:
+        self.call(self._placing(self._undefined[0]), self._placed)
+
+    def _placing(self, name: str) -> PlaceBlock:
+        """The call that defines a block."""
         workload = self.cluster.workload
-        name = self._undefined[0]
         first, second = name in workload.blocks, self.cluster.scenario.second
-        call = PlaceBlock(
+        return PlaceBlock(
             0,
             workload.group if first else workload.second_group,
             workload.dtype.name,
@@ -125,7 +128,6 @@ class ScriptedClient(SimulatedClient):
             WAIT_S,
             consistency=None if first or second is None else policies.spec(second),
         )
-        self.call(call, self._placed)
 
     def _placed(self, reply: Placed | Failed) -> None:
         if isinstance(reply, Failed):
@@ -238,7 +240,7 @@ class GroupsWorker(SimulatedWorker):
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
-        self._groups = (cluster.workload.group, cluster.workload.second_group)
+        self._groups = cluster.workload.in_order
         self._owes = False
         """Whether the second group's step is to follow."""
         self._began = False
@@ -282,6 +284,8 @@ class GroupsWorker(SimulatedWorker):
         own = [each for each in self.every if each.group_name in groups]
         draw = self.cluster.random.random
         pull, skip = own if draw() < 0.7 else [], draw() < 0.05
+        if self.rank % 2:  # the client has to send them in one order
+            groups = groups[::-1]
         return self.step(own, pull, tick=True, skip=skip, groups=groups, then=self.answered)
 
 

@@ -92,6 +92,8 @@ class SimulatedCluster:
     reader_type: type[SimulatedReader] = SimulatedReader
     leaser_type: type[SimulatedWorker] = LeasingWorker
     """Workers of a scenario with `samples`."""
+    groups_type: type[SimulatedWorker] = GroupsWorker
+    """Workers of a scenario with `second`."""
     workload_type: type[Counting] = Counting
     replayed_by = "replay"
     """The function that repeats a run."""
@@ -133,7 +135,7 @@ class SimulatedCluster:
         if self.scenario.second is not None:
             second = self.history.of_another_group(self.scenario.second)
             self.histories[self.workload.second_group] = second
-            self.worker_type = GroupsWorker
+            self.worker_type = self.groups_type
         self.call_of: dict[tuple[int, int, int], tuple[str, Call]] = {}
         """Which call of a writer has a number on a shard, and its group."""
         self.writers: dict[int, int] = {}

@@ -1,0 +1,108 @@
+"""Simulated clusters whose clients train tensors and a table: one call pushes to both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from tests.sim.policies import POLICIES, TABLE_POLICIES
+
+from paramserve.client.links import Links, ReachedShard
+from paramserve.client.payloads import Outgoing
+from paramserve.client.step_parts import StepParts
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.messages import ShardRequest
+from paramserve.testing import Scenario, Violation
+from paramserve.testing.mixed import SimulatedMixed, replay
+
+SEEDS = 5
+FOUND_WITHIN = 60
+"""Seeds after which a planted bug has been found."""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "table"),
+    [
+        ("sync", "sync"),
+        ("sync", "async"),
+        ("sync-backup", "async"),
+        ("async", "sync"),
+        ("async", "async"),
+        ("bounded-1", "bounded-0"),
+    ],
+)
+def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, table: str) -> None:
+    together = POLICIES[tensors].collects and TABLE_POLICIES[table].collects
+    for seed in range(SEEDS):
+        replay(
+            seed,
+            consistency=POLICIES[tensors],
+            second=TABLE_POLICIES[table],
+            others=(),
+            restarts=False if together else None,  # see `test_seeds_of_two_groups_that_collect`
+        )
+
+
+def test_seeds_of_a_table_beside_tensors_send_both_in_one_frame() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        lines: list[str] = []
+        scenario = Scenario(second=Async(), others=(), links="tcp")
+        cluster = SimulatedMixed(seed, scenario, lines.append)
+        cluster.run()
+        cluster.check()
+        seen["together"] += sum("-> ['batch'" in line for line in lines)
+        for group, history in cluster.histories.items():
+            seen[group] += sum(call.acknowledged for call in history.calls)
+            seen[f"reads of {group}"] += sum(len(call.reads) for call in history.calls)
+    assert len(seen) == 5, seen
+    assert min(seen.values()) > 20, seen
+
+
+# --- bugs that a call of both could have ---------------------------------------------------------
+
+
+def parts_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients send the parts of a call as their programs name them."""
+    monkeypatch.setattr(StepParts, "order", lambda parts: (False, 0))
+
+
+def payloads_of_one_frame_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request of a frame takes its bytes from the beginning of the payload."""
+    together = Links._transmit_together
+
+    def transmit(links: Links, shard: ReachedShard, messages: list[ShardRequest]) -> None:
+        inline = links.payloads.inline
+
+        def from_the_beginning(
+            number: int, message: ShardRequest, payload: Outgoing
+        ) -> ShardRequest:
+            payload.nbytes = 0
+            return inline(number, message, payload)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(links.payloads, "inline", from_the_beginning)
+            together(links, shard, messages)
+
+    monkeypatch.setattr(Links, "_transmit_together", transmit)
+
+
+@pytest.mark.parametrize(
+    ("plant", "policy"),
+    [(parts_in_the_order_given, Sync(reduce="sum")), (payloads_of_one_frame_overlap, Async())],
+)
+def test_bug_of_a_table_beside_tensors_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    for seed in range(FOUND_WITHIN):
+        scenario = Scenario(consistency=policy, second=policy, others=(), restarts=False)
+        cluster = SimulatedMixed(seed, scenario)
+        try:
+            cluster.run()
+            cluster.check()
+        except Violation:
+            return
+    pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")
