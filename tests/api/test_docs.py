@@ -213,7 +213,16 @@ def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None
     assert not wrong, f"{page.name} names what the code does not define: {wrong}"
 
 
-KNOWN = {"AdamW", "GradScaler", "ReduceLROnPlateau", "SparseAdam", "ValueError", "TypeError", "fit"}
+KNOWN = {
+    "AdamW",
+    "GradScaler",
+    "ObjectRef",
+    "ReduceLROnPlateau",
+    "SparseAdam",
+    "ValueError",
+    "TypeError",
+    "fit",
+}
 """Of Python, torch and Ray."""
 
 

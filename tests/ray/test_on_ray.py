@@ -72,14 +72,18 @@ def test_job_of_a_task_that_raises_gives_its_cpus_back() -> None:
 
 
 def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
-    def learn(worker: ps.Worker) -> tuple[object, int]:
-        return victims.least_squares(worker), hash("the same with this seed")
+    import ray
 
+    def learn(worker: ps.Worker, steps: int) -> tuple[object, int]:
+        return victims.least_squares(worker, steps), hash("the same with this seed")
+
+    steps = ray.put(8)  # arrives as its value, as in a task of Ray
     found = [
-        ps.run(learn, workers=2, servers=2, engine=engine, seed=7)
+        ps.run(learn, args=(steps,), workers=2, servers=2, engine=engine, seed=7)
         for engine in (ps.Local(), ps.OnRay())
     ]
     assert found[0].returns == found[1].returns
+    assert found[1].returns[0] == found[1].returns[1], "which is reduced"
     one, other = (result.state_dict("default")["w"] for result in found)
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 

@@ -6,6 +6,7 @@ for what is decided here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
@@ -17,6 +18,8 @@ Workers: TypeAlias = Literal["beside", "apart", "anywhere"]
 
 LEAST_CPU = 0.001
 """Of a bundle whose roles need nothing: Ray wants a bundle to have something."""
+SHARE_STEP = 0.05
+"""Of the cores that are proposed for a process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +203,44 @@ def arrange_more(
 
 def _number_of(role: str) -> int:
     return int(role.partition(" ")[2])
+
+
+def shortfall(
+    roles: Sequence[str], needs: Mapping[str, Needs], totals: Mapping[str, float]
+) -> tuple[str, str] | None:
+    """What roles need that a whole cluster does not have, with the sum, and what would help.
+
+    Args:
+        totals: of each resource that the cluster has, free or not.
+    Returns:
+        None: the totals suffice; whether the nodes' parts do is not known.
+    """
+    counts: dict[str, int] = {}
+    for role in roles:
+        if kind_of(role) in needs:
+            counts[kind_of(role)] = counts.get(kind_of(role), 0) + 1
+    for name in {name: None for kind in counts for name in needs[kind].amounts}:
+        parts = {kind: needs[kind].amounts.get(name, 0.0) for kind in counts}
+        parts = {kind: amount for kind, amount in parts.items() if amount}
+        needed, have = sum(counts[kind] * parts[kind] for kind in parts), totals.get(name, 0.0)
+        if needed > have + LEAST_CPU:
+            total = " + ".join(
+                f"{counts[kind]} {kind}{'s' if counts[kind] > 1 else ''} x {parts[kind]:g}"
+                for kind in parts
+            )
+            return f"needs {needed:g} {name}: {total}; the cluster has {have:g}", _help(
+                name, have, {kind: counts[kind] for kind in parts}
+            )
+    return None
+
+
+def _help(name: str, have: float, counts: Mapping[str, int]) -> str:
+    """What can be done where a resource is short."""
+    share = math.floor(have / sum(counts.values()) / SHARE_STEP + 1e-9) * SHARE_STEP
+    if name != "CPU" or share < SHARE_STEP:
+        return f"use fewer workers or servers, ask for less {name}, or add nodes"
+    kinds = ", ".join(f"{kind}=ps.Needs(num_cpus={share:g})" for kind in counts)
+    return f"let processes share cores, as in ps.OnRay({kinds}), use fewer, or add nodes"
 
 
 def describe(groups: Sequence[Group]) -> str:

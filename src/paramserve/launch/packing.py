@@ -39,7 +39,7 @@ class WithArguments:
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """(function, args, kwargs) in cloudpickle.
+    """(function, args, kwargs) in cloudpickle; arguments that are `ray.ObjectRef` as their values.
 
     Raises:
         TypeError: `function` is none, or something cannot be pickled; the text names it.
@@ -47,6 +47,8 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     if not callable(function):
         raise TypeError(f"the training function must be callable, got {function!r}")
     _check_plain(function)
+    args = [_fetched(each) for each in args]
+    kwargs = {name: _fetched(each) for name, each in kwargs.items()}
     try:
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:
@@ -69,6 +71,14 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             stacklevel=4,
         )
     return packed
+
+
+def _fetched(value: Any) -> Any:
+    """An argument, or what it refers to in Ray's object store, as for a task of Ray."""
+    ray = sys.modules.get("ray")
+    if ray is not None and isinstance(value, getattr(ray, "ObjectRef", ())):
+        return ray.get(value)
+    return value
 
 
 def _check_plain(function: Callable[..., Any]) -> None:

@@ -125,6 +125,7 @@ def run(
     Args:
         train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
             cloudpickle: no `__main__` guard is needed, and notebooks work.
+        args, kwargs: each a `ray.ObjectRef` too: then its value arrives.
         engine: what starts the processes; `ps.Local()` if None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
             not be registered.

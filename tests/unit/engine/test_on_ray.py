@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from paramserve.engine.base import Role
-from paramserve.engine.on_ray import Needs, OnRay, naming, process
+from paramserve.engine.on_ray import Needs, OnRay, engine, naming, process
 from paramserve.errors import CannotPlace, ParamServeError
 
 
@@ -172,3 +172,38 @@ def test_secret_travels_in_no_argument_that_goes_to_the_object_store(
     assert len(large) == 1
     assert secret not in large[0]
     assert secret in sent[-1]
+
+
+# --- a cluster that is too small -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("started_here", [True, False])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_run_that_has_no_room_fails_at_once_where_no_node_can_come(
+    ray: FakeRay,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    started_here: bool,
+    nodes: int,
+) -> None:
+    """Anywhere else nodes may be added, by an autoscaler or by hand: that it waits is said."""
+    node = SimpleNamespace(is_head=lambda: started_here)
+    ray._private = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * nodes)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0}, raising=False)
+    monkeypatch.setattr(engine, "reserve", reserving)
+    ray.connected = True
+    expected = CannotPlace if started_here and nodes == 1 else Reserving
+    with pytest.raises(expected) as caught:
+        OnRay().open(["coordinator", "server 0", "worker 0", "worker 1"])
+    told = str(caught.value) if expected is CannotPlace else caplog.text
+    assert "needs 3 CPU: 1 server x 1 + 2 workers x 1; the cluster has 2" in told
+    assert "ps.Needs(num_cpus=0.65)" in told
+
+
+class Reserving(Exception):
+    """Raised where room would be reserved."""
+
+
+def reserving(*_: object) -> None:
+    raise Reserving

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserve.engine.placing import NOTHING, Needs, arrange, arrange_more, describe
+from paramserve.engine.placing import NOTHING, Needs, arrange, arrange_more, describe, shortfall
 
 ROLES = ("coordinator", "server 0", "server 1", "worker 0", "worker 1", "worker 2")
 NEEDS = {"coordinator": NOTHING, "server": Needs(num_cpus=2), "worker": Needs(num_cpus=1)}
@@ -132,3 +132,36 @@ def test_added_workers_anywhere_are_spread_together() -> None:
         ("SPREAD", False, [(["worker 3"], {}), (["worker 4"], {})])
     ]
     assert arrange_more([], NEEDS, "pack", "anywhere", []) == []
+
+
+@pytest.mark.parametrize(
+    ("totals", "needs", "told", "fix"),
+    [
+        (
+            {"CPU": 2.0},
+            {},
+            "needs 3 CPU: 1 server x 1 + 2 workers x 1; the cluster has 2",
+            "ps.OnRay(server=ps.Needs(num_cpus=0.65), worker=ps.Needs(num_cpus=0.65))",
+        ),
+        (
+            {"CPU": 2.0},
+            {"server": Needs(num_cpus=0), "worker": Needs(num_cpus=1.5)},
+            "needs 3 CPU: 2 workers x 1.5; the cluster has 2",
+            "ps.OnRay(worker=ps.Needs(num_cpus=1))",
+        ),
+        (
+            {"CPU": 8.0},
+            {"worker": Needs(num_gpus=1)},
+            "needs 2 GPU: 2 workers x 1; the cluster has 0",
+            "ask for less GPU",
+        ),
+        ({"CPU": 3.0}, {}, "", ""),
+    ],
+)
+def test_shortfall_has_the_sum_and_what_fits(
+    totals: dict[str, float], needs: dict[str, Needs], told: str, fix: str
+) -> None:
+    kinds = {"coordinator": NOTHING, "server": Needs(), "worker": Needs(), **needs}
+    found = shortfall(["coordinator", "server 0", "worker 0", "worker 1"], kinds, totals)
+    assert (found[0] if found else "") == told
+    assert not found or fix in found[1]

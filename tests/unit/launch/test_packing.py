@@ -230,3 +230,14 @@ class Awaits:
 def test_pack_refuses_a_function_whose_call_runs_nothing(function: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         pack(function, (), {})
+
+
+def test_pack_fetches_arguments_that_lie_in_the_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = ModuleType("ray")
+    ray.ObjectRef = type("ObjectRef", (), {"value": 7})  # type: ignore[attr-defined]  # a fake
+    ray.get = lambda ref: ref.value  # type: ignore[attr-defined]  # a fake
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    ref = ray.ObjectRef()
+    assert unpack(pack(max, (1, ref), {"key": ref}))[1:] == ((1, 7), {"key": 7})

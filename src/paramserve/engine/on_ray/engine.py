@@ -14,7 +14,7 @@ from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
 from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
 from paramserve.engine.on_ray.fleet import RayFleet
-from paramserve.engine.on_ray.room import Layout, reserve
+from paramserve.engine.on_ray.room import Layout, check_totals, reserve
 from paramserve.engine.placing import NOTHING, Needs, Servers, Workers, kind_of
 from paramserve.errors import ParamServeError
 
@@ -101,7 +101,8 @@ class OnRay:
         """Make room for all roles and start their processes, which then wait for `launch`.
 
         Raises:
-            CannotPlace: no room after `place_s`. Nothing is left in the cluster.
+            CannotPlace: no room after `place_s`, or at once where this process has started a Ray
+                that has less than is needed. Nothing is left in the cluster.
             ParamServeError: Ray is not installed, too old, of another version than the cluster, or
                 not to be reached, or it uses TLS whose files cannot be read.
         """
@@ -109,6 +110,7 @@ class OnRay:
         tls = self._tls_of()
         leave = CONNECTION.enter(ray, self.address, self._init(roles))
         try:
+            check_totals(roles, self._needs, self.place_s)
             placed = reserve(self._layout.groups(roles), self.place_s)
         except BaseException:
             leave()

@@ -6,9 +6,11 @@ What is asked for is decided in `placing`; here Ray is asked.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paramserve.engine.on_ray.control import LOOK_S, bounded, import_ray
@@ -21,11 +23,14 @@ from paramserve.engine.placing import (
     arrange,
     arrange_more,
     describe,
+    shortfall,
 )
 from paramserve.errors import CannotPlace
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+logger = logging.getLogger("paramserve")
 
 NODES_SHOWN_MAX = 8
 
@@ -113,6 +118,36 @@ def reserve(
         remove(made for _, made in placed)
         raise
     return placed
+
+
+def check_totals(roles: Sequence[str], needs: Mapping[str, Needs], place_s: float) -> None:
+    """Compare what roles need with all that the cluster has, before any of it is reserved.
+
+    A Ray that this process has started, on one node, gets no other node: there it is an error. To
+    all others nodes may be added, by an autoscaler or by hand: there it is only said.
+
+    Raises:
+        CannotPlace: there can be no room.
+    """
+    ray = import_ray()
+    short = shortfall(roles, needs, ray.cluster_resources())
+    if short is None:
+        return
+    told, fix = short
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if started_here(ray) and len(nodes) == 1:
+        raise CannotPlace(f"this Ray cannot have room for the run: it {told}", fix=fix)
+    logger.warning(
+        "the run %s; waiting up to %g s (place_s) for more nodes. Otherwise %s", told, place_s, fix
+    )
+
+
+def started_here(ray: ModuleType) -> bool:
+    """Whether this process has started the Ray that it is connected to; False where this version
+    of Ray does not tell."""
+    worker = getattr(getattr(ray, "_private", None), "worker", None)
+    node = getattr(worker, "_global_node", None)
+    return node is not None and bool(node.is_head())
 
 
 def remove(groups: Iterable[PlacementGroup]) -> None:
