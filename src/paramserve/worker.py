@@ -52,6 +52,8 @@ class WorkerConfig(Struct, frozen=True):
     """What its gradients are multiplied by (`worker_weight`)."""
     state: bytes = b""
     """What rank 0 loads (`load_state`), in cloudpickle; empty: nothing."""
+    tables: dict[str, str] = {}
+    """Files of the rows that tables begin with (`load_tables`), by table."""
 
 
 class Resumed(Struct, frozen=True, array_like=True):
@@ -666,6 +668,7 @@ def main(boot: Bootstrap) -> None:
     )
     client = Client(connection)
     client.steps.factor = config.factor
+    client.load_tables = config.tables
     boot.report("ready", msgspec.msgpack.encode(client.connection.incarnation))
     worker = Worker(client, config.seed, boot.report)
     if config.state:

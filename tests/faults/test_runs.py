@@ -148,7 +148,10 @@ def test_stop_keeps_the_values_of_that_moment(pipe: str) -> None:
     assert result.stopped
     assert result.returns == {}
     assert np.abs(result.values["default"]["w"]).sum() > 0
+    assert "stopped=True" in repr(result)
+    assert np.abs(np.asarray(job.state_dict("default")["w"])).sum() > 0
     assert job.status().state == "stopped"
+    assert job.status().workers == {0: "stopped", 1: "stopped"}
     job.stop()
 
 

@@ -79,6 +79,25 @@ def test_run_saves_tables_as_files_that_another_cluster_takes_back(tmp_path: Pat
         np.testing.assert_allclose(users.pull([10]), [[second] * DIM], rtol=1e-6)
 
 
+def first_rows(worker: ps.Worker) -> list[list[float]]:
+    """What the first pull of each rank finds."""
+    users = worker.client.table("users", dim=DIM, rule=ps.Add(), init=ps.Zeros())
+    return users.pull([0, 10, 11], create=False).tolist()  # type: ignore[no-any-return]
+
+
+def test_run_begins_with_the_rows_that_another_one_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ps.run(embed, workers=2, consistency=ps.Async(), save_tables=tmp_path)
+    (tmp_path / "words.parquet").write_bytes((tmp_path / "users.parquet").read_bytes())
+    result = ps.run(first_rows, workers=3, servers=2, load_tables=tmp_path)
+    one = -0.1 * sum(1 / np.sqrt(1 + n) for n in range(3))
+    for rank in range(3):
+        expected = [[one] * DIM, [-0.1] * DIM, [0.0] * DIM]
+        np.testing.assert_allclose(result.returns[rank], expected, rtol=1e-6)
+    assert "load_tables was not loaded for 'words'" in caplog.text
+
+
 def test_run_without_save_tables_says_where_the_rows_went() -> None:
     result = ps.run(embed, workers=1, consistency=ps.Async())
     assert result.table_files == {}

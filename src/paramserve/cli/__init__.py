@@ -70,6 +70,11 @@ def cli() -> None:
     help="Where to write the model at the end, for torch.load; also after Ctrl-C.",
 )
 @click.option("--load-state", type=click.Path(), help="A model's file that the workers start from.")
+@click.option(
+    "--load-tables",
+    type=click.Path(file_okay=False),
+    help="A folder of --save-tables whose rows the tables begin with.",
+)
 @click.option("--save-tables", type=click.Path(file_okay=False), help="A folder for keyed tables.")
 def run(
     target: str,

@@ -22,6 +22,7 @@ import contextlib
 import errno
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
@@ -229,6 +230,68 @@ def from_parquet(
         return taking.take(parts, put)
 
 
+def check_file(path: str) -> None:
+    """See that a file has rows of a table, as `to_parquet` writes them.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no Parquet file, or lacks a column.
+        ParamServeError: pyarrow is not installed.
+    """
+    pa = pyarrow()
+    try:
+        schema = import_module("pyarrow.parquet").read_schema(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}") from error
+    missing = [name for name in ("key", "value") if name not in schema.names]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {missing[0]!r}; columns: {', '.join(schema.names)}. To fix: "
+            "name the columns as table.to_parquet(path) does"
+        )
+
+
+def fill(table: Table, path: str) -> int:
+    """Put the rows of a file into a new table; how many. The rule's state comes with them if the
+    file has that of the table's rule.
+
+    Raises:
+        ParamServeError: the file cannot be read here. The rest as `Table.from_parquet`.
+    """
+    try:
+        schema = import_module("pyarrow.parquet").read_schema(path)
+        told = told_by(schema)
+        ours = table.block.spec.rule
+        assert ours is not None
+        same = told is None or _kind(told.rule) == _kind(ours)
+        return table.from_parquet(path, state=None if same else False)
+    except OSError as error:
+        raise ParamServeError(
+            f"table {table.name!r} cannot be loaded from {path} on {socket.gethostname()}: {error}",
+            fix="give load_tables a folder that every worker's machine sees under this path",
+        ) from error
+
+
+def told_by(schema: Any) -> Told | None:
+    """What the metadata of some columns say, if they are ours.
+
+    Raises:
+        ValueError: they are of a later version.
+    """
+    text = (schema.metadata or {}).get(METADATA)
+    if text is None:
+        return None
+    try:
+        told = msgspec.json.decode(text, type=Told)
+    except msgspec.MsgspecError:
+        told = None
+    if told is None or told.format != FORMAT:
+        raise ValueError(
+            f"the data say of themselves {text[:200]!r}, and this version of paramserve reads "
+            f"format {FORMAT}. Applied: no. To fix: use the version that wrote them"
+        )
+    return told
+
+
 class Taking:
     """Taking over rows from Arrow data into a table.
 
@@ -254,7 +317,7 @@ class Taking:
         self.done = 0
         self._column("key", _is_key, "integers or strings")
         self._rows("value", table.dim, "the table's dim")
-        told = self._told()
+        told = told_by(schema)
         self.width = self._state_width(state)
         self.columns: tuple[str, ...] = ("key", "value")
         self._labels = table.known_labels()
@@ -355,22 +418,6 @@ class Taking:
         have = getattr(kind, "list_size", size)  # of lists of any length it is looked at later
         if have != size:
             raise self._unlike(name, f"has {have} elements in each row, {what} is {size}")
-
-    def _told(self) -> Told | None:
-        """What the metadata say, if they are ours."""
-        text = (self._schema.metadata or {}).get(METADATA)
-        if text is None:
-            return None
-        try:
-            told = msgspec.json.decode(text, type=Told)
-        except msgspec.MsgspecError:
-            told = None
-        if told is None or told.format != FORMAT:
-            raise ValueError(
-                f"the data say of themselves {text[:200]!r}, and this version of paramserve reads "
-                f"format {FORMAT}. Applied: no. To fix: use the version that wrote them"
-            )
-        return told
 
     def _state_width(self, state: bool | None) -> int:
         """Of the state that is to be taken over, or -1."""

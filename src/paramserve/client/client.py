@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy.typing as npt
 
+from paramserve.client import arrow
 from paramserve.client.connection import Connection
 from paramserve.client.dense import Dense
 from paramserve.client.directory import Directory
@@ -42,6 +43,8 @@ class Client:
         steps: how far it is in each group, and by whose terms it steps.
         directory: what is defined, as it knows it.
         dense: pushes and reads by block, as `paramserve.pytorch` makes them.
+        load_tables: files of the rows that tables begin with, by name; the client that defines such
+            a table loads it, before any other one finds it.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -61,6 +64,7 @@ class Client:
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)
+        self.load_tables: Mapping[str, str] = {}
         self._groups = Groups(connection, self.steps, self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -312,10 +316,14 @@ class Client:
             seed=seed,
             consistency=consistency,
             timeout_s=timeout_s,
+            fill=self._fill if name in self.load_tables else None,
         )
         if labels is not False:
             self._keyed.define_labels(name, labels, options, timeout_s)
         return self._keyed.table(block)
+
+    def _fill(self, block: Block) -> None:
+        arrow.fill(Table(self, self._keyed, block), self.load_tables[block.group_name])
 
     def tables(self) -> list[Table]:
         """All tables of the cluster, in the order in which they were defined; the labels of one are

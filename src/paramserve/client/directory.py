@@ -118,16 +118,24 @@ class Directory:
         return self._know(Block(placed.spec)), placed.attempt
 
     def _define(
-        self, block: Block, attempt: int, limit: float, values: Sequence[Tensor] = ()
+        self,
+        block: Block,
+        attempt: int,
+        limit: float,
+        values: Sequence[Tensor] = (),
+        fill: Callable[[Block], None] | None = None,
     ) -> None:
-        """Define a block on the shards, with its values unless it is a table."""
+        """Define a block on the shards, with its values unless it is a table. Other clients find it
+        when it is filled: the coordinator is told then."""
         try:
             with self._lock:
                 if block.table is not None:
                     self._steps.ask_all("define", Define(0, block.spec, attempt, 0, 0), limit)
                 else:
                     self._send_values(block, values, attempt, limit)
-        except ParamServeError as error:
+            if fill is not None:
+                fill(block)
+        except (ParamServeError, ValueError) as error:
             if not isinstance(error, Timeout | ServerGone | ClientClosed):
                 self._give_up(block, attempt, limit)
             raise
@@ -279,22 +287,30 @@ class Directory:
         seed: int,
         consistency: Policy | None,
         timeout_s: float | None,
+        fill: Callable[[Block], None] | None = None,
     ) -> Block:
-        """See `Client.table`: the block of a table that is on all servers."""
+        """See `Client.table`: the block of a table that is on all servers.
+
+        Args:
+            fill: puts the first rows, before another client finds the table; one that waits for it
+                does so for `Deadlines.busy_s`.
+        """
         rule = None if rule is None else as_rule(rule)
         spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
         described = _described(name, rule, spec, options)
         policy = self.policy_spec(consistency)
         if consistency is not None:
             check_table_policy(name, consistency, True)
-        limit = self._connection.limit(timeout_s)
+        limit = wait_s = self._connection.limit(timeout_s)
+        if fill is not None:
+            wait_s = max(limit, self._connection.deadlines.busy_s)
         pieces = (Piece(name, (spec.dim,)),)
         call = PlaceBlock(
-            0, name, "float32", described, pieces, True, limit, False, policy, table=spec
+            0, name, "float32", described, pieces, True, wait_s, False, policy, table=spec
         )
         block, attempt = self._place(call)
         if attempt:
-            self._define(block, attempt, limit)
+            self._define(block, attempt, limit, fill=fill)
         return block
 
     def find_table(self, name: str) -> Block:

@@ -98,6 +98,7 @@ class Result:
         rows = {name: table.rows for name, table in self.tables.items()}
         told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
         told += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
+        told += ", stopped=True" if self.stopped else ""
         return f"Result(seconds={self.seconds:.1f}, {told}, returns={self.returns!r})"
 
     @property

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from paramserve.client import Table
@@ -23,6 +24,8 @@ from paramserve.launch.result import Result, result_of
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group
+
+logger = logging.getLogger("paramserve")
 
 GOES_ON = "; the run goes on until job.stop() or the end of this process"
 END_S = 2.0
@@ -42,11 +45,20 @@ class Job:
 
     Args:
         save_tables: folder for the tables at the end; empty: they are not written.
+        load_tables: names of those that begin with rows of a file.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, seed: int, save_tables: str = "") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        seed: int,
+        save_tables: str = "",
+        load_tables: Collection[str] = (),
+    ) -> None:
         self._seed = seed
         self._save_tables = save_tables
+        self._load_tables = load_tables
         self._table_files: dict[str, str] = {}
         self._watching: list[Watching] = []
         self._values: dict[str, State] = {}
@@ -250,6 +262,11 @@ class Job:
             reader = self._connected()
             self._values = reader.read_all()
         self._last_beats = reader.client.connection.reports()
+        if unused := sorted({*self._load_tables}.difference(reader.tables())):
+            logger.warning(
+                "load_tables was not loaded for %s: the run has defined no table of that name",
+                ", ".join(map(repr, unused)),
+            )
         if self._save_tables:
             self._table_files = reader.save_tables(self._save_tables)
 

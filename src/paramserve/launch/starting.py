@@ -31,7 +31,7 @@ from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
-from paramserve.launch.warm_start import GivenState, pack_state
+from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.observe.progress import wanted, watch
 from paramserve.worker import WorkerConfig
 
@@ -57,6 +57,7 @@ class _Arguments:
     deadlines: Deadlines | None
     limits: Limits | None
     save_tables: str | os.PathLike[str] | None
+    load_tables: GivenTables | None
     load_state: GivenState | None
     show_rank: bool
 
@@ -80,6 +81,7 @@ def start(
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
+    load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
     show_rank: bool = True,
 ) -> Job:
@@ -113,6 +115,7 @@ def run(
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
+    load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
     show_rank: bool = True,
     progress: bool | None = None,
@@ -143,6 +146,10 @@ def run(
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
             with state, for `table.from_parquet`; None: rows end with the servers.
+        load_tables: rows that keyed tables begin with: the folder of an earlier `save_tables`, or a
+            dict of such files by table. They are there before any worker gets the table; with the
+            rule's state, if the file has that of the same rule. The workers' machines must see the
+            files. While one loads, the others wait up to `Deadlines.busy_s`.
         load_state: what the models of `worker.optimizer` start from instead of their own values: a
             state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
             optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
@@ -154,7 +161,8 @@ def run(
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
-        OSError, ParamServeError: `save_tables` cannot be written to, or pyarrow is missing.
+        OSError, ParamServeError: `save_tables` cannot be written to, a file of `load_tables` or
+            `load_state` cannot be read, or pyarrow is missing.
         WorkerFailed: a training function raised, or its process ended.
         ServerGone, CoordinatorGone: that process ended; the values are lost.
         RunTimeout: `timeout_s` was over.
@@ -202,13 +210,14 @@ def _start(given: _Arguments) -> Job:
         check_restart(deadlines)
     seed = given.seed if given.seed is not None else secrets.randbits(SEED_BITS)
     state = pack_state(given.load_state)
+    tables = find_tables(given.load_tables)
     kwargs = given.kwargs if given.kwargs is not None else {}
     threads = given.threads_per_worker
     plan = Plan(
         servers=given.servers,
         workers=workers,
         consistency=told.consistency,
-        worker_payload=_worker_payload(seed, factors, limits, deadlines, state),
+        worker_payload=_worker_payload(seed, factors, limits, deadlines, state, tables),
         worker_code=pack(given.train, given.args, kwargs),
         worker_imports=imports(given.train),
         server_code=told.code,
@@ -220,11 +229,16 @@ def _start(given: _Arguments) -> Job:
         deadlines=deadlines,
         environment={"PYTHONHASHSEED": str(seed & 0xFFFFFFFF)},
     )
-    return Job(plan, engine, seed, check_folder(given.save_tables))
+    return Job(plan, engine, seed, check_folder(given.save_tables), tuple(tables))
 
 
 def _worker_payload(
-    seed: int, factors: Sequence[float], limits: Limits, deadlines: Deadlines, state: bytes
+    seed: int,
+    factors: Sequence[float],
+    limits: Limits,
+    deadlines: Deadlines,
+    state: bytes,
+    tables: dict[str, str],
 ) -> Callable[[int, tuple[str, ...]], bytes]:
     """What tells a worker of a rank its configuration, given where the coordinator listens."""
 
@@ -232,7 +246,7 @@ def _worker_payload(
         # A rank that comes later, by `Job.scale`, was given no weight.
         factor = factors[rank] if rank < len(factors) else 1.0
         given = state if rank == 0 else b""
-        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, given)
+        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, given, tables)
         return msgspec.msgpack.encode(config)
 
     return payload

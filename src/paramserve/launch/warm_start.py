@@ -1,13 +1,15 @@
-"""What a run starts from: values for its models, checked before anything is started."""
+"""What a run starts from: values of models, rows of tables. Checked before anything is started."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import cloudpickle
 
+from paramserve.client.arrow import check_file
 from paramserve.config import FIRST_OPTIMIZER
 from paramserve.launch.result import Result
 
@@ -16,6 +18,9 @@ STATE_BYTES_MAX = (1 << 32) - (1 << 20)
 EXTRA_STATE = "_extra_state"
 """Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
 
+TABLES_SUFFIX = ".parquet"
+
+GivenTables = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 GivenState = Result | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -43,6 +48,46 @@ def pack_state(given: GivenState | None) -> bytes:
             "before worker.optimizer"
         )
     return packed
+
+
+def find_tables(given: GivenTables | None) -> dict[str, str]:
+    """The files that `load_tables=` names, by table, with their whole paths.
+
+    Raises:
+        TypeError: it is neither a folder nor a mapping. ValueError: a folder has no table in it, or
+            a file no rows. OSError: one is missing, or cannot be read. ParamServeError: pyarrow is
+            not installed.
+    """
+    if given is None:
+        return {}
+    files: dict[Any, Any]
+    if isinstance(given, Mapping):
+        files = dict(given)
+    else:
+        folder = _path(given)
+        names = [each for each in sorted(os.listdir(folder)) if each.endswith(TABLES_SUFFIX)]
+        files = {unquote(n.removesuffix(TABLES_SUFFIX)): os.path.join(folder, n) for n in names}
+    if not files:
+        raise ValueError(f"load_tables has no table: no file *{TABLES_SUFFIX} is in {given!r}")
+    found = {_name(name): os.path.abspath(_path(path)) for name, path in files.items()}
+    for path in found.values():
+        check_file(path)
+    return found
+
+
+def _path(given: Any) -> str:
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(
+            "load_tables must be the folder that save_tables= wrote to, or a dict with the path of "
+            f"a file for each table, not {given!r}"
+        )
+    return str(os.fspath(given))
+
+
+def _name(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"load_tables goes by the names of tables, and {given!r} is none")
+    return given
 
 
 def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:

@@ -524,7 +524,7 @@ def from_embedding(
 
     In a run all ranks call this at the same point: rank 0's rows are the table's, the others wait
     for them. They are put once; where the table was taken over before (this is a worker that was
-    started again), it stays as it is.
+    started again), or begins with rows of `load_tables=`, it stays as it is.
 
     Args:
         client: `worker.client`, or one without a rank.
@@ -546,7 +546,8 @@ def from_embedding(
     if client.rank > 0:
         client.directory.await_block({mark: (1,)}, dtype=np.dtype(np.int64), rule=None, group=group)
     elif all(block.group_name != group for block in client.blocks()):
-        _put(table, embedding)
+        if name not in client.load_tables:
+            _put(table, embedding)
         client.define({mark: np.ones(1, np.int64)}, rule=None, group=group)
     if isinstance(embedding, nn.Embedding):
         return Embedding(table, embedding.padding_idx)

@@ -1,4 +1,4 @@
-"""What `load_state=` takes, and how it says what is wrong before anything is started."""
+"""What `load_state=` and `load_tables=` take, and what they refuse before anything is started."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from tests.needs import needs
 
 from paramserve.launch import warm_start
-from paramserve.launch.warm_start import pack_state
+from paramserve.launch.warm_start import find_tables, pack_state
 
 
 def packed(given: Any) -> Any:
@@ -101,3 +102,51 @@ def test_state_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(warm_start, "STATE_BYTES_MAX", 1000)
     with pytest.raises(ValueError, match="load the model in the training function"):
         pack_state({"w": np.ones(1000)})
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def table_file(path: Path, **columns: Any) -> str:
+    pa = needs("pyarrow")
+    found = columns if columns else {"key": [1], "value": [[1.0, 2.0]]}
+    needs("pyarrow.parquet").write_table(pa.table(found), path)
+    return str(path)
+
+
+def test_tables_of_a_folder_go_by_the_names_of_files(tmp_path: Path) -> None:
+    for name in ("users", "a%2Fb", "a%252Fb"):
+        table_file(tmp_path / f"{name}.parquet")
+    (tmp_path / "notes.txt").write_text("")
+    found = find_tables(tmp_path)
+    assert set(found) == {"users", "a/b", "a%2Fb"}
+    assert found["a/b"] == str(tmp_path / "a%2Fb.parquet")
+    assert find_tables({"words": tmp_path / "users.parquet"}) == {
+        "words": str(tmp_path / "users.parquet")
+    }
+    assert find_tables(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (7, TypeError, "load_tables must be the folder"),
+        ({"users": 7}, TypeError, "load_tables must be"),
+        ({7: "users.parquet"}, TypeError, "the names of tables, and 7"),
+        ("missing", FileNotFoundError, "missing"),
+        ({"users": "missing.parquet"}, FileNotFoundError, "missing.parquet"),
+        ("empty", ValueError, r"no table: no file \*.parquet is in 'empty'"),
+        ({}, ValueError, "no table"),
+        ({"users": "text.parquet"}, ValueError, "text.parquet is no Parquet file"),
+        ({"users": "other.parquet"}, ValueError, "no column 'key'; columns: name"),
+    ],
+)
+def test_what_is_no_table_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, error: type[Exception], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.parquet").write_text("key,value\n")
+    table_file(tmp_path / "other.parquet", name=["x"])
+    with pytest.raises(error, match=text):
+        find_tables(given)
