@@ -45,6 +45,15 @@ def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, tabl
         )
 
 
+@pytest.mark.parametrize("seed", [6, 27])
+def test_seeds_where_a_clock_of_the_second_group_was_decided_without_one_who_joins(
+    seed: int,
+) -> None:
+    # On one shard its step was left out of that clock, on the other it was taken for the next one.
+    backup, every = POLICIES["sync-backup"], POLICIES["sync"]
+    replay(seed, consistency=backup, second=every, others=(), restarts=False)
+
+
 def test_seeds_of_a_table_beside_tensors_send_both_in_one_frame() -> None:
     seen: Counter[str] = Counter()
     for seed in range(4):

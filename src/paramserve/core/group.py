@@ -115,7 +115,7 @@ class GroupMachine:
             if session.live and not member:
                 self.hold(session, request)  # until this shard knows that it is a member
                 return None
-            step = structs.replace(step, clock=state.members.clocks.get(rank, state.start))
+            step = structs.replace(step, clock=self._clock_asked(session, step))
             request = request._replace(message=step)
         parts: list[stepping.Part] = []
         wrong: Exception | None = None
@@ -153,6 +153,22 @@ class GroupMachine:
         else:
             answer = self._apply(session, request, parts, epoch, wrong)
         return None if answer is None else self._with_news(session, answer)
+
+    def _clock_asked(self, session: ShardSession, step: Step) -> int:
+        """The clock of a step whose client does not know it: the one at which its rank has joined,
+        or the one after its step before. So it is the same on every shard, also where a clock is
+        decided without the step before it comes to the last one."""
+        members, rank = self.state.members, session.rank
+        by = members.joined.get(rank)
+        if rank not in members.clocks or by is None or by.client != session.client:
+            return members.clocks.get(rank, self.state.start)
+        joined, seq, clock = session.asked.get(self.state.id, (0, 0, 0))
+        if joined != by.seq:
+            clock = by.clock
+        elif seq < step.seq:
+            clock += 1
+        session.asked[self.state.id] = by.seq, step.seq, clock
+        return clock
 
     def _apply(
         self,

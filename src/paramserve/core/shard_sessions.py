@@ -93,6 +93,9 @@ class ShardSession:
         """By group: the number of the newest change of its policy that the client knows of."""
         self.asks_clock: set[int] = set()
         """Groups where the client does not know its clock: the next answer says it."""
+        self.asked: dict[int, tuple[int, int, int]] = {}
+        """By group: with which request it joined there, its last step that did not say its clock,
+        and the clock of that."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self.unread: dict[int, Array | None] = {}
