@@ -72,7 +72,7 @@ UNREGISTERED: dict[str, Any] = {
     "unregistered": (1,),
 }
 LEASES: dict[str, Any] = {"samples": 60, "others": ()}
-RESTS: dict[str, Any] = {"others": (), "evaluates": True, "steps": 40}
+RESTS: dict[str, Any] = {"others": (), "evaluates": True, "steps": 20}
 JOINS = Faults(slow=0.1, join=0.03, leave=0.02)
 DEATHS = Faults(slow=0.2, kill=0.03)
 REPEATS: dict[str, Any] = {
@@ -583,7 +583,6 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (decision_about_members_is_sent_once, Async(), {}),
     (decision_holds_before_its_clock, Sync(reduce="sum"), {}),
     (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),
-    (pull_ends_a_rest, Sync(reduce="sum"), RESTS),
     (pull_ends_a_rest, BoundedStaleness(1), RESTS),
     (retiring_worker_not_waited_for, Sync(reduce="sum"), {"faults": JOINS}),
     (nan_not_seen, Sync(reduce="sum"), {}),

@@ -61,6 +61,8 @@ BATCH = 2
 RESTARTS_MAX = 4
 """New incarnations in one run."""
 RESTART_RATE = 0.7
+EVALUATES_RATE = 0.25
+"""Of runs in which workers that rest evaluate."""
 JOINS_MAX = 3
 """Workers that come because a run is to have more, in one run."""
 CHANGES_MAX = 6
@@ -114,7 +116,7 @@ class SimulatedCluster:
             self.restarts = Random(f"restarts {seed}").random() < 0.5
         self.evaluates = self.scenario.evaluates
         if self.evaluates is None:
-            self.evaluates = Random(f"evaluates {seed}").random() < 0.5
+            self.evaluates = Random(f"evaluates {seed}").random() < EVALUATES_RATE
         faults = self.scenario.faults
         if faults is None:
             faults = Faults.drawn(self.random)
