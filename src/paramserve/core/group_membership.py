@@ -129,7 +129,10 @@ class MembershipAgreement:
             return False
         self._next = None
         joined = {rank: JoinedBy(*by) for rank, *by in message.members}
-        state.members.decided(message.number, joined, state.start)
+        # Members that wait for it may be further here than on the lead, but on no shard further
+        # than its own first step, so it begins where the lead has said.
+        start = state.start if state.collects else 0
+        state.members.decided(message.number, joined, start)
         self._acknowledge()
         return True
 

@@ -160,6 +160,8 @@ class Entered(NamedTuple):
     joins: bool
     then: int | None = None
     """The slowest of the others after the event: it may have let many go on."""
+    told: int | None = None
+    """The clock that another shard has decided for it; None: this one has."""
 
 
 class Switched(NamedTuple):

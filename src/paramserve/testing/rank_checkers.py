@@ -139,8 +139,8 @@ def who_counts(history: History) -> list[str]:
     """Workers that are live count, and who comes begins where the others are.
 
     A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
-    rank that comes to count is not behind the slowest; one that joins a running cluster begins
-    there exactly, or where the shard that decided has let it begin.
+    rank that comes to count is not behind the slowest, or begins where the shard that decided has
+    let it; one that joins a running cluster begins there exactly, or so.
     """
     wrong = []
     for (shard, rank), changes in history.counted.items():
@@ -153,7 +153,8 @@ def who_counts(history: History) -> list[str]:
         latest = max(each.slowest, each.then if each.then is not None else 0) + 1
         others = (e for e in history.entered if e.rank == each.rank and e.order < each.order)
         latest = max([latest, *(other.clock for other in others)])
-        if each.clock < each.slowest or (each.joins and each.clock > latest):
+        least = each.slowest if each.told is None else min(each.slowest, each.told)
+        if each.clock < least or (each.joins and each.clock > latest):
             wrong.append(
                 f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
                 f"slowest worker was at {each.slowest}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
 from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
+from paramserve.core.group_members import Joined
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
@@ -266,6 +267,8 @@ class ShardRecorder:
         """By group and rank, as they were last."""
         self._counting: dict[int, dict[int, int]] = {}
         """By group: the clocks of those who count, as they were last."""
+        self._joined: dict[tuple[int, int], Joined] = {}
+        """By group and rank: how the rank had become a member when it came to count last."""
         self._versions: dict[int, int] = {}
         """By group, as they were last."""
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -363,8 +366,13 @@ class ShardRecorder:
                 others = [clock for each, clock in group.clocks.items() if each != rank]
                 then = min(others, default=None)
                 clock = group.clocks[rank]
-                entered = Entered(self._shard.number, rank, order, clock, slowest, joins, then)
-                history.entered.append(entered)
+                by = group.members.joined[rank]
+                leads = self._shard.groups[group.id].lead is not None
+                told = None if leads or by == self._joined.get((group.id, rank)) else by.clock
+                self._joined[group.id, rank] = by
+                history.entered.append(
+                    Entered(self._shard.number, rank, order, clock, slowest, joins, then, told)
+                )
 
     def _answered(
         self, client: int, answer: Answer, done: Done, order: int, before: dict[int, int]

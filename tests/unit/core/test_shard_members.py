@@ -297,6 +297,19 @@ def test_joiner_in_async_begins_at_the_slowest_clock() -> None:
     assert len(one.step(8, {0: [1.0]}, clock=2).replies) == 2
 
 
+def test_joiner_begins_on_all_shards_where_the_lead_has_said() -> None:
+    """Though the others are further on one of them, behind the step with which it joins."""
+    one = Rig(BoundedStaleness(1), shards=2, workers=1)
+    one.join(FIRST, 0)
+    one.define(FIRST, block_spec((1,), (1,), cuts=(0, 1, 2)))
+    one.join(8, 7)
+    for shard in (0, 1):
+        one.send(8, JoinGroup(0, 0), shard)
+    one.step(FIRST, {1: [1.0]}, shard=1)
+    one.deliver()
+    assert [shard.groups[0].state.clocks[7] for shard in one.shards] == [0, 0]
+
+
 def test_step_of_a_rank_that_has_not_joined_changes_nothing() -> None:
     one = rig(Sync(reduce="sum"))
     for clock in range(3):
