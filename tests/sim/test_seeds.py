@@ -110,6 +110,18 @@ def test_seeds_of_two_groups_that_collect_keep_every_invariant(first: int) -> No
         replay(seed, others=(), second=Sync(reduce="sum"), restarts=False)
 
 
+@pytest.mark.parametrize(
+    ("policy", "second"),
+    [(BoundedStaleness(1), Sync(reduce="sum")), (Sync(reduce="sum"), BoundedStaleness(0))],
+    ids=["bounded first", "bounded second"],
+)
+def test_seeds_of_a_group_that_collects_and_one_with_a_bound_keep_every_invariant(
+    policy: Policy, second: Policy
+) -> None:
+    for seed in range(30):
+        replay(seed, consistency=policy, others=(), second=second, restarts=False)
+
+
 def test_seeds_of_a_group_that_collects_and_one_that_does_not_keep_every_invariant() -> None:
     for seed in range(20):
         replay(seed, others=(), second=Async())

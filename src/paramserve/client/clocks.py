@@ -27,7 +27,7 @@ class ClientClocks:
 
     def __init__(self, terms: GroupTraits) -> None:
         self.clocks: dict[str, int] = {}
-        self.membership = ClientMembership(self.collects_now)
+        self.membership = ClientMembership(self.collects_now, self.waits_now)
         self.missed = 0
         """Clocks that this client had no part in, because the others went on without it."""
         self.retiring = False
@@ -47,9 +47,13 @@ class ClientClocks:
         with self._heard_lock:
             self._asking.setdefault(group, 0)
 
-    def _clock_of_step(self, group: str, tick: bool) -> int:
-        """What a step that is about to be sent says of its clock."""
-        if not tick or group not in self._asking:
+    def _clock_of_step(self, group: str, pushes: bool) -> int:
+        """What a step that is about to be sent says of its clock.
+
+        Args:
+            pushes: whether it is one for members: it pushes, or ends the clock.
+        """
+        if not pushes or group not in self._asking:
             return self.clocks.get(group, 0)
         with self._heard_lock:
             self._asking[group] = self._asking.get(group, 0) + 1
@@ -116,3 +120,7 @@ class ClientClocks:
     def collects_now(self, block: Block) -> bool:
         """Whether the gradients of this client's next step of a block's group are collected."""
         return self.traits_of(block).collects
+
+    def waits_now(self, block: Block) -> bool:
+        """Whether members of a block's group may be waited for, in this client's next step."""
+        return self.traits_of(block).waits

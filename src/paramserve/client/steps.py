@@ -296,6 +296,7 @@ class Steps(ClientClocks):
                 self._take_told_pending()
             if self.membership.any_pending:
                 self._join_before(ordered)
+                ordered = self._entry_first(ordered)
             for each in ordered:
                 ticked = ticked or each.options.tick
             if ticked:
@@ -315,8 +316,8 @@ class Steps(ClientClocks):
             raise
         if len(parts) == 1:
             return [prepared[0].ticket]
-        at = {id(each): number for number, each in enumerate(ordered)}
-        return [prepared[at[id(each)]].ticket for each in parts]
+        by_group = {each.block.group: each.ticket for each in prepared}
+        return [by_group[each.block.group] for each in parts]
 
     def _prepare(self, parts: StepParts, values: list[Slot], marked: bool) -> Prepared:
         """One group's part of a call as it is about to be sent; its ticket is bound to the answers.
@@ -352,7 +353,7 @@ class Steps(ClientClocks):
             pull_parts.append(read.places)
         marks = self.next_mark if marked and tick else None
         mark = marks() if marks is not None else None
-        clock = self._clock_of_step(name, tick)
+        clock = self._clock_of_step(name, tick or push_parts != [])
         if tick and self.membership.any_pending:
             for following in self.membership.following(block):
                 self._ask_clock(following)
@@ -410,6 +411,20 @@ class Steps(ClientClocks):
             error.applied = "no"  # of the call
             raise
 
+    def _entry_first(self, ordered: Sequence[StepParts]) -> Sequence[StepParts]:
+        """The parts of a call in which this rank joins: a group that follows the entry comes after
+        it. Where the others step it before the entry, this step of it is none of their rounds: it
+        ends no clock."""
+        call = [each.block for each in ordered]
+        entered, first, after = False, list[StepParts](), list[StepParts]()
+        for each in ordered:
+            if not entered and self.membership.steps_after(each.block, call):
+                after.append(each._replace(options=each.options._replace(tick=False)))
+            else:
+                first.append(each)
+            entered = entered or bool(self.membership.following(each.block))
+        return [*first, *after]
+
     def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
         """Join a group before the first step there; whether this rank was pending.
 
@@ -436,6 +451,10 @@ class Steps(ClientClocks):
         # A suspension or a join that was interrupted may be unanswered: a shard that hears of this
         # join before it executes that one would never answer it. And the step needs its room.
         self.wait_for(self._exchange.settle, "join", None, limit_s)
+        for each in joining.leaves:
+            self.membership.suspended(each.group_name)
+            self.ask_all("rest", SuspendMembership(0, each.group), limit_s)
+        self.membership.asks(joining)
         message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
         replies = self.ask_all("join", message, limit_s)
         self._join_at(block, max(reply.at for reply in replies))

@@ -49,6 +49,12 @@ class PolicyTraits(NamedTuple):
     policy: Policy | None
     """None: it is one that is known on the servers only."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a worker may wait for members that are slower."""
+        asked = self.policy is None or type(self.policy).on_pull is not Policy.on_pull
+        return self.collects or asked
+
 
 def check_table_policy(name: str, policy: Policy, table: bool) -> None:
     """Refuse a table's policy that would need copies of all that a worker has read.

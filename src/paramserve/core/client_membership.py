@@ -4,9 +4,10 @@ A rank that came later than the others, came back, or has suspended its membersh
 group: no clock waits for it there, and none takes its gradients. Before it steps there it joins
 (`JoinGroup`).
 
-Of several groups whose gradients are collected it joins the one that it steps first, the *entry*.
-The others follow when the entry's first clock with it is decided: then all who step both are at the
-same clock there. Which clock that is, the shards say in the answer to its first step there.
+Of several groups it joins the first one that it steps and whose gradients are collected, the
+*entry*. Those whose members may be waited for follow when the entry's first clock with it is
+decided: then all who step both are at the same clock there. Which clock that is, the shards say in
+the answer to its first step there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Joining(NamedTuple):
     collects: bool
     """Whether the group's gradients are collected, as far as the client knows."""
     others: tuple[Block, ...] = ()
+    leaves: tuple[Block, ...] = ()
+    """Blocks of groups whose membership is suspended before."""
 
 
 class ClientMembership:
@@ -34,18 +37,22 @@ class ClientMembership:
 
     Args:
         collects: whether the gradients of a block's group are collected at this client's clock.
+        waits: whether members of the group may be waited for, as where gradients are collected.
     """
 
-    def __init__(self, collects: Callable[[Block], bool]) -> None:
+    def __init__(self, collects: Callable[[Block], bool], waits: Callable[[Block], bool]) -> None:
         self.any_pending = False
         """Whether a step may have to join first. An attribute: each step asks."""
         self._collects = collects
+        self._waits = waits
         self._pending: dict[str, int] = {}
         """Groups in which it is pending, with the number of the suspension. Suspensions with no
         step in between have one number: they end together."""
         self._suspensions = 0
         self._stepped_since = True
         """Whether a clock was ended since the last suspension."""
+        self._asked = ""
+        """A group that it has asked to join, and does not know the answer: it may be a member."""
         self._entry = ""
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
@@ -82,15 +89,19 @@ class ClientMembership:
         """
         if not self.any_pending:
             return []
-        found, collecting = [], []
+        entry = next((each for each in stepped if self._collects(each)), None)
+        # Where the others are in their round of groups, only an entry shows: the members of those
+        # that have one do not wait for this rank until it has come there.
+        known = {each.group_name: each for each in defined}
+        left = tuple(
+            known[name] for name in known if self._collects(known[name]) and self._may_be_in(name)
+        )
+        found = []
         for each in stepped:
-            if self._collects(each):
-                collecting.append(each)
-            elif self.pending(each.group_name):
-                found.append(Joining(each, False))
-        if collecting:
-            found += self._entering(collecting, defined)
-        return found
+            waits = self._waits(each)
+            if self.pending(each.group_name) and not (waits and entry is not None):
+                found.append(Joining(each, False, leaves=left if waits else ()))
+        return found if entry is None else found + self._entering(entry, stepped, known.values())
 
     def ahead(self, block: Block, defined: Iterable[Block]) -> list[Joining]:
         """What to send so that the rank is a member of a group before it steps it; nothing if the
@@ -101,28 +112,38 @@ class ClientMembership:
         if name not in self._pending:
             return []
         known = list(defined)
-        entry = [each for each in known if each.group_name == self._entry]
-        return self._entering([*entry[:1], block], known)
+        entry = next((each for each in known if each.group_name == self._entry), block)
+        return self._entering(entry, [block], known)
 
-    def _entering(self, collecting: Sequence[Block], defined: Iterable[Block]) -> list[Joining]:
-        first = collecting[0].group_name
-        numbers = {self._pending.get(each.group_name) for each in collecting}
+    def _entering(
+        self, entry: Block, stepped: Sequence[Block], defined: Iterable[Block]
+    ) -> list[Joining]:
+        """What to send before a call that steps these groups, of which `entry` is the entry."""
+        first = entry.group_name
+        numbers = {self._pending.get(each.group_name) for each in (entry, *stepped)}
         restarts = first in self._pending or (self._entry and first != self._entry)
         others: dict[str, Block] = {}
-        for each in (*collecting, *defined):
+        for each in (*stepped, *defined):
             name = each.group_name
-            if name == first or name in others or not self._collects(each):
+            if name == first or name in others or not self._waits(each):
                 continue
-            known = each in collecting or self._pending.get(name) in (LATE, *numbers)
+            known = each in stepped or self._pending.get(name) in (LATE, *numbers)
             follows = name in self._behind or (known and name in self._pending)
             # Who begins at the first group cannot be waited for in another one meanwhile.
-            leaves = restarts and name not in self._pending
+            leaves = restarts and self._may_be_in(name)
             if follows or leaves:
                 others[name] = each
         new = any(name in self._pending for name in others)
         if not (restarts or new):
             return []
-        return [Joining(collecting[0], True, tuple(others.values()))]
+        return [Joining(entry, True, tuple(others.values()))]
+
+    def _may_be_in(self, name: str) -> bool:
+        return name == self._asked or not self.pending(name)
+
+    def asks(self, joining: Joining) -> None:
+        """A request to join is about to be sent: it may be interrupted before it is answered."""
+        self._asked = joining.block.group_name
 
     def joined(self, joining: Joining) -> None:
         """The shards know of this one. If they have said meanwhile that the group collects, the
@@ -138,6 +159,7 @@ class ClientMembership:
             entry = self._entry if behind else ""
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
+        self._asked = ""
         # In one line: an interrupt finds all of it, or nothing.
         self._pending, self._behind, self._entry = pending, behind, entry
         self.any_pending = bool(pending or behind)
@@ -146,6 +168,11 @@ class ClientMembership:
         """The groups that follow a step which ends a clock of a block's group: what is sent there
         after it finds the rank a member, at a clock that the shards say."""
         return tuple(self._behind) if block.group_name == self._entry else ()
+
+    def steps_after(self, block: Block, call: Sequence[Block]) -> bool:
+        """Whether a group that follows is stepped after the entry of a call, wherever it stands."""
+        name = block.group_name
+        return name in self._behind and any(each.group_name == self._entry for each in call)
 
     def stepped(self, block: Block) -> None:
         """A step that ends a clock of a block's group is on its way."""

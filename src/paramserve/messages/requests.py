@@ -117,7 +117,7 @@ class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
     rank's clock: where gradients are collected the same on all shards, else the largest counts.
     A repeated request of a member changes nothing but `others`.
 
-    `others`: groups whose gradients are collected, which the rank steps after this one. It is a
+    `others`: groups whose members may be waited for, which the rank steps after this one. It is a
     member of those when this group's first clock that has it is decided, from the clocks on that
     are under way there then; until then it is suspended in them. So it begins where the others are
     in their round of groups, and no group's members wait for it while it waits in another one.

@@ -20,7 +20,14 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenced
-from paramserve.messages import CURRENT_CLOCK, Define, JoinGroup, ShardRequest, Step
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Define,
+    JoinGroup,
+    ShardRequest,
+    Step,
+    SuspendMembership,
+)
 from paramserve.testing.counting import Pushed
 from paramserve.testing.history import Call, Part
 from paramserve.testing.process import ClientProcess
@@ -227,6 +234,10 @@ class SimulatedClient(ClientProcess):
                 if each.group in step.others:
                     self.cluster.histories[each.group_name].rests(self.rank, True)
                     self.follows.add(each.group_name)
+        if isinstance(step, SuspendMembership):
+            for each in self.blocks.values():
+                if each.group == step.group:
+                    self.cluster.histories[each.group_name].rests(self.rank, True)
         if not isinstance(step, Step):
             return requests
         group = next(e.group_name for e in self.blocks.values() if e.group == step.group)
@@ -312,8 +323,8 @@ class SimulatedClient(ClientProcess):
     def suspend(self, *groups: str) -> None:
         """No clock is to wait for this worker until it joins again, in the first group or these."""
         for group in groups or (self.block.group_name,):
-            self.cluster.histories[group].rests(self.rank, True)
-            self.make(partial(self.steps.suspend, self.block_of(group), None))
+            if self.alive:
+                self.make(partial(self.steps.suspend, self.block_of(group), None))
         self.member_told()
         self.script()
 

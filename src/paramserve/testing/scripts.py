@@ -235,7 +235,9 @@ class GroupsWorker(SimulatedWorker):
 
     After each step of the first group comes one of the second: all workers step them in this order.
     It steps both before one rests again: what was suspended with no step in between is joined
-    together, so that a step of one group alone would make it a member of both.
+    together, so that a step of one group alone would make it a member of both. Until then it reads
+    with each step: else it would get ahead in one group of workers that it waits for later, and
+    which wait for it in the other one.
     """
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
@@ -283,7 +285,7 @@ class GroupsWorker(SimulatedWorker):
     def _step(self, *groups: str) -> bool:
         own = [each for each in self.every if each.group_name in groups]
         draw = self.cluster.random.random
-        pull, skip = own if draw() < 0.7 else [], draw() < 0.05
+        pull, skip = own if draw() < 0.7 or self._rested else [], draw() < 0.05
         if self.rank % 2:  # the client has to send them in one order
             groups = groups[::-1]
         return self.step(own, pull, tick=True, skip=skip, groups=groups, then=self.answered)

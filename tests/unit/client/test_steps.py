@@ -14,7 +14,7 @@ from paramserve.client.step_parts import BlockPush, Staged, StepOptions, StepPar
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
@@ -400,13 +400,13 @@ JOIN, STEP = "join", "step"
 
 
 class Joined(Memory):
-    """Both shards answer a request to join at once, with these clocks; None: they do not."""
+    """Both shards answer requests about members at once, with these clocks; None: they do not."""
 
     clocks: tuple[int, int] | None = (0, 0)
 
     def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
         super().submit(requests, operation, numbered)
-        if self.clocks is not None and isinstance(requests[0], JoinGroup):
+        if self.clocks is not None and isinstance(requests[0], JoinGroup | SuspendMembership):
             for shard, clock in enumerate(self.clocks):
                 operation.answered(shard, Done(0, at=clock))
 
@@ -502,6 +502,24 @@ def test_groups_that_do_not_collect_are_joined_before_the_one_whose_clock_the_ot
     steps = [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK), (STEP, FREE.group, 0)]
     assert one.said() == joins + steps
     assert one.pending() == []
+
+
+def test_group_whose_members_wait_comes_after_the_entry_and_its_first_step_ends_no_clock() -> None:
+    one = Joiner(A, BB)
+    one.terms.changed(GroupPolicy(A.group, 2, 0, spec(BoundedStaleness(1))))
+    one.step(A, BB)
+    assert one.said() == [(JOIN, 2, (1,)), (STEP, 2, 0), (STEP, 1, CURRENT_CLOCK)]
+    assert [one.sent(which)[0].tick for which in (1, 2)] == [True, False]
+
+
+def test_groups_that_a_joining_rank_leaves_are_suspended_first() -> None:
+    one = Joiner(A, BB)
+    one.terms.changed(GroupPolicy(A.group, 2, 0, spec(BoundedStaleness(1))))
+    one.steps.enter_ahead(BB, 1.0)
+    one.step(A)
+    kinds = [type(first).__name__ for (first, _), _ in one.memory.sent]
+    assert kinds == ["JoinGroup", "SuspendMembership", "JoinGroup", "Step"]
+    assert one.pending() == [BB]
 
 
 def test_steps_of_a_group_that_follows_ask_for_their_clock_until_the_last_answer() -> None:

@@ -17,12 +17,22 @@ Sent = list[tuple[Block, Sequence[Block]]]
 
 
 class Known:
-    """A client that knows these groups; `plain` are those that do not collect."""
+    """A client that knows these groups.
 
-    def __init__(self, *groups: Block, plain: Sequence[Block] = ()) -> None:
+    Args:
+        plain: those that do not collect, and where no member waits for another.
+        bounded: those that do not collect, and where members wait for slow ones.
+    """
+
+    def __init__(
+        self, *groups: Block, plain: Sequence[Block] = (), bounded: Sequence[Block] = ()
+    ) -> None:
         self.groups = groups
         self.plain = list(plain)
-        self.membership = ClientMembership(lambda block: block not in self.plain)
+        self.membership = ClientMembership(
+            lambda block: block not in (*self.plain, *bounded),
+            lambda block: block not in self.plain,
+        )
 
     def sends(self, *stepped: Block) -> Sent:
         """What it sends before a call, which the shards then know."""
@@ -85,6 +95,57 @@ def test_group_that_the_call_does_not_step_stays_pending_where_it_does_not_colle
     one.late(A, B)
     assert one.sends(B) == [(B, ())]
     assert one.pending() == [A]
+
+
+def test_group_whose_members_wait_is_left_while_the_rank_joins_a_later_one() -> None:
+    """Else its members wait for a step that comes after that of the second group."""
+    one = Known(A, B, bounded=[A])
+    one.late(A, B)
+    assert one.sends(A) == [(A, ())]
+    one.steps(A)
+    assert one.sends(B) == [(B, (A,))]
+    assert one.pending() == [A]
+    assert one.steps(B) == ["group 0"]
+    assert (one.sends(A), one.pending()) == ([], [])
+
+
+def test_group_whose_members_wait_follows_an_entry_that_comes_before_it() -> None:
+    one = Known(A, B, C, bounded=[B], plain=[C])
+    one.late(A, B, C)
+    assert one.sends(A, B, C) == [(C, ()), (A, (B,))]
+    assert one.steps(A, B, C) == ["group 1"]
+
+
+def test_group_whose_members_wait_follows_an_entry_that_comes_after_it_in_the_call() -> None:
+    one = Known(A, B, bounded=[A])
+    one.late(A, B)
+    assert one.sends_ahead(B) == [(B, (A,))]
+    assert one.sends(A, B) == []
+    assert one.membership.steps_after(A, [A, B])
+    assert not one.membership.steps_after(A, [A])
+
+
+def test_member_that_joins_a_group_whose_members_wait_leaves_the_groups_that_collect() -> None:
+    """Else their members wait for it, and it for them, where they are in the new group already."""
+    one = Known(A, B, C, bounded=[A])
+    one.suspends(A)
+    (joining,) = one.membership.before([A], one.groups)
+    assert joining.leaves == (B, C)
+    one.suspends(*joining.leaves)  # as the client does
+    one.membership.joined(joining)
+    one.steps(A)
+    assert one.sends(B) == [(B, (A, C))]
+
+
+def test_group_that_may_have_been_joined_is_left() -> None:
+    """The answer to the request was not read."""
+    one = Known(A, B)
+    one.suspends(A)
+    one.steps(B)
+    one.suspends(B)
+    (joining,) = one.membership.before([A], one.groups)
+    one.membership.asks(joining)
+    assert one.sends(B) == [(B, (A,))]
 
 
 def test_member_of_the_first_group_names_the_others_without_leaving_it() -> None:
