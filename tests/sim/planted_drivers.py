@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.sim.planted import STRAGGLER, Plant
 
+from paramserve.client.exchange import Exchange
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.coordinator import CoordinatorRole
@@ -19,7 +20,7 @@ from paramserve.core.group import GroupMachine
 from paramserve.messages import Hello, Leave, Members, Ok, encode
 from paramserve.server import ServerRole
 from paramserve.testing import Faults, SimulatedCluster, simulated, slow, stop
-from paramserve.transport.connection import Connection
+from paramserve.transport.connection import Connection, StreamConnection
 from paramserve.transport.peers import PeerLinks, _Peer
 
 STALLS = Faults(slow=0.1, stall=0.03, kill=0.02)
@@ -185,6 +186,39 @@ def coordinator_ticks_once(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClu
     monkeypatch.setattr(CoordinatorRole, "_tick", once)
     return SimulatedCluster
 
+
+# --- clients that read slowly ---------------------------------------------------------------------
+
+
+def slow_reader_read_no_more(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A server that has paused with a client goes on with it never."""
+    monkeypatch.setattr(StreamConnection, "_resume", lambda self: None)
+    return SimulatedCluster
+
+
+def frames_before_the_pause_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What had been read from a client when its server paused waits until more comes."""
+
+    def resume(self: StreamConnection) -> None:
+        if not self._closed and self._paused and not self._is_full():
+            self._paused = False
+            self._loop.add_reader(self._fd, self._readable)
+
+    monkeypatch.setattr(StreamConnection, "_resume", resume)
+    return SimulatedCluster
+
+
+def answers_not_read_while_sending(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A client whose server takes nothing reads nothing either."""
+    monkeypatch.setattr(Exchange, "_read_while_blocked", lambda self, shard: None)
+    return SimulatedCluster
+
+
+SLOW_READERS: tuple[Plant, ...] = (
+    slow_reader_read_no_more,
+    frames_before_the_pause_forgotten,
+    answers_not_read_while_sending,
+)
 
 CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (

@@ -1,5 +1,5 @@
 """As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`; with `SOAK=--tables`
-the clients train a keyed table.
+the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors.
 
 It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
 that seed again.
@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import NamedTuple
 
 from tests.sim.policies import POLICIES, TABLE_POLICIES
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
+from paramserve.testing.mixed import SimulatedMixed
 from paramserve.testing.row_counting import SimulatedTables
 
 CHUNK = 20
@@ -24,21 +26,43 @@ CHUNK = 20
 TOLD_S = 5.0
 """How often it says how far it is."""
 
-Chunk = tuple[bool, str, str, int, int, int, int]
-"""Whether with a table, policy, that of a second group (empty: there is none), servers, workers,
-first seed, and the one behind the last."""
+
+class Chunk(NamedTuple):
+    """Seeds that a process takes at a time."""
+
+    tables: bool
+    slow_readers: bool
+    policy: str
+    second: str
+    """Policy of a second group; empty: there is none."""
+    servers: int
+    workers: int
+    first: int
+    stop: int
+    """The seed behind the last."""
+
+
+def kind_of(tables: bool, second: str) -> type[SimulatedCluster]:
+    """What is simulated: with a second group, the table is that."""
+    if not tables:
+        return SimulatedCluster
+    return SimulatedMixed if second else SimulatedTables
 
 
 def run(chunk: Chunk) -> tuple[int, int, str]:
     """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
-    tables, name, second, servers, workers, first, stop = chunk
-    policy = TABLE_POLICIES[name] if tables else POLICIES[name]
-    kind = SimulatedTables if tables else SimulatedCluster
+    kind, name, first = kind_of(chunk.tables, chunk.second), chunk.policy, chunk.first
     events = 0
-    for seed in range(first, stop):
-        scenario = Scenario(servers=servers, workers=workers, consistency=policy)
-        if second:
-            scenario = replace(scenario, second=POLICIES[second], others=(), restarts=False)
+    for seed in range(first, chunk.stop):
+        scenario = Scenario(
+            servers=chunk.servers,
+            workers=chunk.workers,
+            consistency=POLICIES[name],
+            slow_readers=chunk.slow_readers,
+        )
+        if chunk.second:
+            second = POLICIES[chunk.second]
+            scenario = replace(scenario, second=second, others=(), restarts=False)
         cluster = kind(seed, scenario)
         try:
             cluster.run()
@@ -49,7 +73,7 @@ def run(chunk: Chunk) -> tuple[int, int, str]:
             again = cluster.again
             return seed - first + 1, events, f"{name}: {again}\n  {type(error).__name__}: {error}"
         events += cluster.clock.events
-    return stop - first, events, ""
+    return chunk.stop - first, events, ""
 
 
 def chunks(
@@ -60,11 +84,12 @@ def chunks(
     workers: int = 3,
     tables: bool = False,
     second: str = "",
+    slow: bool = False,
 ) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
     return [
-        (tables, name, second, servers, workers, low, min(low + CHUNK, first + each))
+        Chunk(tables, slow, name, second, servers, workers, low, min(low + CHUNK, first + each))
         for low in range(first, first + each, CHUNK)
         for name in policies
     ]
@@ -77,16 +102,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
     parser.add_argument("--second", choices=sorted(POLICIES), default="", help="a second group's")
     parser.add_argument("--tables", action="store_true", help="train a keyed table")
+    parser.add_argument("--slow-readers", action="store_true", help="clients read slowly")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(argv)
     if given.seeds < 1 or given.first < 0:
         parser.error("--seeds is at least 1, --first at least 0")
-    names = [given.policy] if given.policy else list(TABLE_POLICIES if given.tables else POLICIES)
-    if given.tables and names[0] not in TABLE_POLICIES:
-        parser.error(f"--policy of tables is one of {', '.join(TABLE_POLICIES)}")
-    shape = given.servers, given.workers, given.tables, given.second
+    only = given.tables and not given.second
+    names = [given.policy] if given.policy else list(TABLE_POLICIES if only else POLICIES)
+    table = names[0] if only else given.second
+    if given.tables and table not in TABLE_POLICIES:
+        parser.error(f"a table's policy is one of {', '.join(TABLE_POLICIES)}")
+    shape = given.servers, given.workers, given.tables, given.second, given.slow_readers
     work = chunks(names, given.first, given.seeds, *shape)
     began = told = time.monotonic()
     seeds = events = 0

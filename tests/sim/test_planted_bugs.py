@@ -135,6 +135,15 @@ def test_without_the_planted_bug_of_a_driver_its_scenario_passes(
     assert first_violation(SimulatedCluster, policy, 10, **options) is None
 
 
+@pytest.mark.parametrize("plant", planted_drivers.SLOW_READERS, ids=lambda plant: plant.__name__)
+def test_planted_bug_with_slow_readers_is_found(
+    plant: planted.Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"slow_readers": True, "outstanding": 4, "links": "tcp"}
+    found = first_violation(plant(monkeypatch), Async(), **options)
+    assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
+
+
 def test_policy_that_never_admits_is_found_in_the_liveness_phase() -> None:
     cluster = SimulatedCluster(0, Scenario(consistency=planted.NobodyReads(), faults=Faults()))
     cluster.run()

@@ -122,6 +122,12 @@ def test_seeds_of_a_group_that_collects_and_one_with_a_bound_keep_every_invarian
         replay(seed, consistency=policy, others=(), second=second, restarts=False)
 
 
+@pytest.mark.parametrize("policy", ["sync", "sync-backup", "async", "bounded-1"])
+def test_seeds_of_slow_readers_keep_every_invariant(policy: str) -> None:
+    for seed in range(6):
+        replay(seed, consistency=POLICIES[policy], slow_readers=True, outstanding=4)
+
+
 def test_seeds_of_a_group_that_collects_and_one_that_does_not_keep_every_invariant() -> None:
     for seed in range(20):
         replay(seed, others=(), second=Async())

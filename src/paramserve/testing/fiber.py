@@ -51,6 +51,10 @@ class Fiber:
         self._clock.at(time_s, self._resume, self._turn)
         self._hub.switch()
 
+    def wait(self, seconds: float) -> None:
+        """As `wait_until`, for a time."""
+        self.wait_until(self._clock.now + seconds)
+
     def wake(self) -> None:
         """End its wait now, or when it stands still no more."""
         self._clock.at(self._clock.now, self._resume, self._turn)

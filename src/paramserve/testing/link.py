@@ -12,12 +12,15 @@ from paramserve.core.replies import gathered
 from paramserve.core.table.parts import padded
 from paramserve.errors import ClientClosed
 from paramserve.messages import Hello, Refused, Welcome, decoder, encode
-from paramserve.testing.network import NEAR, Bytes, Frame, Stream
+from paramserve.testing.network import FAR, NEAR, Bytes, Frame, Stream
 from paramserve.transport.arena import Arena
 from paramserve.transport.hello import check_answer
 
 if TYPE_CHECKING:
     from paramserve.testing.fiber import Fiber
+
+LOOK_S = 1e-3
+"""How often a send that waits looks whether the server takes it."""
 
 _is_answer = decoder(Welcome | Refused).decode
 
@@ -61,6 +64,7 @@ class VirtualLink:
             return
         if _is_welcome(frame.header):
             if self._welcomed:
+                self.stream.taken(FAR)
                 return
             self._welcomed = True
         self._frames.append(frame)
@@ -96,11 +100,20 @@ class VirtualLink:
 
     def send(self, header: bytes, payload: Sequence[Bytes] = ()) -> None:
         self._check()
+        self._wait_to_send()
         if self._ended:
             raise ConnectionResetError("the peer closed the connection")
         joined = gathered(list(payload)) if payload else None
         self.stream.send(NEAR, Frame(header, joined))
         self._sent(self)
+
+    def _wait_to_send(self) -> None:
+        """Wait while the server takes nothing, and read meanwhile what it sends."""
+        while self.stream.full(NEAR) and not self._ended:
+            if self._frames and self.while_blocked is not None:
+                self.while_blocked()
+            self._fiber.wait(LOOK_S)
+            self._check()
 
     def offer(self, header: bytes) -> bool:
         self._check()
@@ -114,6 +127,7 @@ class VirtualLink:
             raise RuntimeError("read or skip the payload before the next receive")
         if self._frames:
             frame = self._frames.popleft()
+            self.stream.taken(FAR)
             self._payload = frame.payload
             self.payload_bytes = 0 if frame.payload is None else frame.payload.size
             return frame.header

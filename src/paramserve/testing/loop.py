@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from paramserve.virtual import VirtualClock
 
@@ -14,7 +14,17 @@ Callback = Callable[[], object]
 TURN_S = 100e-6
 """One turn of the loop takes this long: time goes on also where a process polls."""
 LOOK_S = 1e-2
-"""A descriptor with a writer is writable after this."""
+"""A descriptor with a writer is writable after this, if no file says when."""
+
+
+class File(Protocol):
+    """What is behind a descriptor, and says when it can be used."""
+
+    @property
+    def readable(self) -> bool: ...
+
+    @property
+    def writable(self) -> bool: ...
 
 
 class VirtualHandle:
@@ -72,6 +82,9 @@ class VirtualLoop:
         self._readers: dict[int, Callback] = {}
         self._readable: set[int] = set()
         self._writers: dict[int, Callback] = {}
+        self._writing: set[int] = set()
+        self.files: dict[int, File] = {}
+        """By descriptor, those that are known."""
 
     # --- what a driver uses -------------------------------------------------------------
 
@@ -99,24 +112,30 @@ class VirtualLoop:
 
     def add_reader(self, fd: int, callback: Callback, /) -> None:
         self._readers[fd] = callback
+        self._read_on(fd)
 
     def remove_reader(self, fd: int, /) -> None:
         self._readers.pop(fd, None)
 
     def add_writer(self, fd: int, callback: Callback, /) -> None:
-        if fd not in self._writers:
-            self.call_later(LOOK_S, partial(self._write, fd))
         self._writers[fd] = callback
+        self._write_on(fd)
 
     def remove_writer(self, fd: int, /) -> None:
         self._writers.pop(fd, None)
 
     def _write(self, fd: int) -> None:
-        """Call a writer, and again until it is removed."""
+        self._writing.discard(fd)
         if fd in self._writers:
             self._writers[fd]()
-        if fd in self._writers:
-            self.call_later(LOOK_S, partial(self._write, fd))
+        self._write_on(fd)
+
+    def _write_on(self, fd: int) -> None:
+        """Call a writer, and again until it is removed, while its descriptor is writable."""
+        file = self.files.get(fd)
+        if fd in self._writers and fd not in self._writing and (file is None or file.writable):
+            self._writing.add(fd)
+            self.call_later(LOOK_S if file is None else TURN_S, partial(self._write, fd))
 
     # --- what the simulator uses --------------------------------------------------------
 
@@ -130,6 +149,17 @@ class VirtualLoop:
         self._readable.discard(fd)
         if fd in self._readers:
             self._readers[fd]()
+        self._read_on(fd)
+
+    def _read_on(self, fd: int) -> None:
+        """Call a reader again while its file is readable."""
+        if fd in self.files and fd in self._readers and self.files[fd].readable:
+            self.readable(fd)
+
+    def changed(self, fd: int) -> None:
+        """A file may be readable or writable now."""
+        self._read_on(fd)
+        self._write_on(fd)
 
     def freeze(self, seconds: float) -> None:
         """Let the process stand still: what happens to it meanwhile, it finds when it goes on."""

@@ -147,6 +147,11 @@ class ClientProcess(ABC):
         """Whether the next call must wait for an answer."""
         return any(shard.session.full for shard in self.exchange.shards)
 
+    @property
+    def computes(self) -> bool:
+        """Whether it reads nothing that comes until it has something to do."""
+        return False
+
     # --- life ---------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -209,6 +214,8 @@ class ClientProcess(ABC):
                 raise lost
             if lost is not None:
                 self._fence(lost.failed)
+            elif self.alive and self.computes:
+                self._fiber.wait(LOOK_S)
             elif self.alive:
                 self.exchange.read_until(self._has_something_to_do, self.cluster.clock.now + LOOK_S)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
 from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
-from paramserve.core.group_members import Joined
+from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
@@ -267,7 +267,7 @@ class ShardRecorder:
         """By group and rank, as they were last."""
         self._counting: dict[int, dict[int, int]] = {}
         """By group: the clocks of those who count, as they were last."""
-        self._joined: dict[tuple[int, int], Joined] = {}
+        self._joined: dict[tuple[int, int], JoinedBy] = {}
         """By group and rank: how the rank had become a member when it came to count last."""
         self._versions: dict[int, int] = {}
         """By group, as they were last."""

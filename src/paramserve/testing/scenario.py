@@ -30,6 +30,8 @@ class Scenario:
             or not at all. None: drawn from the seed.
         evaluates: whether a worker that rests computes for seconds and reads now and then before it
             goes on, as one that evaluates; None: drawn from the seed.
+        slow_readers: whether clients read nothing while they compute, connections hold few frames,
+            and servers keep little of what is unread before they take no more of a client.
         faults: None: drawn from the seed.
         script: faults that happen besides, as `kill(worker=1, clock=7)`.
         others: what the policy may be changed to while running, if the faults have changes.
@@ -47,6 +49,7 @@ class Scenario:
     links: Literal["mixed", "shared", "tcp"] = "mixed"
     restarts: bool | None = None
     evaluates: bool | None = None
+    slow_readers: bool = False
     faults: Faults | None = None
     script: tuple[ScriptedFault, ...] = ()
     others: tuple[Policy, ...] = OTHERS

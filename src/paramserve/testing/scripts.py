@@ -37,6 +37,8 @@ LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
 PAUSE_S = 0.002
 """A client computes for up to this between two calls."""
+LONG_PAUSE_S = 0.01
+"""The same for one that does not read meanwhile: answers come sooner than this."""
 EVALUATIONS = 6
 """Reads of a worker that evaluates while it rests."""
 EVALUATES_S = 2.0
@@ -63,6 +65,10 @@ class ScriptedClient(SimulatedClient):
         """All blocks, or what else is pushed to and read."""
         return list(self.blocks.values())
 
+    @property
+    def computes(self) -> bool:
+        return self._thinking and self.cluster.scenario.slow_readers
+
     def script(self) -> None:
         if self._undefined:
             self._place()
@@ -72,7 +78,8 @@ class ScriptedClient(SimulatedClient):
 
     def pause_s(self) -> float:
         """How long it computes until its next call."""
-        return self.cluster.random.random() * PAUSE_S * self.cluster.slowness(self.rank)
+        longest_s = LONG_PAUSE_S if self.cluster.scenario.slow_readers else PAUSE_S
+        return self.cluster.random.random() * longest_s * self.cluster.slowness(self.rank)
 
     def _go_on(self) -> None:
         self._thinking = False

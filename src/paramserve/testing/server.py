@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paramserve.config import Limits
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.shard import Shard
 from paramserve.errors import ConnectTimeout
@@ -14,6 +15,7 @@ from paramserve.testing.loop import VirtualLoop
 from paramserve.testing.nemesis import COORDINATOR, shard_place
 from paramserve.testing.network import NEAR, Bytes, Frame, Stream, peer_rates
 from paramserve.testing.process import ClientProcess
+from paramserve.testing.sockets import SocketListener
 from paramserve.testing.streams import VirtualControl, VirtualLink, VirtualListener
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ KERNELS_RATE = 0.5
 """Of definitions that wait for a kernel."""
 UNREACHED_RATE = 0.5
 """Of attempts to connect over a way that is cut: those that fail."""
+HOLDS = 1
+"""Frames that a connection to a slow reader holds in each direction."""
+SLOW_LIMITS = Limits(send_buffer_bytes_max=16 << 10)
+"""Of connections to slow readers: less than the values of one block that is on all shards."""
 
 
 class SimulatedServer:
@@ -49,7 +55,13 @@ class SimulatedServer:
             self._dial,
             needed=self._needed,
         )
-        self._listener = VirtualListener(place, self.role, self.loop)
+        self._listener = self._new_listener(place)
+
+    def _new_listener(self, place: str) -> VirtualListener | SocketListener:
+        if not self.cluster.scenario.slow_readers:
+            return VirtualListener(place, self.role, self.loop)
+        random = self.cluster.network.random
+        return SocketListener(place, self.role, self.loop, SLOW_LIMITS, random)
 
     @property
     def shard(self) -> Shard:
@@ -64,6 +76,8 @@ class SimulatedServer:
         """
         name = f"writer {client.writer} - shard {self.number}"
         stream = self.cluster.network.open(client, self._listener, name)
+        if self.cluster.scenario.slow_readers:
+            stream.holds = HOLDS
         if arenas:
             self._listener.accept(stream, kind="unix", arenas=arenas)
         else:
