@@ -1,19 +1,26 @@
-"""Write docs/api.md: every public name with the summary of its docstring, and all settings.
+"""Write docs/api.md and docs/reference.md from the docstrings of the public names.
 
-Run `python docs/write_api.py` after adding a name or changing a summary; tests/api/test_docs.py
-compares the page with what this writes.
+api.md is the index: every public name with the summary of its docstring, and all settings.
+reference.md has all of each docstring: signature, arguments, results, errors, and the methods of
+the objects that users are given. Run `python docs/write_api.py` after a change of a public
+docstring; tests/api/test_docs.py compares the pages with what this writes.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import paramserve
-from paramserve import config, pytorch
+from paramserve import config, errors, observe, pytorch
 
 PAGE = Path(__file__).with_name("api.md")
+REFERENCE = Path(__file__).with_name("reference.md")
 HEADINGS = {
     "launch": "Runs, clusters, servers",
     "worker": "In the training function",
@@ -24,27 +31,80 @@ HEADINGS = {
     "consistency": "Consistency policies",
     "rules": "Update rules",
     "engine": "Engines",
+    "observe": "Watching a run",
     "config": "Settings",
     "errors": "Errors",
 }
 """By the part of paramserve that defines a name."""
+WITH_MEMBERS = {"launch", "worker", "client", "pytorch", "observe"}
+"""Parts whose classes are shown with their methods: users are given such objects."""
+GIVEN = {"Job", "Result", "Snapshot", "Worker", "Client", "Ticket", "Table", "Handle", "Progress"}
+"""Classes whose objects users are given and do not make: without the arguments of their making."""
+OF_OTHER_PARTS = {
+    "Worker": {
+        "batches_per_step",
+        "draws",
+        "go_on_drawing",
+        "new_loader_name",
+        "step_samples",
+        "steps_before",
+        "tell_extra_state",
+    },
+    "Handle": {"of", "encode", "decode"},
+    "Table": {"checked"},
+}
+"""Members that are for other parts of the package only."""
+TO_DERIVE_FROM = {"Policy", "CustomRule"}
+"""Classes of other parts that are, because users write the methods."""
 INTRODUCTION = """\
 # API reference
 
-Every public name of `import paramserve as ps`, with the summary of its docstring. `help(ps.run)`
-prints the rest: arguments, promises and errors. The main methods are in the
-[user guide](guide.md#objects).
+Every public name of `import paramserve as ps`, with the summary of its docstring. The name leads to
+the whole of it: signature, arguments, promises and errors, as `help(ps.run)` prints them. The main
+methods are in the [user guide](guide.md#objects).
 """
+REFERENCE_INTRODUCTION = """\
+# Reference
+
+Written from the docstrings by `python docs/write_api.py`. The [index](api.md) has one line for each
+name.
+"""
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example", "Source")
+LINE = 96
+"""Characters of a signature on one line."""
+
+
+class Name(NamedTuple):
+    """A public name: as it is written, what it is, and the part that defines it."""
+
+    written: str
+    thing: Any
+    part: str
+
+
+def public_names() -> list[Name]:
+    """All of them, by part."""
+    found = []
+    for module, prefix in ((paramserve, "ps"), (pytorch, "ps.pytorch"), (observe, "observe")):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            defined_in = thing.__name__ if inspect.ismodule(thing) else thing.__module__
+            found.append(Name(f"{prefix}.{name}", thing, defined_in.split(".")[1]))
+    found += [
+        Name(f"ps.errors.{name}", kind, "errors")
+        for name, kind in errors.KINDS.items()
+        if name not in paramserve.__all__
+    ]
+    order = list(HEADINGS)
+    return sorted(found, key=lambda each: order.index(each.part))
 
 
 def page() -> str:
     """The text of docs/api.md."""
     rows: dict[str, list[str]] = {part: [] for part in HEADINGS}
-    for module, prefix in ((paramserve, "ps"), (pytorch, "ps.pytorch")):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            defined_in = thing.__name__ if inspect.ismodule(thing) else thing.__module__
-            rows[defined_in.split(".")[1]].append(f"| `{prefix}.{name}` | {_summary(thing)} |")
+    for name in public_names():
+        link = f"[`{name.written}`](reference.md#{anchor(name.written)})"
+        rows[name.part].append(f"| {link} | {_summary(name.thing)} |")
     lines = [INTRODUCTION]
     for part, heading in HEADINGS.items():
         lines += [f"## {heading}", "", "| name | is |", "|---|---|", *rows[part], ""]
@@ -52,6 +112,172 @@ def page() -> str:
         lines += [f"## {heading}", "", f"{_summary(settings)} Fields of `ps.{heading}`.", ""]
         lines += ["| field | default | is |", "|---|---|---|", *_fields(settings), ""]
     return "\n".join(lines)
+
+
+def reference() -> str:
+    """The text of docs/reference.md."""
+    lines, part = [REFERENCE_INTRODUCTION], ""
+    for name in public_names():
+        if inspect.ismodule(name.thing):
+            lines += [f"### `{name.written}`", "", _summary(name.thing), ""]
+            continue
+        if name.part != part:
+            part = name.part
+            lines += [f"## {HEADINGS[part]}", ""]
+        lines += _entry("###", name.written, name.thing)
+        if inspect.isclass(name.thing) and (
+            part in WITH_MEMBERS or name.thing.__name__ in TO_DERIVE_FROM
+        ):
+            owner = name.thing.__name__
+            for member, thing in _members(name.thing):
+                lines += _entry("####", f"{owner}.{member}", thing)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def anchor(heading: str) -> str:
+    """How GitHub names a heading."""
+    return re.sub(r"[^\w-]", "", heading.lower())
+
+
+# --- one name ---------------------------------------------------------------------------------
+
+
+def _entry(level: str, written: str, thing: Any) -> list[str]:
+    lines = [f"{level} `{written}`", ""]
+    signature = _signature(written.rpartition(".")[2], thing)
+    if signature:
+        lines += ["```python", signature, "```", ""]
+    text = inspect.getdoc(thing) or ""
+    return [*lines, *_readable_docstring(text), ""]
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Documented methods and properties, in the order of the source, those of a class before its
+    bases'."""
+    seen = set()
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith("paramserve"):
+            continue
+        for name, thing in vars(owner).items():
+            plain = thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing
+            shown = inspect.isfunction(plain) or isinstance(plain, property)
+            hidden = name.startswith("_") or name in OF_OTHER_PARTS.get(kind.__name__, ())
+            if not shown or hidden or name in seen or not inspect.getdoc(plain):
+                continue
+            seen.add(name)
+            yield name, plain
+
+
+def _signature(name: str, thing: Any) -> str:
+    if isinstance(thing, property):
+        return ""
+    if inspect.isclass(thing) and (issubclass(thing, Exception) or thing.__name__ in GIVEN):
+        return ""
+    try:
+        found = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return ""
+    given = [each for each in found.parameters.values() if each.name not in ("self", "cls")]
+    parts, star = [], False
+    for each in given:
+        if each.kind is each.VAR_POSITIONAL:
+            star = True
+        elif each.kind is each.KEYWORD_ONLY and not star:
+            star = True
+            parts.append("*")
+        parts.append(_parameter(each))
+    result = (
+        "" if found.return_annotation is found.empty else f" -> {_typed(found.return_annotation)}"
+    )
+    if inspect.isclass(thing):
+        result = ""
+    whole = f"{name}({', '.join(parts)}){result}"
+    if len(whole) <= LINE:
+        return whole
+    inner = "".join(f"    {part},\n" for part in parts)
+    return f"{name}(\n{inner}){result}"
+
+
+def _parameter(given: inspect.Parameter) -> str:
+    stars = {given.VAR_POSITIONAL: "*", given.VAR_KEYWORD: "**"}.get(given.kind, "")
+    text = stars + given.name
+    typed = given.annotation is not given.empty
+    if typed:
+        text += f": {_typed(given.annotation)}"
+    if given.default is not given.empty:
+        default = repr(given.default)
+        default = "..." if default.startswith("<") or " at 0x" in default else default
+        text += f" = {default}" if typed else f"={default}"
+    return text
+
+
+def _typed(annotation: Any) -> str:
+    annotation = getattr(annotation, "__forward_arg__", annotation)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:paramserve|typing|collections\.abc)\.(?:\w+\.)*", "", text)
+
+
+# --- docstrings -------------------------------------------------------------------------------
+
+
+def _readable_docstring(text: str) -> list[str]:
+    """A docstring as Markdown: its sections as lists."""
+    lines, section = [], ""
+    body: list[str] = []
+
+    def end() -> None:
+        lines.extend(_section(section, body))
+        body.clear()
+
+    for line in text.splitlines():
+        head, colon, rest = line.partition(":")
+        if colon and head in SECTIONS:
+            end()
+            section = head
+            body.extend([rest.strip()] if rest.strip() else [])
+        else:
+            if section and line and not line.startswith(" "):  # prose behind a section
+                end()
+                section = ""
+            body.append(line)
+    end()
+    return lines
+
+
+def _section(name: str, body: list[str]) -> list[str]:
+    inner = textwrap.dedent("\n".join(body)).strip("\n")
+    if not inner:
+        return []
+    if not name:
+        return [inner, ""]
+    if name == "Example":
+        code = "\n".join(re.sub(r"^(>>>|\.\.\.) ?", "", line) for line in inner.splitlines())
+        return ["Example:", "", "```python", code, "```", ""]
+    if name in ("Returns", "Source"):
+        return [f"**{name}**: {' '.join(inner.split())}", ""]
+    heading = {"Args": "Arguments"}.get(name, name)
+    return [f"**{heading}**", "", *[f"- {item}" for item in _items(inner)], ""]
+
+
+def _items(text: str) -> list[str]:
+    """What is listed, each on one line with its names as code."""
+    items: list[list[str]] = []
+    for line in text.splitlines():
+        begins = not line.startswith(" ") and (
+            not items or re.match(r"[\w*., ]+:(\s|$)", line) is not None
+        )
+        if begins:
+            items.append([line])
+        else:
+            items[-1].append(line.strip())
+    return [_item(" ".join(item)) for item in items]
+
+
+def _item(text: str) -> str:
+    names, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"\*{0,2}\w+(, \*{0,2}\w+)*", names):
+        return text
+    return ", ".join(f"`{name}`" for name in names.split(", ")) + f":{rest}"
 
 
 def _fields(settings: type) -> list[str]:
@@ -84,5 +310,8 @@ def _summary(thing: object) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
+PAGES: dict[Path, Callable[[], str]] = {PAGE: page, REFERENCE: reference}
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in PAGES.items():
+        path.write_text(text())

@@ -580,6 +580,7 @@ class Worker:
         and arguments; `set_epoch(number)` chooses another one.
 
         Args:
+            dataset: map-style, with a length.
             shuffle: a new order for each epoch, from (seed, epoch).
             shards: "static": gives indices, for `sampler=`; "dynamic": gives batches of indices
                 that are leased to this rank, for `batch_sampler=`.

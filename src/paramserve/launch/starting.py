@@ -128,7 +128,8 @@ def run(
     Args:
         train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
             cloudpickle: no `__main__` guard is needed, and notebooks work.
-        args, kwargs: each a `ray.ObjectRef` too: then its value arrives.
+        args, kwargs: for `train`; of a `ray.ObjectRef` among them its value arrives.
+        workers, servers: how many processes of each.
         engine: what starts the processes; `ps.Local()` if None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
             not be registered.

@@ -186,6 +186,10 @@ def watch(
 ) -> Iterator[None]:
     """Show the progress of a run, for the length of the `with` block.
 
+    Example:
+        with observe.watch(job):
+            result = job.wait()
+
     Args:
         watched: a job, or a handle of a cluster.
         every_s: how often.
