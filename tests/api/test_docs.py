@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
+NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,7 +44,7 @@ OBJECTS = {
     "module": "Embedding",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"functools", "torch", "nn", "np", "sys", "ray", "pyarrow"}
+FOREIGN = {"functools", "torch", "nn", "np", "os", "sys", "ray", "pyarrow", "model"}
 
 
 def prose(page: Path) -> str:
@@ -142,7 +143,8 @@ WHOLE = [
     for page in (README, GUIDE, TABLES)
     for code in snippets(page)
     if page is README or code.startswith("import")
-]
+] + ["\n".join(snippets(NOTEBOOKS))]
+"""Programs of their own; the cells of a notebook are one."""
 
 
 @pytest.mark.parametrize("code", WHOLE)
