@@ -350,8 +350,11 @@ def trains_scaled(worker: ps.Worker) -> None:
 
 
 def test_result_with_extra_state_loads_strictly() -> None:
-    result = ps.run(trains_scaled, workers=2, timeout_s=60)
+    job = ps.start(trains_scaled, workers=2, timeout_s=60)
     model = scaled_model()
+    for snapshot in job.snapshots(every=1):
+        model.load_state_dict(snapshot.state)
+    result = job.wait()
     model.load_state_dict(result.state_dict())
     assert model[0].history == {"scale": [1.0, 2.0]}, "rank 0's, of the end"
 

@@ -58,7 +58,7 @@ class Result:
         restarts: of workers that were started again, in order.
         seconds: from the start to the end of the processes.
         seed: the run's; the same one repeats a `Sync` run bit by bit.
-        stopped: whether `Job.stop` ended it.
+        stopped: whether `Job.stop`, or Ctrl-C in `run`, ended it.
         values: group name to tensor name to array; see `state_dict`.
         groups: how each group stood at the end: policy, updates, and staleness and dropped
             gradients of each worker.
@@ -133,11 +133,7 @@ class Result:
         Raises:
             UnknownName: the run had no such group, or it is a table.
         """
-        state = as_state_dict(self.values, name, self.tables)
-        if name in self.extra_state:
-            # It came by the engine's own way, as what functions returned, over no socket of ours.
-            state |= cloudpickle.loads(self.extra_state[name])
-        return state
+        return as_state_dict(self.values, name, self.tables) | unpickled(self.extra_state, name)
 
 
 def result_of(
@@ -179,14 +175,14 @@ def result_of(
         samples=samples_by_rank(leases),
         repeated_samples=sum(each.repeated for each in leases),
         table_files=table_files,
-        extra_state=_extra_state(supervisor),
+        extra_state=extra_states(supervisor),
         steps=_steps(supervisor),
     )
 
 
-def _extra_state(supervisor: Supervisor) -> dict[str, bytes]:
-    """Of each group, as the last worker told it."""
-    told = [body for _, kind, body in supervisor.reports if kind == "extra state"]
+def extra_states(supervisor: Supervisor) -> dict[str, bytes]:
+    """Of each group, as it was told last."""
+    told = [body for _, kind, body in tuple(supervisor.reports) if kind == "extra state"]
     found = [msgspec.msgpack.decode(body, type=ExtraState) for body in told]
     return {each.group: each.pickled for each in found}
 
@@ -198,6 +194,13 @@ def _steps(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
         if kind == "steps":
             told = msgspec.msgpack.decode(body, type=StepsTaken)
             found.setdefault(told.group, {}).setdefault(key.number, []).extend(told.records)
+    return found
+
+
+def unpickled(extra_states: Mapping[str, bytes], group: str) -> dict[str, Any]:
+    """The extra state of one group's modules. It came by the engine's own way, as what functions
+    return, over no socket of ours."""
+    found: dict[str, Any] = cloudpickle.loads(extra_states[group]) if group in extra_states else {}
     return found
 
 

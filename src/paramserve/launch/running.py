@@ -20,7 +20,7 @@ from paramserve.errors import ClientClosed, ParamServeError, rebuild
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
 from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, State, Watching
-from paramserve.launch.result import Result, result_of
+from paramserve.launch.result import Result, extra_states, result_of, unpickled
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group
@@ -164,13 +164,15 @@ class Job:
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """A group's present values; after the end, its last ones.
 
+        While the run goes on, the extra state of modules (`get_extra_state`) is that of the start.
+
         Returns:
             Tensors by name if torch is imported, otherwise arrays.
         Raises:
             UnknownName: nothing is defined in this group (yet), or it is a table.
         """
         try:
-            return self._connected().state_dict(name)
+            return self._connected().state_dict(name) | self._extra_state(name)
         except ClientClosed:  # it has ended
             return self.wait().state_dict(name)
 
@@ -224,7 +226,7 @@ class Job:
             over = supervisor.ended.is_set()
             found = self._next_snapshot(watching)
             if found is not None:
-                yield found
+                yield found._replace(state=found.state | self._extra_state(watching.group))
             elif over:
                 return
             else:
@@ -281,6 +283,9 @@ class Job:
             if reader is None:
                 reader = self._reader = Reader(self._supervisor.connect(start_s=start_s))
             return reader
+
+    def _extra_state(self, group: str) -> dict[str, Any]:
+        return unpickled(extra_states(self._supervisor), group)
 
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""

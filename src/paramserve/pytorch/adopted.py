@@ -197,6 +197,8 @@ class Adopted(ABC, Generic[B]):
         if plans:
             self._schedules.start(groups)
         self._untrained.start(define=worker.rank == 0, take=worker.rank != 0 or self.late)
+        if worker.rank == 0:
+            self._tell_extra_state()
         self.tables.adopt(found, groups)
         self._take_over(taken)
         self._keep_unserved(groups)
@@ -262,9 +264,14 @@ class Adopted(ABC, Generic[B]):
         leaves = self._untrained or self._frozen
         if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
             self._untrained.assign(everything=True)
-            extra = {**self._frozen.values(self._served()), **_extra_state(self._model)}
-            if extra:
-                self._worker.tell_extra_state(self._settings.name, extra)
+            self._tell_extra_state()
+
+    def _tell_extra_state(self) -> None:
+        """Give the driver what the servers do not hold: at the start, so that a snapshot is a whole
+        state, and at the end."""
+        extra = {**self._frozen.values(self._served()), **_extra_state(self._model)}
+        if extra:
+            self._worker.tell_extra_state(self._settings.name, extra)
 
     def drawn(self) -> tuple[int, bytes]:
         """As `Schedules.drawn`; nothing in a rank's first incarnation."""

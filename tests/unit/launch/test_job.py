@@ -104,6 +104,8 @@ def test_start_save_tables_without_pyarrow_names_the_extra(
 def test_run_takes_what_start_takes() -> None:
     with pytest.raises(ValueError, match="workers"):
         ps.run(train, workers=0, engine=NeverOpens())
+    with pytest.raises(TypeError, match="progress must be True, False or None, not 'bar'"):
+        ps.run(train, progress="bar", engine=NeverOpens())
 
 
 @pytest.mark.parametrize(
