@@ -113,3 +113,25 @@ def test_attach_to_what_is_not_there_is_told_at_once(
         ps.attach("trial", token_file=servers.token)
     with pytest.raises(ValueError, match="is an address"):
         ps.attach(address, token_file=servers.token, engine=ps.Local())
+
+
+def test_cluster_is_read_by_its_name_and_by_the_address_of_its_socket() -> None:
+    with ps.Cluster(name="read-from-outside") as cluster:
+        client = cluster.client()
+        client.define("w", np.zeros(2), rule=ps.Add())
+        with ps.attach("read-from-outside") as named:
+            snapshots = named.snapshots(every=1, name="default")
+            seen = []
+            reading = threading.Thread(target=lambda: seen.append(next(snapshots)))
+            reading.start()
+            while reading.is_alive():
+                client.push("w", np.ones(2)).result()
+            (first,) = seen
+            assert np.asarray(first.state["w"]).tolist() == [first.version] * 2
+            client.assign("w", np.full(2, 7.0))
+            assert np.asarray(named.state_dict("default")["w"]).tolist() == [7.0, 7.0]
+            (address,) = named.addresses
+            with ps.attach(address) as other:
+                assert np.asarray(other.state_dict("default")["w"]).tolist() == [7.0, 7.0]
+                assert other.status().groups["default"].policy in ("Async", "")
+            snapshots.close()
