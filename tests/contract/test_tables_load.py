@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.contract.arrow_tables import DIM, KEYS, rows_of, table_of, train
 from tests.contract.conftest import MakeCluster
 from tests.needs import needs
@@ -15,6 +16,7 @@ from tests.needs import needs
 import paramserve as ps
 from paramserve.client import Client, Table, arrow
 from paramserve.errors import ShapeMismatch
+from paramserve.pytorch import from_embedding
 
 needs("pyarrow.parquet")
 LONG_S = 20.0
@@ -105,3 +107,12 @@ def test_file_that_does_not_fit_leaves_the_name_free(
     assert {key: row[0] for key, row in rows.items()} == {k: row[0] for k, row in file[1].items()}
     assert {row[2] for row in rows.values()} == {0}, "another rule's state is not taken over"
     assert len(rows) == KEYS.size
+
+
+def test_rows_of_the_file_stand_before_those_of_a_module_that_is_taken_over(
+    make_cluster: MakeCluster, file: tuple[str, dict[int, tuple[bytes, ...]]]
+) -> None:
+    client = make_cluster().client()
+    client.load_tables = {"users": file[0]}
+    from_embedding(client, "users", torch.nn.Embedding(20, DIM), rule=ps.Adam(lr=0.1))
+    assert rows_of(client.table("users")) == file[1]

@@ -87,7 +87,7 @@ def start(
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
-    The arguments are those of `run`.
+    The arguments are those of `run`, but for `progress`: `paramserve.observe.watch` shows it.
 
     Raises:
         ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing

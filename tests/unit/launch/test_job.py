@@ -195,6 +195,17 @@ def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], 
         assert (config.deadlines, config.limits) == (deadlines, limits)
 
 
+@pytest.mark.parametrize(
+    ("show_rank", "labels"),
+    [(True, ["[coordinator] ", "[server 0] ", "[rank 0] ", "[rank 1] "]), (False, [""] * 4)],
+)
+def test_lines_of_each_process_are_labelled(show_rank: bool, labels: list[str]) -> None:
+    engine = KeepsRoles(4)
+    with pytest.raises(Full):
+        ps.start(train, workers=2, engine=engine, show_rank=show_rank)
+    assert [role.label for role in engine.roles] == labels
+
+
 class HasNoProcesses(KeepsRoles):
     """An engine whose processes are never heard of."""
 
