@@ -93,9 +93,15 @@ def _name(given: Any) -> str:
 def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
     """State dicts by the optimizer's name."""
     if isinstance(given, Result):
-        if not given.values:
+        # A group of integers only is a mark of ours, such as that a table was taken over.
+        names = [
+            name
+            for name, state in given.values.items()
+            if any(array.dtype.kind == "f" for array in state.values())
+        ]
+        if not names:
             raise ValueError("the result in load_state has no values: nothing was defined there")
-        return {name: given.state_dict(name) for name in given.values}
+        return {name: given.state_dict(name) for name in names}
     what = "load_state"
     if isinstance(given, str | os.PathLike):
         from paramserve.pytorch.loading import read_state

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.core import directory as module
 from paramserve.core.directory import Directory
 from paramserve.core.partition import SPLIT_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
@@ -255,3 +256,20 @@ def test_refused_define_frees_its_groups_policy_if_it_is_alone() -> None:
     directory.defined(2, -1)
     with pytest.raises(DefineMismatch, match="bound=3"):
         directory.place(place(pieces=(Piece("q", (1,)),), consistency=BOUNDED), client=1)
+
+
+def test_further_names_of_tied_tensors_are_kept_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = Directory(1)
+    placed = directory.place(place((3,), aliases={"head": "p0"}), client=1)
+    assert placed is not None
+    assert placed[0].aliases == {"head": "p0"}
+    directory.defined(0, 1)
+    assert directory.place(place((3,), define=False), client=2) == (placed[0], 0)
+    with pytest.raises(ParamServeError, match="control characters"):
+        directory.place(place((3,), group="other", aliases={"he\nad": "p0"}), client=1)
+    monkeypatch.setattr(module, "PIECES_MAX", 2)
+    many = {f"a{n}": "p0" for n in range(3)}
+    with pytest.raises(ParamServeError, match="3 further names of tied tensors, allowed are 2"):
+        directory.place(place((3,), group="other", aliases=many), client=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.needs import needs
 
-from paramserve.launch import warm_start
+from paramserve.launch import Result, warm_start
 from paramserve.launch.warm_start import find_tables, pack_state
 
 
@@ -41,6 +41,19 @@ def test_states_by_name_keep_their_names_and_arrays() -> None:
 def test_extra_state_may_be_anything() -> None:
     state = {"0.weight": np.ones(1), "0._extra_state": {"scale": [1.0]}}
     assert packed(state)[""]["0._extra_state"] == {"scale": [1.0]}
+
+
+def result_with(values: dict[str, Any]) -> Result:
+    return Result({}, [], 0, {}, {}, [], 1.0, 0, False, values)
+
+
+def test_result_gives_the_values_of_each_optimizer_by_its_name() -> None:
+    mark = {"users is taken over": np.ones(1, np.int64)}
+    found = packed(result_with({"actor": {"w": np.ones(2)}, "users.mark": mark}))
+    assert list(found) == ["actor"]
+    assert found["actor"]["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="the result in load_state has no values"):
+        pack_state(result_with({"users.mark": mark}))
 
 
 def test_file_of_torch_save_is_read(tmp_path: Path) -> None:
