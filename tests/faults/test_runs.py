@@ -135,6 +135,7 @@ def test_wait_raises_the_same_error_each_time() -> None:
         job.state_dict()
     assert list(job.snapshots()) == []
     assert job.status().state == "failed"
+    assert "running" not in job.status().workers.values()
 
 
 # --- while it runs --------------------------------------------------------------------------------
