@@ -24,6 +24,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
 NOTEBOOKS = ROOT / "docs" / "notebooks.md"
+RECOMMENDERS = ROOT / "docs" / "recommenders.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,8 +144,8 @@ WHOLE = [
     for page in (README, GUIDE, TABLES)
     for code in snippets(page)
     if page is README or code.startswith("import")
-] + ["\n".join(snippets(NOTEBOOKS))]
-"""Programs of their own; the cells of a notebook are one."""
+] + ["\n".join(snippets(page)) for page in (NOTEBOOKS, RECOMMENDERS)]
+"""Programs of their own; the blocks of the last two pages are one each."""
 
 
 @pytest.mark.parametrize("code", WHOLE)
