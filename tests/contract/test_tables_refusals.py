@@ -83,14 +83,13 @@ def unchanged(table: Table) -> bool:
     [
         ([1.0, 2.0], TypeError, "not float64"),
         ([0.5], TypeError, "not float64"),
-        (["a"], TypeError, "not <U1"),
         ([True, False], TypeError, "not bool"),
-        ([None], TypeError, "not object"),
-        ([2**64], TypeError, "not object"),
-        (np.array([2**63], np.uint64), ValueError, "key 9223372036854775808"),
+        ([None], TypeError, "position 0 is None"),
+        ([2**64], TypeError, "position 0 is 18446744073709551616, more than 64 bits"),
+        (np.array([2**63], np.uint64), ValueError, "9223372036854775808 is above"),
         (np.array(["2020-01-01"], "datetime64[D]"), TypeError, "not datetime64"),
     ],
-    ids=["whole", "half", "text", "bool", "none", "huge", "unsigned", "date"],
+    ids=["whole", "half", "bool", "none", "huge", "unsigned", "date"],
 )
 def test_keys_that_are_no_integers_of_64_bits_are_refused(
     table: Table, keys: Any, error: type[Exception], word: str

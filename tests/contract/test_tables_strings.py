@@ -143,7 +143,7 @@ def test_labels_go_to_parquet_and_back(make_cluster: MakeCluster, tmp_path: Path
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=100)))
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=100)))
 def test_labels_come_back_whole_or_cut_between_characters(texts: list[str]) -> None:
     for text, found in zip(texts, labels.decoded(labels.encoded(texts)), strict=True):
         assert text.startswith(found)
