@@ -307,6 +307,8 @@ class Client:
                 known = self._keyed.table(self.directory.find_table(name))
             return known
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
+        if labels is not False:  # before the table: rows may come with labels when it is defined
+            self._keyed.define_labels(name, labels, options, timeout_s)
         block = self.directory.define_table(
             name,
             dim,
@@ -318,8 +320,6 @@ class Client:
             timeout_s=timeout_s,
             fill=self._fill if name in self.load_tables else None,
         )
-        if labels is not False:
-            self._keyed.define_labels(name, labels, options, timeout_s)
         return self._keyed.table(block)
 
     def _fill(self, block: Block) -> None:

@@ -194,7 +194,7 @@ class Keyed:
         if len(names) > most:
             raise ValueError(
                 f"a step names {len(names)} tables, at most {most} go in one: put fields with rows "
-                "of one width into one table, their keys hashed with the field's name"
+                "of one width into one table, with keys of ps.keys_of(column, field=its name)"
             )
         for table in (push.table for push in pushes):
             self._check_own(table)

@@ -381,7 +381,7 @@ class KeyedModule(nn.Module):
 
 
 class Embedding(KeyedModule):
-    """`torch.nn.Embedding` without a vocabulary: any int64 is a key of the table.
+    """`torch.nn.Embedding` without a vocabulary: any int64 or string is a key of the table.
 
     Example:
         users = worker.client.table("users", dim=64, rule=ps.Adagrad(lr=0.05))
@@ -427,7 +427,7 @@ class Embedding(KeyedModule):
 
 
 class EmbeddingBag(KeyedModule):
-    """`torch.nn.EmbeddingBag` without a vocabulary: any int64 is a key of the table.
+    """`torch.nn.EmbeddingBag` without a vocabulary: any int64 or string is a key of the table.
 
     See `KeyedModule` for what is pulled, created and collected.
 
