@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.conftest import MakeCluster
 from tests.needs import needs
+from torch.utils.data import DataLoader
 
 import paramserve as ps
 from paramserve.client import labels
 from paramserve.client.table import Table
+from paramserve.pytorch.batches import ahead
+from paramserve.pytorch.embedding import Embedding
 
 NAMES = ["anna", "bo", "Zoë", "bo"]
 DIM = 3
@@ -82,6 +85,24 @@ def test_reads_that_create_nothing_leave_no_label(make_cluster: MakeCluster) -> 
     assert len(client.table("users.labels")) == 0
     assert table.keys_of(["cy"]).tolist() == ps.keys_of(["cy"]).tolist()
     assert table.labels(["anna", "bo", "cy"]) == ["", "", "cy"]
+
+
+def test_modules_take_strings_as_loaders_hand_them_out(make_cluster: MakeCluster) -> None:
+    client = make_cluster().client()
+    table = users(client, labels=True)
+    model = Embedding(table)
+
+    def rows_of(names: list[str]) -> int:
+        """How many rows a loop over a `DataLoader` of strings reads ahead and then."""
+        loader = DataLoader(names, batch_size=2)
+        read = ahead(loader, client, lambda batch: {model: batch}, lambda batch: batch)
+        return sum(len(model(batch)) for batch in read)
+
+    assert rows_of(["anna", "bo", "bo", "cy"]) == 4
+    model.eval()
+    assert rows_of(["dan", "eve"]) == 2
+    assert len(table) == 3
+    assert table.labels(["anna", "bo", "cy", "dan", "eve"]) == ["anna", "bo", "cy", "", ""]
 
 
 def test_label_is_sent_once(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

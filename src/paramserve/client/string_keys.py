@@ -220,7 +220,7 @@ def _refuse(what: str, element: Any, number: int, shape: tuple[int, ...]) -> NoR
             f"{what}: {place} is {element!r}, and a missing id has no key. Applied: no. To fix: "
             "drop such rows, or fill them with a string of your own"
         )
-    if isinstance(element, int) and element.bit_length() > 63:
+    if isinstance(element, int) and not -(1 << 63) <= element < 1 << 63:
         raise TypeError(
             f"{what}: {place} is {element}, more than 64 bits with a sign hold. Applied: no. "
             "To fix: make a string of it, or a hash of 64 bits"

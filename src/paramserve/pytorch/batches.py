@@ -208,7 +208,8 @@ def _read(client: Client, where: Any, keys: Any) -> TableRead:
     learns = torch.is_grad_enabled()
     if isinstance(where, KeyedModule):  # as its forward pass will pull them
         learns = learns and where.rows.trained and where.training
-        distinct, _ = routing.distinct(as_keys(keys, where.table.name, where.table.keys_of)[0])
+        hashes = where.table.keys_of if learns else None
+        distinct, _ = routing.distinct(as_keys(keys, where.table.name, hashes)[0])
         if where.padding_idx is not None:
             distinct = distinct[distinct != where.padding_idx]
         return TableRead(where.table, distinct, learns)
