@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -204,6 +206,7 @@ class CustomRule(ABC):
         shapes = {name: array.shape for name, array in kept.items()}
         update: Any = self.update  # what users write need not be typed
         shape = value.shape
+        before = value.copy() if _only_rebinds(type(self).update) else None
         returned = update(value, gradient, State(kept), push._replace(scale=1.0))
         if returned is not None:
             raise TypeError(
@@ -213,6 +216,36 @@ class CustomRule(ABC):
         check_unchanged(self.name, "value", value, shape, gradient.dtype)
         for name, array in kept.items():
             check_unchanged(self.name, name, array, shapes[name], gradient.dtype)
+        # Without a rate, as at the start of a schedule, a correct one changes nothing either.
+        due = before is not None and bool(gradient.any()) and getattr(self, "lr", None) != 0.0
+        if due and np.array_equal(before, value, equal_nan=True):
+            raise ValueError(
+                f"update() of {self.name} has not changed the value: `value = ...` in it makes a "
+                "new array, which is lost. Assign in place: value -= ..., or value[...] = ..."
+            )
+
+
+@cache
+def _only_rebinds(update: Any) -> bool:
+    """Whether a function assigns to the name of its second argument, as `value = value - gradient`
+    does, and no line of it writes there in place, as `value -= ...` or `value[...] = ...`."""
+    code = getattr(inspect.unwrap(update), "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return False
+    name, rebinds = code.co_varnames[1], False
+    line, loads, operator = None, False, ""
+    for each in dis.get_instructions(code):
+        where = each.positions.lineno if each.positions is not None else None
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        loads = ("LOAD_FAST" in each.opname and name in names) or (loads and where == line)
+        if each.opname == "STORE_SUBSCR" and loads:
+            return False
+        if each.opname.startswith("STORE_FAST") and names[0] == name:
+            if operator.endswith("="):
+                return False
+            rebinds = True
+        line, operator = where, each.argrepr if each.opname == "BINARY_OP" else ""
+    return rebinds
 
 
 def check_unchanged(

@@ -100,6 +100,69 @@ def test_state_is_written_into_its_arrays_and_the_gradient_is_read_only() -> Non
     assert (m.tolist(), n.tolist()) == ([2, 2, 1], [3, 3, 1])
 
 
+@dataclass(frozen=True)
+class Rebinds(CustomRule):
+    """The very mistake."""
+
+    lr: float = 1.0
+
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        value = value - self.lr * gradient
+
+
+@dataclass(frozen=True)
+class Views(Rebinds):
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        value = value.reshape(-1)
+        value -= self.lr * gradient
+
+
+@dataclass(frozen=True)
+class Fills(Rebinds):
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        value = value[:]
+        value[...] = value - self.lr * gradient
+
+
+@dataclass(frozen=True)
+class RebindsWithMomentum(Rebinds):
+    state_names: ClassVar[tuple[str, ...]] = ("mean",)
+
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        state["mean"] = 0.5 * state["mean"] + gradient
+        value = value - self.lr * state["mean"]
+
+
+@dataclass(frozen=True)
+class Waits(Rebinds):
+    """Changes nothing before it is told to."""
+
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        value = value[:]
+        if push.clock > 100:
+            value[...] = value - self.lr * gradient
+
+
+def apply(rule: CustomRule, gradient: Array, lr: float = 1.0) -> list[float]:
+    value = np.zeros(gradient.size)
+    state = rule.init_state(value.size, value.dtype)
+    rule.apply(value, gradient, state, (lr,), [Run(0, value.size, 0)], PUSH)
+    return value.tolist()
+
+
+@pytest.mark.parametrize("rule", [Rebinds(), RebindsWithMomentum()], ids=lambda each: each.name)
+def test_update_that_assigns_to_the_name_is_refused_with_what_to_write(rule: CustomRule) -> None:
+    with pytest.raises(ValueError, match=r"not changed the value.*in place: value -= \.\.\."):
+        apply(rule, np.ones(2))
+    assert apply(rule, np.zeros(2)) == [0, 0], "there is nothing to change"
+
+
+def test_update_that_changes_nothing_for_a_reason_is_taken() -> None:
+    assert apply(Views(), np.ones(2)) == apply(Fills(), np.ones(2)) == [-0.5, -0.5]
+    assert apply(Rebinds(), np.ones(2), lr=0.0) == [0, 0], "a schedule may begin at 0"
+    assert apply(Waits(), np.ones(2)) == [0, 0]
+
+
 def test_check_refuses_what_the_class_refuses() -> None:
     @dataclass(frozen=True)
     class Positive(CustomRule):
