@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -329,8 +330,37 @@ def _check(given: Any, name: str) -> None:
     for method, count in _METHODS.items():
         signature = str(inspect.signature(getattr(Policy, method)))
         check_signature(where, each, method, signature, count)
+    _check_names(where, each)
 
 
+def _check_names(where: str, kind: type[Policy]) -> None:
+    """Refuse a class with a method that was meant to be one of `_METHODS` and has another name: no
+    shard would ever call it."""
+    own = [
+        name
+        for base in kind.__mro__
+        if base is not Policy and issubclass(base, Policy) and base not in BUILT_IN.values()
+        for name, thing in vars(base).items()
+        if inspect.isfunction(thing) and not name.startswith("_") and not hasattr(Policy, name)
+    ]
+    if not own:
+        return
+    for name in own:
+        meant = get_close_matches(name, _METHODS, 1, RESEMBLES)
+        if meant or name.startswith("on_"):
+            hint = f"rename it {meant[0]}" if meant else "give it another name"
+            raise TypeError(
+                f"{where}.{name} is called by no server, which asks {', '.join(_METHODS)}: {hint}"
+            )
+    if all(getattr(kind, name) is getattr(Policy, name) for name in _METHODS):
+        raise TypeError(
+            f"{where} defines {', '.join(own)} and none of {', '.join(_METHODS)}, which are all "
+            "that a server asks: it would be ps.Async()"
+        )
+
+
+RESEMBLES = 0.75
+"""How like a method of a policy another name has to be to be taken for a slip of the pen."""
 _METHODS: Mapping[str, int] = MappingProxyType(
     {"on_push": 2, "on_pull": 2, "on_clock": 1, "on_membership": 1, "scale": 1, "check": 1}
 )

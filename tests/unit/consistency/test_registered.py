@@ -94,6 +94,43 @@ class WantsMore(Policy):
         return APPLY
 
 
+@dataclass(frozen=True)
+class Misspelt(Policy):
+    def on_pushed(self, push: Push, group: GroupView) -> OnPush:  # the very mistake
+        return APPLY
+
+
+@dataclass(frozen=True)
+class HalfMisspelt(Policy):
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
+        return self.weigh(push)
+
+    def weigh(self, push: Push) -> OnPush:
+        return APPLY
+
+    def on_clocks(self, group: GroupView) -> bool:  # the very mistake
+        return True
+
+
+@dataclass(frozen=True)
+class AnswersNothing(Policy):
+    def decide(self, push: Push, group: GroupView) -> OnPush:  # the very mistake
+        return APPLY
+
+
+@dataclass(frozen=True)
+class Helped(Async):
+    def weigh(self, push: Push) -> OnPush:
+        return APPLY
+
+    def on_push(self, push: Push, group: GroupView) -> OnPush:
+        return self.weigh(push)
+
+
+def test_policy_with_a_method_beside_its_own_ones_is_taken() -> None:
+    assert dict(check_registered([Helped])) == {"Helped": Helped}
+
+
 def named(name: str, base: type = Policy) -> type:
     return dataclass(frozen=True)(type(name, (base,), {}))
 
@@ -113,6 +150,9 @@ def function(name: str) -> Callable[[int], float]:
         ([NoDataclass], "NoDataclass has to be a frozen dataclass"),
         ([ForgetsTheGroup], r"ForgetsTheGroup.on_push has to be a method on_push\(self, push"),
         ([WantsMore], "WantsMore.on_push has to be a method"),
+        ([Misspelt], r"Misspelt.on_pushed is called by no server.*: rename it on_push"),
+        ([HalfMisspelt], "HalfMisspelt.on_clocks is called by no server.*rename it on_clock"),
+        ([AnswersNothing], r"AnswersNothing defines decide and none of on_push, .*ps.Async\(\)"),
         ([lambda staleness: 1.0], "has no name: write it with def"),
         ([named("Async")], "'Async' is the name of a built-in one"),
         ([named("Inverse")], "'Inverse' is the name of a built-in one"),
