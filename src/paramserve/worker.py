@@ -611,6 +611,13 @@ class Worker:
                 stacklevel=1,
             )
         self.tell_steps()
+        if waiting := self.client.steps.unapplied():
+            warnings.warn(
+                f"rank {self.rank} ends with pushes that wait for a tick: {waiting}. They are not "
+                "applied: the group's policy collects the pushes of a step until client.tick(group)"
+                ", or push_pull(..., tick=True), ends it",
+                stacklevel=2,
+            )
         self._end_process_group()
         self.client.drain()
         self.client.close()

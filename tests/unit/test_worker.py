@@ -48,6 +48,9 @@ class RecordsCalls:
     def send_log(self) -> None:
         self.calls.append("send log")
 
+    def unapplied(self) -> str:
+        return ""
+
     def drain(self) -> None:
         self.calls.append("drain")
 

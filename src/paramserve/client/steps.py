@@ -216,6 +216,20 @@ class Steps(ClientClocks):
         self.staged[block.group_name] = staged
         return ticket
 
+    def unapplied(self) -> str:
+        """What waits for a tick that has not come, in words; empty: nothing does."""
+        found = []
+        for group, staged in self.staged.items():
+            names = {
+                piece.name
+                for filling in staged.gradients.values()
+                for index, piece in enumerate(filling.block.pieces)
+                if index in filling.staged
+            }
+            which = f" ({', '.join(map(repr, sorted(names)))})" if names else ""
+            found.append(f"{len(staged.tickets)} to group {group!r}{which}")
+        return ", ".join(found)
+
     # --- sending -----------------------------------------------------------------------------
 
     def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -104,6 +105,7 @@ class Job:
                     beats=self._beats(),
                     table_files=self._table_files,
                 )
+                _warn_if_untrained(self._result)
             return self._result
 
     def stop(self) -> None:
@@ -308,6 +310,17 @@ class Job:
             told = f"paramserve: interrupted {self.status().progress()}{then}"
             print(told, file=sys.stderr, flush=True)
             raise
+
+
+def _warn_if_untrained(result: Result) -> None:
+    """Warn of a run that ended by itself, and of which the servers have heard nothing."""
+    if result.returns and not (result.groups or result.stopped):
+        warnings.warn(
+            "the run trained nothing on the servers: no worker has called worker.optimizer(...), "
+            "client.define(...) or client.table(...), so each has trained a copy of its own, if "
+            "any. To fix: optimizer = worker.optimizer(model, optimizer) in the training function",
+            stacklevel=4,
+        )
 
 
 def handle_of(supervisor: Supervisor, seed: int) -> Handle:
