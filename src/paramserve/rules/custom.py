@@ -217,12 +217,16 @@ class CustomRule(ABC):
         for name, array in kept.items():
             check_unchanged(self.name, name, array, shapes[name], gradient.dtype)
         # Without a rate, as at the start of a schedule, a correct one changes nothing either.
-        due = before is not None and bool(gradient.any()) and getattr(self, "lr", None) != 0.0
-        if due and np.array_equal(before, value, equal_nan=True):
-            raise ValueError(
-                f"update() of {self.name} has not changed the value: `value = ...` in it makes a "
-                "new array, which is lost. Assign in place: value -= ..., or value[...] = ..."
-            )
+        if before is not None and bool(gradient.any()) and getattr(self, "lr", None) != 0.0:
+            _check_changed(self.name, before, value)
+
+
+def _check_changed(rule: str, before: Array, value: Array) -> None:
+    if np.array_equal(before, value, equal_nan=True):
+        raise ValueError(
+            f"update() of {rule} has not changed the value: `value = ...` in it makes a new array, "
+            "which is lost. Assign in place: value -= ..., or value[...] = ..."
+        )
 
 
 @cache
