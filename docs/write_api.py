@@ -31,7 +31,6 @@ HEADINGS = {
     "consistency": "Consistency policies",
     "rules": "Update rules",
     "engine": "Engines",
-    "observe": "Watching a run",
     "config": "Settings",
     "errors": "Errors",
 }

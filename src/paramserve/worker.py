@@ -312,8 +312,12 @@ class Worker:
                 of an exchange.
             clip_norm: clip to this global norm, in Sync the reduced gradient, in Async this
                 worker's, before an own step its gradient; None: no clipping.
-            buffers: "rank0": rank 0's buffers (BatchNorm) are kept on the servers, assigned every
-                few steps and at the end; "local": they are not sent.
+            buffers: which of the model's buffers, as BatchNorm's running statistics, are in the
+                result and in snapshots. Each rank trains with its own, whatever this says. "rank0":
+                those of rank 0, which assigns them every ten steps and at the end; a worker that is
+                started again begins with them. "mean": as "rank0", but of floating point ones the
+                mean of what each rank has told last, as often, also of one that has died since.
+                "local": none; they are not sent, nor are frozen parameters compared.
             consistency: the policy of this optimizer's group, the same on all ranks; None: the
                 run's.
             dense: "servers": they step the dense layers. "local": the optimizer does, here, and

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paramserve as ps
 from paramserve.errors import DefineMismatch, ShapeMismatch
+from paramserve.launch.reading import Reader
 
 
 class Wrapped(nn.Module):
@@ -118,6 +119,40 @@ def test_buffer_that_grows_is_refused_with_what_to_do(make_cluster: MakeCluster)
 
     with pytest.raises(ShapeMismatch, match=r"'seen' has shape \[10\].* \[0\].*buffers=\"local\""):
         Ranks(make_cluster(workers=1), train).start(0).end()
+
+
+@pytest.mark.parametrize("steps", [10, 13])
+def test_mean_of_buffers_is_that_of_what_each_rank_told_last(
+    make_cluster: MakeCluster, steps: int
+) -> None:
+    cluster, kept = make_cluster(workers=3), dict[str, torch.Tensor]()
+    models = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+
+    def train(worker: ps.Worker) -> None:
+        model = models[worker.rank]
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.01), buffers="mean")
+        inputs = torch.arange(8.0).view(4, 2) * (worker.rank + 1)
+        for number in range(1, steps - worker.rank + 1):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if worker.rank == 2 and number == 10:
+                kept.update({key: value.clone() for key, value in model[1].named_buffers()})
+        if worker.rank == 2:
+            raise Killed  # what it has told after ten steps counts, if it came so far
+
+    Ranks(cluster, train, again=False).start(0, 1, 2).end()
+    told = models if steps - 2 >= 10 else models[:2]
+    state = Reader(cluster.client()).read("model", {})
+    assert state.keys() == models[0].state_dict().keys()
+    for name in ("running_mean", "running_var"):
+        values = torch.stack([getattr(model[1], name) for model in told[:2]])
+        if len(told) == 2:
+            torch.testing.assert_close(torch.from_numpy(state[f"1.{name}"]), values.mean(0))
+        else:
+            three = torch.from_numpy(state[f"1.{name}"]) * 3 - values.sum(0)
+            torch.testing.assert_close(three, kept[name])
+    assert state["1.num_batches_tracked"] == steps
 
 
 # --- layers that are unfrozen while a model is trained --------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from paramserve.client import Client, Snapshots
@@ -53,11 +55,26 @@ class Reader:
 
     def read(self, name: str) -> State:
         """The present values of a group, or nothing if there is none."""
-        state: State = {}
-        blocks = _of(name, self.blocks())
-        for block in blocks:
-            state |= self._tensors(block)
-        return with_aliases(state, blocks)
+        groups = self.blocks()
+        blocks = _of(name, groups)
+        state = self._state(blocks) | self.means(name, groups)
+        return with_aliases(state, [*blocks, *_of_ranks(name, groups)])
+
+    def means(self, name: str, groups: Mapping[str, list[Block]]) -> State:
+        """What each rank keeps for a mean (`buffers="mean"`): the mean of what they told last.
+
+        Args:
+            name: of the group that is trained.
+            groups: as `blocks` gave them.
+        """
+        told: dict[str, list[npt.NDArray[Any]]] = {}
+        for block in _of_ranks(name, groups):
+            for tensor, value in self._state([block]).items():
+                told.setdefault(tensor, []).append(value)
+        return {
+            tensor: np.asarray(np.mean(values, axis=0, dtype=np.float64), values[0].dtype)
+            for tensor, values in told.items()
+        }
 
     def read_all(self) -> dict[str, State]:
         """The present values of every group; what is not trained lies with what is."""
@@ -96,13 +113,14 @@ class Reader:
             files[table.name] = path
         return files
 
-    def _tensors(self, block: Block) -> State:
-        flat, _ = self.client.dense.fetch(block, 0)
-        bounds = zip(block.starts, block.starts[1:], strict=False)
-        return {
-            piece.name: flat[low:high].reshape(piece.shape)
-            for piece, (low, high) in zip(block.pieces, bounds, strict=True)
-        }
+    def _state(self, blocks: Iterable[Block]) -> State:
+        """The tensors of some blocks."""
+        state: State = {}
+        for block in blocks:
+            flat, _ = self.client.dense.fetch(block, 0)
+            for piece, low, high in zip(block.pieces, block.starts, block.starts[1:], strict=False):
+                state[piece.name] = flat[low:high].reshape(piece.shape)
+        return state
 
 
 class Watching:
@@ -180,7 +198,9 @@ class Watching:
         state = dict(found.values)
         if self.group + UNTRAINED in groups:
             state = reader.read(self.group + UNTRAINED) | state
-        state = with_aliases(state, _of(self.group, groups))
+        state |= reader.means(self.group, groups)
+        blocks = [*_of(self.group, groups), *_of_ranks(self.group, groups)]
+        state = with_aliases(state, blocks)
         return Snapshot(found.version, now_s - self._since_s, as_tensors(state), found.dropped)
 
 
@@ -195,6 +215,12 @@ def _of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     """The blocks that make up a group, those of what is not trained first: a tensor that is trained
     since then is in both."""
     return [*groups.get(name + UNTRAINED, ()), *groups.get(name, ())]
+
+
+def _of_ranks(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
+    """The blocks in which each rank keeps its own buffers of a group; see `Reader.means`."""
+    own = re.compile(re.escape(name) + r"\.rank\d+" + re.escape(UNTRAINED))
+    return [block for group, blocks in groups.items() if own.fullmatch(group) for block in blocks]
 
 
 def with_aliases(state: State, blocks: Iterable[Block]) -> State:

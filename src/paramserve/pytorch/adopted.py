@@ -61,8 +61,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
-        if self.buffers not in ("rank0", "local"):
-            raise ValueError(f'buffers must be "rank0" or "local", not {self.buffers!r}')
+        if self.buffers not in ("rank0", "mean", "local"):
+            raise ValueError(f'buffers must be "rank0", "mean" or "local", not {self.buffers!r}')
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(
                 f"clip_norm must be a finite number above 0 or None, not {self.clip_norm!r}"
@@ -254,13 +254,20 @@ class Adopted(ABC, Generic[B]):
             self._model,
             f"{self._settings.name}.buffers",
             trained=trained,
-            buffers=self._settings.buffers == "rank0",
+            buffers=self._settings.buffers != "local",
+            own_group=self._own_group(),
         )
+
+    def _own_group(self) -> str:
+        """Where this rank's own buffers are kept for a mean; empty: there is none."""
+        name, rank = self._settings.name, self._worker.rank
+        return f"{name}.rank{rank}.buffers" if self._settings.buffers == "mean" else ""
 
     def finish(self) -> None:
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
         untrained parameters, and give the result frozen ones and what modules keep besides."""
         rank = self._worker.rank
+        self._untrained.tell_own(last=True)
         leaves = self._untrained or self._frozen
         if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
             self._untrained.assign(everything=True)
@@ -521,9 +528,11 @@ class Adopted(ABC, Generic[B]):
         return self._settings.weight_now(self._worker.step_samples)
 
     def _count_step(self) -> None:
-        """A step was made: on rank 0 assign the buffers, if it is time. Where another incarnation
-        may go on from them, it always is."""
+        """A step was made: on rank 0 assign the buffers, if it is time, and on all ranks those that
+        a mean is made of. Where another incarnation may go on from them, it always is."""
         self._steps += 1
         every = 1 if self._client.connection.restarts else BUFFERS_EVERY
-        if self._worker.rank == 0 and self._steps % every == 0:
-            self._untrained.assign(everything=False)
+        if self._steps % every == 0:
+            if self._worker.rank == 0:
+                self._untrained.assign(everything=False)
+            self._untrained.tell_own(last=False)

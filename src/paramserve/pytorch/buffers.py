@@ -6,15 +6,17 @@ is a whole state dict. Rank 0's define them; the others take them at the start a
 Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end. In
 runs that start dead workers again buffers are assigned after each step: rank 0's next incarnation
 goes on from them. Where rank 0 is dead for good, the lowest live rank assigns its own at the end.
+With `buffers="mean"` each rank also keeps its own floating point buffers there, in a group of its
+own, and a reader of the model takes the mean of what the ranks told last (`launch.reading`).
 A dtype that the servers do not hold travels as a wider one that holds each of its values exactly.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +79,7 @@ class Untrained:
         group: name of their group.
         trained: ids of the parameters that the optimizer has.
         buffers: False keeps the buffers local.
+        own_group: where this rank's own buffers are kept for a mean; empty: there is none.
     Raises:
         TypeError: a tensor's dtype cannot be held. Nothing was sent.
     """
@@ -89,10 +92,13 @@ class Untrained:
         *,
         trained: Collection[int],
         buffers: bool,
+        own_group: str = "",
     ) -> None:
         self._client = client
         self._model = model
         self._group = group
+        self._own_group = own_group
+        self._own: list[_Kept] = []
         persistent = model.state_dict(keep_vars=True).keys()
         self._chosen: list[tuple[Source, Tensor, bool]] = [
             (_source(model, name), tensor, False)
@@ -128,10 +134,26 @@ class Untrained:
         if self._kept and take:
             self._take()
 
+    def tell_own(self, *, last: bool) -> None:
+        """Overwrite what the servers have of this rank's own floating point buffers, if its values
+        count for a mean; the first call defines them.
+
+        Args:
+            last: of this rank; as for `assign`.
+        """
+        if self._own_group and not self._own:
+            for kept in self._kept:
+                if kept.often and kept.dtype.is_floating_point:
+                    values = _values(kept.sources, kept.dtype)
+                    block = self._client.define(values, rule=None, group=self._own_group)
+                    self._own.append(kept._replace(block=block))
+        for kept in self._own:
+            self._assign(kept, last=last)
+
     def _begin(
         self, sources: list[Source], dtype: torch.dtype, often: bool, *, define: bool
     ) -> _Kept:
-        values = {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
+        values = _values(sources, dtype)
         nth = len(self._kept)
         shapes = {name: value.shape for name, value in values.items()}
         if define:
@@ -208,6 +230,10 @@ class Untrained:
                 f"buffer {source.name!r} {why}: the result keeps its last value from before",
                 stacklevel=5,
             )
+
+
+def _values(sources: Sequence[Source], dtype: torch.dtype) -> dict[str, Any]:
+    return {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
 
 
 def _source(model: torch.nn.Module, name: str) -> Source:

@@ -74,7 +74,8 @@ class Hybrid(Adopted[AdoptedBlock]):
             self._model,
             self._settings.name,
             trained=(),
-            buffers=self._settings.buffers == "rank0",
+            buffers=self._settings.buffers != "local",
+            own_group=self._own_group(),
         )
 
     def run(
