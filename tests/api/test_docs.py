@@ -25,6 +25,7 @@ GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
 NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 RECOMMENDERS = ROOT / "docs" / "recommenders.md"
+CONVERT = ROOT / "docs" / "convert.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -141,7 +142,7 @@ def names() -> Names:
 
 WHOLE = [
     code
-    for page in (README, GUIDE, TABLES)
+    for page in (README, GUIDE, TABLES, CONVERT)
     for code in snippets(page)
     if page is README or code.startswith("import")
 ] + ["\n".join(snippets(page)) for page in (NOTEBOOKS, RECOMMENDERS)]
