@@ -81,7 +81,11 @@ class Frozen:
         Args:
             served: ids of parameters that the servers hold by now.
         """
-        left = {name: param for name, param in self._params.items() if id(param) not in served}
+        left = {
+            name: param
+            for name, param in self._params.items()
+            if id(param) not in served and not param.is_meta
+        }
         size = sum({id(p): p.numel() * p.element_size() for p in left.values()}.values())
         if size > RESULT_BYTES_MAX:
             warnings.warn(
