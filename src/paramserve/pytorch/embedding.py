@@ -504,11 +504,21 @@ shows nothing by itself."""
 
 @overload
 def from_embedding(
-    client: Client, name: str, embedding: nn.Embedding, *, rule: Rule, **options: Any
+    client: Client,
+    name: str,
+    embedding: nn.Embedding,
+    *,
+    rule: Rule | Callable[..., Any],
+    **options: Any,
 ) -> Embedding: ...
 @overload
 def from_embedding(
-    client: Client, name: str, embedding: nn.EmbeddingBag, *, rule: Rule, **options: Any
+    client: Client,
+    name: str,
+    embedding: nn.EmbeddingBag,
+    *,
+    rule: Rule | Callable[..., Any],
+    **options: Any,
 ) -> EmbeddingBag: ...
 
 
@@ -517,7 +527,7 @@ def from_embedding(
     name: str,
     embedding: nn.Embedding | nn.EmbeddingBag,
     *,
-    rule: Rule,
+    rule: Rule | Callable[..., Any],
     **options: Any,
 ) -> Embedding | EmbeddingBag:
     """A module on a new table that has the rows of a trained torch module.

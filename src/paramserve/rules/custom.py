@@ -225,7 +225,7 @@ def _check_changed(rule: str, before: Array, value: Array) -> None:
     if np.array_equal(before, value, equal_nan=True):
         raise ValueError(
             f"update() of {rule} has not changed the value: `value = ...` in it makes a new array, "
-            "which is lost. Assign in place: value -= ..., or value[...] = ..."
+            "which is lost. Assign in place: value -= ... (or value[:] = ...)"
         )
 
 
