@@ -14,10 +14,12 @@ from paramserve.client.exchange import Exchange
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.coordinator import CoordinatorRole
+from paramserve.core import collectives
+from paramserve.core.collectives import Collectives, _Ended, reduced
 from paramserve.core.coordination import Called, CoordinatorEvent
 from paramserve.core.events import ClientGone, DeadlineReached
 from paramserve.core.group import GroupMachine
-from paramserve.messages import Hello, Leave, Members, Ok, encode
+from paramserve.messages import AllReduce, Hello, Leave, Member, Members, Ok, encode
 from paramserve.server import ServerRole
 from paramserve.testing import Faults, SimulatedCluster, simulated, slow, stop
 from paramserve.transport.connection import Connection, StreamConnection
@@ -220,6 +222,37 @@ SLOW_READERS: tuple[Plant, ...] = (
     answers_not_read_while_sending,
 )
 
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def value_of_the_last_collective(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank that comes again gets the newest result, whichever call it makes."""
+
+    def newest(self: Collectives, message: AllReduce, member: Member) -> _Ended | None:
+        return self._ended[-1] if self._ended and message.seen < self._ended[-1].number else None
+
+    monkeypatch.setattr(Collectives, "_find", newest)
+    return SimulatedCluster
+
+
+def collective_waits_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A change of the membership does not end a collective."""
+    monkeypatch.setattr(Collectives, "changed", lambda self: None)
+    return SimulatedCluster
+
+
+def own_value_overwritten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The value of the last rank is lost."""
+
+    def lost(call: AllReduce, values: list[bytes]) -> bytes:
+        return reduced(call, values[:-1] or values)
+
+    monkeypatch.setattr(collectives, "reduced", lost)
+    return SimulatedCluster
+
+
+COLLECTIVE = {"collectives": True, "others": ()}
 CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (
         timer_never_moved_earlier,
@@ -241,5 +274,8 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (leave_forgotten, Async(), {}),
     (membership_told_to_the_first_server_only, Sync(reduce="sum"), {}),
     (coordinator_ticks_once, Sync(reduce="sum"), {}),
+    (value_of_the_last_collective, Async(), COLLECTIVE),
+    (collective_waits_for_the_dead, Async(), COLLECTIVE),
+    (own_value_overwritten, Sync(reduce="sum"), COLLECTIVE),
 )
 """What is planted, under which policy, in which scenario."""

@@ -228,6 +228,17 @@ def test_seeds_samples_shared_by_lease_are_all_used(policy: str) -> None:
     assert told > 12, "else the checker had little to judge"
 
 
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_seeds_ranks_agree_in_collectives(policy: str) -> None:
+    agreed, again = 0, 0
+    for seed in range(20):
+        found = replay(seed, consistency=POLICIES[policy], others=(), collectives=True).history
+        agreed += len(found.agreed)
+        again += sum(each.again for each in found.agreed)
+    assert agreed > 100, "else the checker had little to judge"
+    assert again > 10
+
+
 SCRIPT = (
     kill(worker=0, clock=2),
     stop(worker=1, seconds=0.05, clock=3),

@@ -8,13 +8,14 @@ of every rank that it waits for:
 - not of one that has left, died, or is asked to end; what it had sent before counts;
 - not of one that is being restarted. But as long as no rank has made a step it is waited for: its
   function begins at the beginning, and the others may wait for what it does there;
-- of a restarted rank in each collective that opens after it has joined; of an added rank in each
-  one after the first that it sends a value to. Either begins its function at the beginning, while
-  the others are in the middle.
+- of a restarted rank in each collective that opens after it has joined;
+- of a rank that was added, or that had ended for good and comes again, in each one after the first
+  that it sends a value to. Until then the others step without it.
 
-So a restarted or added rank also makes calls whose collective has ended. It gets the results, in
-order, as far as they are kept. Which one a call is, its place says: the steps that its program has
-gone through, those that its loaders have left out included.
+A rank that is restarted, added or comes again begins its function at the beginning, while the
+others are in the middle: it makes calls whose collective has ended. It gets the results, in order,
+as far as they are kept. Which one a call is, its place says: the steps that its program has gone
+through, with those that its loaders have left out.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Collectives:
             return opened.place == 0
         if member.state != LIVE:
             return member.state == EXPECTED
-        if self._membership.was_added(member.rank):
+        if member.client in self._membership.came_later:
             return member.client in self._counted
         return member.client <= opened.joined or opened.place == 0
 

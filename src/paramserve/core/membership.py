@@ -52,6 +52,9 @@ class Membership:
         """By rank."""
         self._restarting: dict[int, float] = {}
         """Since when, by rank."""
+        self.came_later: set[int] = set()
+        """Clients of ranks that the others have been under way without: added ones, and those that
+        have come again after they had ended for good."""
         self._enlisted: set[int] = set()
         """Shards that were given out to servers which have not registered yet."""
         self._next_client = 1
@@ -162,6 +165,9 @@ class Membership:
         self._next_client += 1
         incarnation = member.incarnation + 1
         self._heard[call.rank] = now
+        added = incarnation == 1 and self.late(call.rank, incarnation)
+        if added or member.state in (LEFT, DEAD):
+            self.came_later.add(client)
         self._change(Member(call.rank, client, incarnation, LIVE))
         return client, incarnation
 
@@ -174,10 +180,6 @@ class Membership:
         """Whether a worker may find the others under way."""
         first = rank == NO_RANK or rank in self._awaited_from_first
         return not first or incarnation > 1
-
-    def was_added(self, rank: int) -> bool:
-        """Whether the first worker of a rank may have found the others under way."""
-        return rank not in self._awaited_from_first and self.members[rank].incarnation == 1
 
     def scale(self, workers: int) -> None:
         """From now on there are to be this many workers.

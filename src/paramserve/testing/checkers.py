@@ -49,6 +49,7 @@ __all__ = [
     "buffers_are_full",
     "changes_agree",
     "samples_are_used",
+    "ranks_agree",
     "everyone_finishes",
     "processes_raise_nothing",
 ]
@@ -240,6 +241,23 @@ def samples_are_used(history: History) -> list[str]:
     return wrong
 
 
+def ranks_agree(history: History) -> list[str]:
+    """15. All workers get the same of one collective, and each gets all of them in order: also one
+    that comes later, as its program makes the same calls. The value of a worker that was there from
+    the beginning is in all that it gets."""
+    wrong, results, last = list[str](), dict[int, int](), dict[int, int]()
+    for each in history.agreed:
+        who = f"writer {each.writer} (rank {each.rank}) of collective {each.number}"
+        if results.setdefault(each.number, each.ranks) != each.ranks:
+            wrong.append(f"{who} got {each.ranks:b}, another one {results[each.number]:b}")
+        if each.number != last.get(each.writer, 0) + 1:
+            wrong.append(f"{who} got it after collective {last.get(each.writer, 0)}")
+        if not (each.again or each.ranks >> each.rank & 1):
+            wrong.append(f"{who} is not in its result {each.ranks:b}")
+        last[each.writer] = each.number
+    return wrong
+
+
 def _ranges(positions: list[int]) -> str:
     return ", ".join(map(str, positions[:10])) + (", ..." if len(positions) > 10 else "")
 
@@ -270,6 +288,7 @@ ALL: tuple[Checker, ...] = (
     buffers_are_full,
     changes_agree,
     samples_are_used,
+    ranks_agree,
     everyone_finishes,
     processes_raise_nothing,
 )

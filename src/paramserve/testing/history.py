@@ -173,6 +173,19 @@ class Switched(NamedTuple):
     policy: str
 
 
+class Agreed(NamedTuple):
+    """The result of one collective, as one worker got it."""
+
+    writer: int
+    rank: int
+    number: int
+    """Of the collective."""
+    ranks: int
+    """The result: a bit for each rank whose value is in it."""
+    again: bool
+    """Whether the worker makes calls again that others made before it came."""
+
+
 @dataclass
 class Shared:
     """Samples that the workers share by lease: `size` of them, once.
@@ -208,6 +221,7 @@ class History:
         switched: every (shard, change of policy) once.
         decided: the synchronous clocks, in order.
         shared: samples that are shared by lease; None: there are none.
+        agreed: what each worker got of its collectives, in order.
         away: (order, rank, whether) of each change: a rank has ended for good, or is back.
         resting: the same for ranks that take no steps by their own wish.
         backwards: clocks that went back on a shard, one text for each.
@@ -233,6 +247,7 @@ class History:
     switched: dict[Switched, None] = field(default_factory=dict)
     decided: list[Decided] = field(default_factory=list)
     shared: Shared | None = None
+    agreed: list[Agreed] = field(default_factory=list)
     away: list[tuple[int, int, bool]] = field(default_factory=list)
     resting: list[tuple[int, int, bool]] = field(default_factory=list)
     backwards: list[str] = field(default_factory=list)

@@ -39,6 +39,7 @@ class Scenario:
         unregistered: shards whose servers were started without what is registered: they build only
             policies that are built in.
         samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
+        collectives: whether the workers reduce a value after each few clocks.
     """
 
     servers: int = 2
@@ -54,6 +55,7 @@ class Scenario:
     script: tuple[ScriptedFault, ...] = ()
     others: tuple[Policy, ...] = OTHERS
     samples: int = 0
+    collectives: bool = False
     second: Policy | None = None
     unregistered: tuple[int, ...] = ()
 

@@ -15,6 +15,8 @@ from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, WorkerFenced
 from paramserve.messages import (
+    AllReduce,
+    AllReduced,
     Defined,
     Failed,
     Lease,
@@ -26,7 +28,7 @@ from paramserve.messages import (
 )
 from paramserve.rules.registry import spec
 from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import Call
+from paramserve.testing.history import Agreed, Call
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
@@ -35,6 +37,9 @@ WAIT_S = 60.0
 """A define waits this long for another client's define."""
 LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
+COLLECTIVE_EVERY = 3
+RESTS_FROM = 0.985
+"""Of what is drawn for a worker's next call: from here on it rests."""
 PAUSE_S = 0.002
 """A client computes for up to this between two calls."""
 LONG_PAUSE_S = 0.01
@@ -202,7 +207,7 @@ class SimulatedWorker(ScriptedClient):
             return False
         self.left -= 1
         kind = self.cluster.random.random()
-        if kind >= 0.985:
+        if kind >= RESTS_FROM:
             self._rest()
             return False
         self._step_of(kind)
@@ -365,6 +370,55 @@ class LeasingWorker(SimulatedWorker):
         self._dry = not reply.lease
         if reply.lease:
             self._leased, self._used, self._seen = reply, 0, reply.lease
+        self.script()
+
+
+class AgreeingWorker(SimulatedWorker):
+    """A worker that makes a collective after each `COLLECTIVE_EVERY` clocks, and never rests.
+
+    Its value is a bit for its rank, so that the sum says whose values are in it. A later
+    incarnation begins with the first collective, as a program does that runs its epochs again.
+    """
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self._seen = 0
+        self._made = 0
+        """Collectives of this incarnation."""
+
+    def next(self) -> bool:
+        if self.left <= 0 or self.calling:
+            return False
+        group = self.cluster.workload.group
+        began = 0 if self.incarnation > 1 else self.steps.resumed.get(group, 0)
+        if (self.clock - began) // COLLECTIVE_EVERY > self._made:
+            if not self.in_flight:
+                self._agree()
+            return False
+        self.left -= 1
+        self._step_of(self.cluster.random.random() * RESTS_FROM)
+        return True
+
+    def _agree(self) -> None:
+        value = (1 << self.rank).to_bytes(8, "little")
+        place = (self._made + 1) * COLLECTIVE_EVERY
+        message = AllReduce(0, "sum", "int64", (), value, self._seen, place, LEASE_WAIT_S)
+        self.call(message, self._told)
+
+    def _told(self, reply: AllReduced | Failed) -> None:
+        if isinstance(reply, Failed):
+            self._fence(reply.failed)
+            return
+        if not reply.ended:
+            self._agree()
+            return
+        if reply.number > self._seen:  # else it is to end, and has got its own value
+            ranks = int.from_bytes(reply.value, "little")
+            again = self.late or self.incarnation > 1
+            agreed = Agreed(self.writer, self.rank, reply.number, ranks, again)
+            self.cluster.history.agreed.append(agreed)
+        self._seen, self._made = reply.number, self._made + 1
+        self.cluster.recorder.moved(self)
         self.script()
 
 

@@ -30,6 +30,7 @@ from paramserve.testing.process import ClientProcess, SimulatedExchange
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
+    AgreeingWorker,
     GroupsWorker,
     LeasingWorker,
     ScriptedClient,
@@ -129,6 +130,8 @@ class SimulatedCluster:
         self.plan = LeasePlan(self.scenario.samples, 1, 0, BATCH, BATCH, BATCH, 1, -1)
         if self.scenario.samples:
             self.worker_type = self.leaser_type
+        elif self.scenario.collectives:
+            self.worker_type = AgreeingWorker
         self.counts_updates = self.scenario.counts_updates
         self.workload = self._new_workload()
         self.blocks: dict[int, Block] = {}

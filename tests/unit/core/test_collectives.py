@@ -180,6 +180,18 @@ def test_added_rank_is_waited_for_once_it_takes_part() -> None:
     assert ranks.call(0, 3.0, place=40) is None, "now it is waited for"
 
 
+def test_rank_that_had_ended_for_good_is_waited_for_once_it_takes_part() -> None:
+    """Before, its step may wait for the others, which would wait for it here."""
+    ranks = Ranks(2)
+    ranks.ended(1)
+    ranks.join(1)
+    assert ranks.call(0, 1.0, place=3) == 1.0
+    assert ranks.call(1, 5.0, place=3) == 1.0
+    assert ranks.call(1, 5.0, place=6) is None
+    assert ranks.call(0, 1.0, place=6) == 6.0
+    assert ranks.call(0, 1.0, place=9) is None
+
+
 def test_rank_that_is_asked_to_end_gets_its_own_value() -> None:
     ranks = Ranks(2)
     ranks.membership.scale(1)
