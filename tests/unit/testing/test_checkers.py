@@ -17,7 +17,16 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.testing import Call, History, Part, Row, checkers
-from paramserve.testing.history import Answered, Applied, Decided, Entered, Shared, Switched, Update
+from paramserve.testing.history import (
+    Agreed,
+    Answered,
+    Applied,
+    Decided,
+    Entered,
+    Shared,
+    Switched,
+    Update,
+)
 
 PART = Part(0, 0)
 BLOCK = frozenset({0})
@@ -331,6 +340,23 @@ def test_samples_are_used(
     assert (checkers.samples_are_used(found) == []) is good
     found.shared.over = False
     assert checkers.samples_are_used(found) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "good"),
+    [
+        (Agreed(1, 1, 1, 0b11, False), True),
+        (Agreed(1, 1, 1, 0b10, False), False),
+        (Agreed(1, 1, 2, 0b11, False), False),
+        (Agreed(0, 0, 2, 0b10, False), False),
+        (Agreed(0, 0, 2, 0b10, True), True),
+    ],
+    ids=["same", "other", "skipped", "left-out", "late"],
+)
+def test_ranks_agree(second: Agreed, good: bool) -> None:
+    found = history(Sync())
+    found.agreed = [Agreed(0, 0, 1, 0b11, False), second]
+    assert (checkers.ranks_agree(found) == []) is good
 
 
 @dataclass(frozen=True)
