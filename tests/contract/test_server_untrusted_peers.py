@@ -243,7 +243,7 @@ def bad_requests(seq: int) -> dict[str, tuple[Any, str, str]]:
         "other spec": (
             Define(seq, BlockSpec(0, 0, "default", "float64", None, (), (0, 0)), 9, 1, 64),
             "DefineMismatch",
-            "block 0 is defined as",
+            "is defined as block 0",
         ),
         "huge define": (Define(seq, enormous, 1, 1, 64), "Overloaded", "no memory"),
     }

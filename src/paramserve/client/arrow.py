@@ -34,6 +34,7 @@ from msgspec import Struct
 
 from paramserve.client.string_keys import hashed, is_text
 from paramserve.config import RuleSpec
+from paramserve.core import differences
 from paramserve.core.table.options import BEYOND
 from paramserve.core.table.parts import Records
 from paramserve.errors import (
@@ -440,10 +441,10 @@ class Taking:
         assert ours is not None
         if theirs is None or _kind(theirs) == _kind(ours):
             return
+        found = differences.of_rules(theirs, ours)
         raise ValueError(
-            f"the state is that of the rule {theirs.name} {theirs.options}, and {self._table!r} "
-            f"has {ours.name} {ours.options}. Applied: no. To fix: use a table with the same "
-            "rule, or give state=False"
+            f"the state is that of the rule {found.known}, and {self._table!r} has {found.came}. "
+            "Applied: no. To fix: use a table with the same rule, or give state=False"
         )
 
     # --- rows ------------------------------------------------------------------------------------

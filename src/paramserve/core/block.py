@@ -56,7 +56,8 @@ def check_whole(spec: BlockSpec) -> None:
     """
     if not set(spec.cuts) <= set(borders(spec.pieces)):
         raise ShapeMismatch(
-            f"block {spec.block} is cut at {spec.cuts}, which is within a tensor, and its rule "
+            f"{', '.join(repr(piece.name) for piece in spec.pieces[:3])} in group "
+            f"{spec.group_name!r} lies with parts of a tensor on several servers, and its rule "
             "needs whole tensors",
             fix="give a rule that was registered on the servers the same whole_tensors here",
         )

@@ -389,8 +389,9 @@ class Shard:
         known = self.blocks.get(spec.block)
         if known is not None and known.spec != spec:
             raise DefineMismatch(
-                f"block {spec.block} is defined as {known.spec}, not as {spec}",
-                fix="define a name with one shape, dtype, rule and group",
+                f"{known.names} is defined as block {spec.block}, and another block came with that "
+                "number",
+                fix="run the same version on all sides",
             )
         if known is None or known.attempt < message.attempt:
             block = self._new_block(message)
