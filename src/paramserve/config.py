@@ -58,10 +58,10 @@ class Deadlines(Struct, frozen=True):
     """Push, pull, define and tick, unless the call names its own `timeout_s`."""
     busy_s: float = 1800.0
     """As `request_s`, where a push or tick, or an assign, fetch, drain or rest behind one, waits
-    for workers that live and do not step, as while they evaluate; a barrier or an all-reduce
-    likewise. As long as torch.distributed waits. A server that does not say which workers it waits
-    for has `stall_s` more to do so. So long a worker also waits for a table that another one loads
-    (`load_tables`)."""
+    for workers that live and do not step, as while they evaluate; likewise a barrier, an
+    all-reduce, a wait for rank 0's define, and one for a table that another worker loads
+    (`load_tables`). As long as torch.distributed waits. A server that does not say which workers
+    it waits for has `stall_s` more to do so."""
     start_s: float = 60.0
     """From the launch of the processes until all servers are known."""
     stop_s: float = 1.0

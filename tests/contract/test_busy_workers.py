@@ -16,7 +16,7 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
 import paramserve as ps
 from paramserve.client import Client, timeouts
 from paramserve.config import Limits
-from paramserve.errors import PushTimeout
+from paramserve.errors import DefineTimeout, PushTimeout
 
 
 def cluster_of_two(make: MakeCluster, busy_s: float) -> RoleCluster:
@@ -243,3 +243,50 @@ def test_wait_says_once_for_whom_it_is_and_how_long(
     assert "rank 1 has waited 0 s in tick for a step of rank 0; " in text
     knob = "deadlines=ps.Deadlines(busy_s=...)" if timeout_s is None else "timeout_s"
     assert text.endswith(f"up to 10 s, {knob}")
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_rank_0_that_defines_late_is_waited_for_while_it_lives(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    """As while it loads data before `worker.optimizer`."""
+    monkeypatch.setattr(timeouts, "SAY_S", 0.1)
+    cluster = cluster_of_two(make_cluster, 10.0)
+    waits = cluster.client(1)
+
+    def await_it() -> None:
+        waits.directory.await_block({"w": (3,)}, dtype="float64", rule=ps.Add())
+
+    if not lives:
+        knob = r"rank 0, which defines it, or raise deadlines=ps.Deadlines\(request_s=...\)"
+        with (
+            pytest.warns(UserWarning, match="has waited 0 s for rank 0 to define group 'default'"),
+            pytest.raises(DefineTimeout, match=rf"'w' was not defined in 0\.\d s.*{knob}"),
+        ):
+            await_it()
+        return
+    loads = cluster.client(0)
+    asked = asked_of_connection(waits)
+
+    def define_late() -> None:
+        assert asked.wait(10.0)
+        loads.define("w", np.zeros(3), rule=ps.Add())
+
+    with pytest.warns(UserWarning, match=r"up to 10 s, deadlines=ps.Deadlines\(busy_s=...\)"):
+        in_threads(define_late, await_it)
+    assert waits.pull("w").tolist() == [0.0] * 3
+
+
+def asked_of_connection(client: Client) -> threading.Event:
+    """Set when a client has asked three times whether rank 0 lives: then `request_s` is over."""
+    asks, asked = [0], threading.Event()
+    ask = client.connection.all_live
+
+    def told(ranks: Collection[int]) -> bool:
+        asks[0] += 1
+        if asks[0] == 3:
+            asked.set()
+        return ask(ranks)
+
+    client.connection.all_live = told
+    return asked

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
+from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
@@ -21,6 +24,7 @@ from paramserve.core.partition import Block
 from paramserve.core.table.options import TableOptions
 from paramserve.errors import (
     ClientClosed,
+    DefineTimeout,
     NonFinite,
     ParamServeError,
     ServerGone,
@@ -187,8 +191,10 @@ class Directory:
     ) -> Block:
         """Wait until another client has defined exactly these tensors.
 
+        Args:
+            timeout_s: None: as long as for a step of rank 0 (`Deadlines.busy_s` while it lives).
         Raises:
-            DefineTimeout: none did in `timeout_s`.
+            DefineTimeout: none did in that time.
             DefineMismatch: it has another shape, dtype or rule, the group has another policy, or
                 its block `nth` was defined with other names.
         """
@@ -204,7 +210,34 @@ class Directory:
         call = PlaceBlock(
             0, group, kind.name, described, pieces, False, limit, whole, policy, nth=nth
         )
-        return self._place(call)[0]
+        if timeout_s is not None or self._connection.rank < 1:
+            return self._place(call)[0]
+        return self._await(call)
+
+    def _await(self, call: PlaceBlock) -> Block:
+        """Wait until rank 0 has defined a block: while it lives, as long as for its steps."""
+        steps = self._steps
+        began, limit_s, waited_s, said = steps.now(), steps.timeout_s, 0.0, False
+        while True:
+            wait_s = min(timeouts.SAY_S, max(limit_s - waited_s, 0.0))
+            try:
+                return self._place(structs.replace(call, wait_s=wait_s))[0]
+            except DefineTimeout as error:
+                waited_s = steps.now() - began
+                busy = self._connection.all_live([0])
+                limit_s = steps.patience_s if busy else steps.timeout_s
+                knob = timeouts.knob_of(busy)
+                if waited_s >= limit_s:
+                    error.failed = error.failed.replace(f"{wait_s:.1f} s", f"{waited_s:.1f} s")
+                    error.fix = f"look at rank 0, which defines it, or raise {knob}"
+                    raise
+            if not said and waited_s >= timeouts.SAY_S:
+                said = True
+                warnings.warn(
+                    f"rank {self._connection.rank} has waited {waited_s:.0f} s for rank 0 to "
+                    f"define group {call.group!r}; it waits up to {limit_s:.0f} s, {knob}",
+                    stacklevel=4,
+                )
 
     def _know(self, block: Block) -> Block:
         with self._lock:

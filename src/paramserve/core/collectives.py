@@ -106,6 +106,9 @@ class Collectives:
         if found is not None:
             return AllReduced(message.call, found.number, found.result, ended=True)
         opened = self._open
+        alone = opened is not None and opened.sent.keys() == {member.rank}
+        if opened is not None and alone and _in_words(opened.first) != _in_words(message):
+            opened = None  # of a call that was interrupted
         if opened is None:
             newest = max(each.client for each in self._membership.members.values())
             opened = self._open = _Open(message, member.rank, newest, message.place)

@@ -208,6 +208,13 @@ def test_value_that_is_withdrawn_does_not_count() -> None:
     assert ranks.call(0, 3.0, "max") == 3.0
 
 
+def test_other_call_of_a_rank_that_was_interrupted_takes_the_place_of_the_first() -> None:
+    ranks = Ranks(2)
+    ranks.call(0, op="barrier", value=b"", shape=(0,))
+    assert ranks.call(0, 1.0) is None
+    assert ranks.call(1, 2.0) == 3.0
+
+
 def test_other_call_on_another_rank_is_refused_with_both() -> None:
     ranks = Ranks(2)
     ranks.call(0, 1.0, "mean")
