@@ -62,7 +62,7 @@ def run(chunk: Chunk) -> tuple[int, int, str]:
         )
         if chunk.second:
             second = POLICIES[chunk.second]
-            scenario = replace(scenario, second=second, others=(), restarts=False)
+            scenario = replace(scenario, second=second, others=())
         cluster = kind(seed, scenario)
         try:
             cluster.run()

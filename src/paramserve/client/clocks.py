@@ -95,12 +95,17 @@ class ClientClocks:
         while self._told_pending:
             self.membership.came_late(self._told_pending.popleft())
 
-    def _join_at(self, block: Block, clock: int) -> None:
+    def _join_at(self, block: Block, clock: int, late: bool) -> None:
         """The shards have said at which clock this rank joins. Where gradients are collected it may
-        be an earlier one than this client has counted: a step of it was in none."""
+        be an earlier one than this client has counted: a step of it was in none.
+
+        Args:
+            late: whether it was no member.
+        """
         with self._heard_lock:
             own = self.clocks.get(block.group_name, 0)
-            self.clocks[block.group_name] = clock if self.collects_now(block) else max(own, clock)
+            exact = late and self.collects_now(block)
+            self.clocks[block.group_name] = clock if exact else max(own, clock)
 
     def go_on(self, group: str, clock: int) -> None:
         """This client's clock of a group is at least this from now on."""

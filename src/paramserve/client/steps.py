@@ -141,8 +141,11 @@ class Steps(ClientClocks):
             self.repeated = max(self.repeated, found.repeated)
         self._found = frozenset(by_name)
         self.first = self.first and not returned
-        for name in by_name if returned else not_joined(reports, self._rank):
+        late = by_name.keys() if returned else not_joined(reports, self._rank)
+        for name in late:
             self.membership.came_late(name)
+        if len(by_name) - len(late) > 1:
+            self.membership.came_again()
 
     @property
     def factor(self) -> float:
@@ -471,7 +474,8 @@ class Steps(ClientClocks):
         self.membership.asks(joining)
         message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
         replies = self.ask_all("join", message, limit_s)
-        self._join_at(block, max(reply.at for reply in replies))
+        late = self.membership.pending(block.group_name)
+        self._join_at(block, max(reply.at for reply in replies), late)
         self.membership.joined(joining)
 
     def _bind(

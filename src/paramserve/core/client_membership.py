@@ -51,6 +51,8 @@ class ClientMembership:
         self._suspensions = 0
         self._stepped_since = True
         """Whether a clock was ended since the last suspension."""
+        self._again = False
+        """Whether it goes on for an older incarnation, which may have ended between two groups."""
         self._asked = ""
         """A group that it has asked to join, and does not know the answer: it may be a member."""
         self._entry = ""
@@ -65,6 +67,14 @@ class ClientMembership:
     def came_late(self, group: str) -> None:
         """The rank is no member of a group that it has not joined yet."""
         self._leave(group, LATE)
+
+    def came_again(self) -> None:
+        """The rank goes on where an older incarnation has ended, and is a member of several groups.
+
+        That one may have ended between two of them. Then the others wait in a group that comes
+        later in their round than the one with which this incarnation begins.
+        """
+        self._again = self.any_pending = True
 
     def suspended(self, group: str) -> None:
         """The rank suspends its membership of a group: it joins before its next step there."""
@@ -121,7 +131,8 @@ class ClientMembership:
         """What to send before a call that steps these groups, of which `entry` is the entry."""
         first = entry.group_name
         numbers = {self._pending.get(each.group_name) for each in (entry, *stepped)}
-        restarts = first in self._pending or (self._entry and first != self._entry)
+        moves = bool(self._entry) and first != self._entry
+        restarts = first in self._pending or moves or self._again
         others: dict[str, Block] = {}
         for each in (*stepped, *defined):
             name = each.group_name
@@ -134,6 +145,9 @@ class ClientMembership:
             if follows or leaves:
                 others[name] = each
         new = any(name in self._pending for name in others)
+        if not others and self._again:  # there is nothing to come between
+            self._again, restarts = False, first in self._pending or moves
+            self.any_pending = bool(self._pending or self._behind)
         if not (restarts or new):
             return []
         return [Joining(entry, True, tuple(others.values()))]
@@ -160,9 +174,10 @@ class ClientMembership:
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
         self._asked = ""
+        self._again = self._again and not joining.collects
         # In one line: an interrupt finds all of it, or nothing.
         self._pending, self._behind, self._entry = pending, behind, entry
-        self.any_pending = bool(pending or behind)
+        self.any_pending = bool(pending or behind or self._again)
 
     def following(self, block: Block) -> Sequence[str]:
         """The groups that follow a step which ends a clock of a block's group: what is sent there
@@ -179,4 +194,4 @@ class ClientMembership:
         self._stepped_since = True
         if block.group_name == self._entry:
             self._entry, self._behind = "", {}
-            self.any_pending = bool(self._pending)
+            self.any_pending = bool(self._pending) or self._again

@@ -257,7 +257,6 @@ class GroupsWorker(SimulatedWorker):
         self._groups = cluster.workload.in_order
         self._owes = False
         """Whether the second group's step is to follow."""
-        self._began = False
         self._out: dict[str, int] = {}
         """By group that rests: for how many steps of the other one."""
         self._rested = False
@@ -267,12 +266,6 @@ class GroupsWorker(SimulatedWorker):
         if self.left <= 0:
             return False
         first, second = self._groups
-        if not self._began:
-            self._began = True
-            member = not any(map(self.steps.membership.pending, self._groups))
-            if member and self.incarnation > 1:  # the older one may have ended in between
-                self.suspend(first, second)
-                return False
         if self._owes:
             self._owes = not self._step(second)
             return True

@@ -16,6 +16,7 @@ from paramserve.client.ticket import Ticket
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
+from paramserve.core.client_membership import Joining
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
@@ -695,6 +696,21 @@ def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
 
     one.steps.resume([told(0, has, has), told(1, without, has)], returned=returned)
     assert one.pending() == pending
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_later_incarnation_goes_on_with_the_first_group_at_its_own_clock(groups: int) -> None:
+    """The shards hold the last step of the older one there: its clock is not decided yet."""
+    one = Joiner(BB)
+    one.steps.membership.joined(Joining(BB, True))
+    reports = tuple(
+        GroupReport(name, 0, ((7, 4),), 0, (), held=((7, 3),) if name == "a" else (), collects=True)
+        for name in ("a", "bb")[:groups]
+    )
+    one.steps.resume([ServerBeat(0, reports), ServerBeat(1, reports)], returned=False)
+    one.memory.clocks = (4, 4)
+    one.step(A)
+    assert one.said() == [(JOIN, 1, (2,))] * (groups > 1) + [(STEP, 1, 5)]
 
 
 @pytest.mark.parametrize("returned", [False, True])

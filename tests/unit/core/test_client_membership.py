@@ -230,3 +230,22 @@ def test_groups_that_are_found_to_collect_are_joined_together() -> None:
     one.membership.joined(first)
     assert one.pending() == [A, B]
     assert one.sends(A, B) == [(A, (B,))]
+
+
+def test_later_incarnation_leaves_the_other_groups_until_its_first_clock_is_decided() -> None:
+    """Its predecessor may have ended after a step of A, and before that of B."""
+    one = Known(A, B, C, plain=[C])
+    one.membership.came_again()
+    assert len(one.membership.before([A, C], one.groups)) == 1, "its answer is not read"
+    assert one.sends(A, C) == [(A, (B,))]
+    assert one.pending() == [B]
+    assert one.steps(A, C) == ["group 1"]
+    assert (one.sends(A), one.sends(B), one.membership.any_pending) == ([], [], False)
+
+
+def test_later_incarnation_of_one_group_joins_nothing() -> None:
+    one = Known(A, C, plain=[C])
+    one.membership.came_again()
+    assert one.sends(C) == []
+    assert one.sends(A) == []
+    assert not one.membership.any_pending
