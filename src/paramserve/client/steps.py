@@ -193,8 +193,20 @@ class Steps(ClientClocks):
 
     def collects(self, block: Block) -> bool:
         """Whether pushes to a block's group wait for its tick; also the rest of a step that was
-        begun so, before its policy changed."""
-        return block.group_name in self.staged or self.traits_of(block).collects
+        begun so, before its policy changed.
+
+        A rank that is pending there joins first: the answer may tell of another policy.
+
+        Raises:
+            PushTimeout: not all shards know that it is a member. Nothing was sent of the push.
+        """
+        if block.group_name in self.staged:
+            return True
+        if self._told_pending:
+            self._take_told_pending()
+        if self.membership.any_pending and not self.traits_of(block).collects:
+            self._join_before([block])
+        return self.traits_of(block).collects
 
     def check_same_weight(self, group: str, weight: float | None) -> None:
         """Refuse another weight than was said before of a group's step under way."""
@@ -312,7 +324,13 @@ class Steps(ClientClocks):
             if self._told_pending:
                 self._take_told_pending()
             if self.membership.any_pending:
-                self._join_before(ordered)
+                self._join_before(
+                    [
+                        each.block
+                        for each in ordered
+                        if each.options.tick or each.options.skip or each.pushes or each.row_pushes
+                    ]
+                )
                 ordered = self._entry_first(ordered)
             for each in ordered:
                 ticked = ticked or each.options.tick
@@ -415,13 +433,8 @@ class Steps(ClientClocks):
 
     # --- joining -----------------------------------------------------------------------------
 
-    def _join_before(self, ordered: Sequence[StepParts]) -> None:
+    def _join_before(self, stepped: Sequence[Block]) -> None:
         """Join groups in which this rank is pending, before a call that steps them."""
-        stepped = [
-            each.block
-            for each in ordered
-            if each.options.tick or each.options.skip or each.pushes or each.row_pushes
-        ]
         try:
             self._join_all(lambda: self.membership.before(stepped, self._defined()), None)
         except PushTimeout as error:

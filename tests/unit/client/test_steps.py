@@ -404,12 +404,13 @@ class Joined(Memory):
     """Both shards answer requests about members at once, with these clocks; None: they do not."""
 
     clocks: tuple[int, int] | None = (0, 0)
+    news: tuple[GroupPolicy, ...] = ()
 
     def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
         super().submit(requests, operation, numbered)
         if self.clocks is not None and isinstance(requests[0], JoinGroup | SuspendMembership):
             for shard, clock in enumerate(self.clocks):
-                operation.answered(shard, Done(0, at=clock))
+                operation.answered(shard, Done(0, at=clock, news=self.news))
 
 
 class Joiner(Bench):
@@ -659,6 +660,16 @@ def test_enter_ahead_of_a_group_that_follows_one_waits_for_its_step() -> None:
     assert (one.said(), one.pending()) == ([(JOIN, 1, (2,))], [BB])
     one.step(A, BB)
     assert one.said() == [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK)]
+
+
+def test_push_without_a_tick_joins_first_and_hears_that_its_group_collects_by_now() -> None:
+    """Else it is sent at once, and the shards refuse it."""
+
+    one = Joiner(FREE)
+    one.memory.news = (GroupPolicy(FREE.group, 1, 0, spec(Sync())),)
+    assert one.steps.collects(FREE)
+    assert one.said() == [(JOIN, FREE.group, ()), (JOIN, FREE.group, (A.group,))]
+    assert one.pending() == [A], "it follows"
 
 
 def test_enter_ahead_that_takes_too_long_is_repeated() -> None:
