@@ -134,6 +134,8 @@ def drops_by_staleness(history: History) -> list[str]:
                 wrong.append(f"{who} was applied at version {found[0]} ({policy!r})")
             if answer is None or found is not None or not answer.skipped or call.spoiled:
                 continue
+            if call.rank >= 0 and not history.counts(shard, call.rank, answer.order):
+                continue  # it was no member there, which `who_counts` judges
             if limit is None or answer.after - base <= limit:
                 wrong.append(f"{who} was dropped at version {answer.after} ({policy!r})")
     return wrong

@@ -309,6 +309,15 @@ def test_drops_by_staleness_counts_again(
     assert (checkers.drops_by_staleness(found) == []) is good
 
 
+def test_drops_by_staleness_takes_a_step_of_no_member_for_dropped() -> None:
+    call = push(0, 0, 0, 1, bases=(3,))
+    found = history(Async(), call)
+    found.answers[0, 0, 0] = Answered(4, True, 5, 5)
+    assert checkers.drops_by_staleness(found) != []
+    found.counted[0, call.rank] = [(1, True), (3, False)]
+    assert checkers.drops_by_staleness(found) == []
+
+
 @pytest.mark.parametrize(
     ("gradients", "alone", "good"),
     [(3, False, True), (4, False, False), (2, False, False), (2, True, True), (4, True, False)],
