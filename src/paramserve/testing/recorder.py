@@ -298,7 +298,7 @@ class ShardRecorder:
         for machine in self._shard.groups.values():
             group = machine.state
             if group.version != self._versions.get(group.id, 0):
-                self._updated(group, order, applied)
+                self._updated(group, order, applied if group.table is None else ())
             if group.clocks.keys() != self._counting.get(group.id, {}).keys():
                 self._who_counts(group, order)
             self._counting[group.id] = dict(group.clocks)
