@@ -62,7 +62,7 @@ BATCH = 2
 RESTARTS_MAX = 4
 """New incarnations in one run."""
 RESTART_RATE = 0.7
-EVALUATES_RATE = 0.25
+EVALUATES_RATE = 0.1
 """Of runs in which workers that rest evaluate."""
 JOINS_MAX = 3
 """Workers that come because a run is to have more, in one run."""
