@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -250,17 +251,17 @@ class Handle:
             while True:
                 try:
                     found = watching.take(connect)
-                    if found is None and not over and time.monotonic() >= look_at:
-                        over = self.status().state == "finished"
-                        look_at = time.monotonic() + LOOK_S
-                        continue  # what came before the last worker left
                 except (CoordinatorGone, ServerGone, ClientClosed):
                     if not opened:
                         raise
                     return
                 if found is not None:
                     yield found
-                elif over:
+                elif not over and time.monotonic() >= look_at:
+                    with contextlib.suppress(CoordinatorGone):  # else the next question tells
+                        over = self.status().state == "finished"
+                    look_at = time.monotonic() + LOOK_S
+                elif over:  # and nothing has come since the last worker left
                     return
                 else:
                     time.sleep(SNAPSHOT_POLL_S)
