@@ -135,3 +135,18 @@ def test_output_goes_on_where_it_cannot_be_shown(monkeypatch: pytest.MonkeyPatch
     pump.end(streams)
     pump.close()
     pump.close()
+
+
+def test_output_shows_what_is_left_when_a_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "READ_BYTES", 8)
+    pump, target = Output(), io.StringIO()
+    with contextlib.redirect_stdout(target):
+        streams, fds = pump.attach("")
+        os.write(fds[0], b"a line\n" * 30)
+        pump.end(streams)
+        pump.close()
+    assert target.getvalue() == "a line\n" * 30
+    for fd in fds:
+        os.close(fd)
