@@ -171,7 +171,7 @@ class Handle:
             UnknownName: nothing is defined in this group (yet), or it is a table. The rest as
                 `connect`.
         """
-        return self.reader().state_dict(name)
+        return self._reading().state_dict(name)
 
     def table(self, name: str) -> Table:
         """A keyed table, to be read and written from here.
@@ -179,7 +179,7 @@ class Handle:
         Raises:
             UnknownName: there is no such table (yet). The rest as `connect`.
         """
-        return self.reader().client.table(name)
+        return self._reading().client.table(name)
 
     def save_tables(self, folder: str | os.PathLike[str]) -> dict[str, str]:
         """Write every table, with its rule's state, to a file of its own, as
@@ -191,7 +191,7 @@ class Handle:
             OSError: the folder cannot be made or written to. ParamServeError: a table could not be
                 written, or pyarrow is missing. The rest as `connect`.
         """
-        return self.reader().save_tables(check_folder(folder))
+        return self._reading().save_tables(check_folder(folder))
 
     def snapshots(
         self, every: int = 10, *, name: str = "model", keep: int = 8
@@ -223,7 +223,7 @@ class Handle:
             overview.fresh(STATUS_S)
             return list(overview.records)
 
-    def reader(self) -> Reader:
+    def _reading(self) -> Reader:
         """What reads by this handle. Raises as `connect`."""
         with self._lock:
             if self._reader is None or self._reader.client.closed:
@@ -338,7 +338,7 @@ def _attach_to(address: str, engine: Engine | None, credentials: Credentials) ->
         raise ValueError(f"engine is for the name of a cluster, and {address!r} is an address")
     addresses = (full_address(address),)
     handle = Handle.of(addresses, credentials, seed=0, limits=Limits(), deadlines=Deadlines())
-    handle.reader()  # an address or a token that is wrong is told here
+    handle._reading()  # an address or a token that is wrong is told here
     return handle
 
 
