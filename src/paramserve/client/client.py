@@ -13,7 +13,7 @@ from paramserve.client.dense import Dense
 from paramserve.client.directory import Directory
 from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
-from paramserve.client.labels import SUFFIX
+from paramserve.client.labels import SUFFIX, labels_options
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
@@ -308,7 +308,7 @@ class Client:
             return known
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
         if labels is not False:  # before the table: rows may come with labels when it is defined
-            self._keyed.define_labels(name, labels, options, timeout_s)
+            self.table(name + SUFFIX, timeout_s=timeout_s, **labels_options(labels, options))
         block = self.directory.define_table(
             name,
             dim,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
-from paramserve.client.labels import DIM, SUFFIX, Labels
+from paramserve.client.labels import SUFFIX, Labels
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
@@ -30,14 +30,11 @@ from paramserve.client.steps import Steps, fail_staged
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
-from paramserve.config import check_count
 from paramserve.core.partition import Block
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.core.table.parts import Records, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError, UnknownName
 from paramserve.messages import Put, Scan, ShardRequest, TableReport
-from paramserve.rules.add import Add
 from paramserve.rules.base import Hyper
 
 Array = npt.NDArray[Any]
@@ -77,28 +74,6 @@ class Keyed:
         """The table that a block is: the same object for the same name."""
         load_routing()
         return self._tables.setdefault(block.group_name, Table(self._client, self, block))
-
-    def define_labels(
-        self, name: str, most: bool | int, options: TableOptions, timeout_s: float | None
-    ) -> None:
-        """Have a table for the strings of another one's keys; see `Client.table`.
-
-        Args:
-            options: of the table whose keys they are.
-        """
-        if most is not True:
-            check_count("labels", most)
-        rows = most if most is not True else options.lru.rows if options.lru is not None else None
-        evict = LRU(rows) if rows is not None or options.max_bytes else None
-        self._client.table(
-            name + SUFFIX,
-            dim=DIM,
-            rule=Add(),
-            init=Zeros(),
-            evict=evict,
-            max_bytes=options.max_bytes,
-            timeout_s=timeout_s,
-        )
 
     def labels_of(self, name: str) -> Labels | None:
         """The strings of a table's keys; None: it was made without."""

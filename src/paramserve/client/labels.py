@@ -9,12 +9,15 @@ A client sends the string of a key once, when it first hashes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.string_keys import strings_at
+from paramserve.config import check_count
+from paramserve.core.table.options import LRU, TableOptions, Zeros
+from paramserve.rules.add import Add
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +30,37 @@ PUT_ROWS = 16_384
 """Strings in one message."""
 SENT_MAX = 1 << 20
 """Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
+
+
+class LabelsOptions(TypedDict):
+    """Of `Client.table`, for the table of the labels of another one."""
+
+    dim: int
+    rule: Add
+    init: Zeros
+    evict: LRU | None
+    max_bytes: int
+
+
+def labels_options(most: bool | int, options: TableOptions) -> LabelsOptions:
+    """How the labels of a table are kept.
+
+    Args:
+        most: as `Client.table` has it, and not False.
+        options: of the table whose keys they name.
+    Raises:
+        TypeError, ValueError: `most` is neither True nor an int of at least 1.
+    """
+    if most is not True:
+        check_count("labels", most)
+    rows = most if most is not True else options.lru.rows if options.lru is not None else None
+    return {
+        "dim": DIM,
+        "rule": Add(),
+        "init": Zeros(),
+        "evict": LRU(rows) if rows is not None or options.max_bytes else None,
+        "max_bytes": options.max_bytes,
+    }
 
 
 class Labels:
