@@ -121,10 +121,8 @@ class TableClient(FakeClient):
     ) -> Any:
         assert not skip or not any(len(np.array(push.keys)) for push in pushes)
         self._take(pushes, tick, weight, together=False)
-        return SimpleNamespace(
-            result=lambda timeout_s=None: SimpleNamespace(values={}, skipped=False),
-            release=lambda: None,
-        )
+        outcome = SimpleNamespace(values={}, version=0, staleness=0, skipped=False)
+        return SimpleNamespace(result=lambda timeout_s=None: outcome, release=lambda: None)
 
     def _take(
         self, pushes: Sequence[TablePush], tick: bool, weight: float, *, together: bool
