@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
+from paramserve.client import timeouts
 from paramserve.errors import ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 
@@ -208,7 +210,8 @@ class LeasedWork:
             refresh()
 
     def _await(self) -> bool:
-        holders, changed_s = None, self._clock()
+        patience_s = self._client.steps.patience_s
+        holders, changed_s, said = None, self._clock(), False
         while not self.retiring:
             if self._ask(WAIT_S, idle=True):
                 return True
@@ -216,15 +219,25 @@ class LeasedWork:
                 return False
             if self._lease.holders != holders:
                 holders, changed_s = self._lease.holders, self._clock()
-            elif self._clock() - changed_s > self._client.steps.patience_s:
-                who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
+                continue
+            waited_s = self._clock() - changed_s
+            if waited_s < timeouts.SAY_S and waited_s <= patience_s:
+                continue
+            who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
+            told = f"rank {self._worker.rank} waits for the end of loader {self.name!r}: " + (
+                f"{who or 'a rank that ended'} has not finished what was leased to it, for "
+                f"{waited_s:.0f} s"
+            )
+            if waited_s > patience_s:
                 raise Timeout(
-                    f"rank {self._worker.rank} waits for the end of loader {self.name!r}: "
-                    f"{who or 'a rank that ended'} has not finished what was leased to it, for "
-                    f"{self._client.steps.patience_s:.1f} s",
+                    told,
                     fix="step with every batch that a leased loader gives, leave its loop with "
-                    "break if you will not, or raise deadlines=ps.Deadlines(busy_s=...)",
+                    f"break if you will not, or raise {timeouts.knob_of(True)}",
                 )
+            if not said:
+                said = True
+                told += f"; it waits up to {patience_s:.0f} s, {timeouts.knob_of(True)}"
+                warnings.warn(told, stacklevel=5)
         return False
 
     def _ask(self, wait_s: float, *, idle: bool = False) -> bool:

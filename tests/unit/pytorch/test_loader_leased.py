@@ -415,9 +415,15 @@ def test_leased_holder_that_does_not_go_on_is_named() -> None:
             cluster.book._finished(11, (1, 5))
 
     cluster.meanwhile = meanwhile
-    with pytest.raises(Timeout, match=r"rank 0 waits .* rank 1 \(5 samples\) .* 60\.0 s"):
+    who = r"rank 0 waits .* rank 1 \(5 samples\) .*"
+    knob = r"deadlines=ps\.Deadlines\(busy_s=\.\.\.\)"
+    with (
+        pytest.warns(UserWarning, match=rf"{who} for 50 s; it waits up to 60 s, {knob}") as said,
+        pytest.raises(Timeout, match=rf"{who} for 100 s\. .*{knob}"),
+    ):
         work.more()
     assert now[0] == 150.0
+    assert len(said) == 1
 
 
 def test_leased_two_loops_at_once_are_refused() -> None:
