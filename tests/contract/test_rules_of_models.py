@@ -15,6 +15,7 @@ from torch import nn
 
 import paramserve as ps
 from paramserve.errors import UnknownRule
+from paramserve.pytorch import Embedding
 from paramserve.rules import Array
 
 RTOL, ATOL = 1e-5, 1e-6
@@ -121,6 +122,23 @@ def test_state_of_a_parameter_without_steps_starts_anew_when_it_is_loaded(
         expected = small_model()
         plain = torch.optim.Adagrad(expected.parameters(), lr=0.2, initial_accumulator_value=0.5)
         close(model, train(expected, plain))
+
+    Ranks(make_cluster(workers=1), work).start(0).end()
+
+
+def test_rule_of_a_model_with_a_table_steps_its_dense_layers_only(
+    make_cluster: MakeCluster,
+) -> None:
+    def work(worker: ps.Worker) -> None:
+        table = worker.client.table("users", 3, rule=ps.SGD(lr=0.5), init=ps.Zeros())
+        model = nn.Sequential(Embedding(table), nn.Linear(3, 1))
+        optimizer = worker.optimizer(model, ps.Adam(lr=0.1))
+        assert optimizer.state_dict()["param_groups"][0]["params"] == [0, 1]
+        before = model[1].weight.detach().clone()
+        model(torch.tensor([7])).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(torch.from_numpy(table.pull([7])), -0.5 * before)
+        assert optimizer.state_dict()["state"].keys() == {0, 1}
 
     Ranks(make_cluster(workers=1), work).start(0).end()
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Settings
+from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options
 from paramserve.pytorch.loading import load_given
@@ -294,7 +295,9 @@ def _as_optimizer(model: torch.nn.Module, given: Optimizer | Rule) -> Optimizer:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     rule: object = given
     if isinstance(rule, Rule) and not isinstance(rule, type):
-        return RuleOptimizer(model.parameters(), rule)
+        params = list(model.parameters())
+        dense = [param for param in params if not isinstance(param, Rows)]
+        return RuleOptimizer(dense or params, rule)
     return check_optimizer(given)
 
 
