@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
     "nan value": (lambda c: c.define("x", np.nan, rule=Add()), NonFinite, "first value of 'x'"),
     "rule that is none": (lambda c: c.define("x", ONES, rule="SGD"), TypeError, "a rule must be"),
     "rule option": (lambda c: c.define("x", ONES, rule=Lr("0.1")), TypeError, "lr of Lr must be a"),
-    "rule class": (lambda c: c.define("x", ONES, rule=SGD), TypeError, "a rule must be"),
+    "rule class": (lambda c: c.define("x", ONES, rule=SGD), TypeError, "a rule is an object"),
     "unknown rule": (lambda c: c.define("x", ONES, rule=Unknown()), UnknownRule, "'Unknown'"),
     "group number": (lambda c: c.define("x", ONES, group=3), TypeError, "a group's name"),
     "control characters": (lambda c: c.define("x\n", ONES), ParamServeError, "control characters"),

@@ -93,6 +93,7 @@ class TableClient(FakeClient):
         super().__init__(cluster, rank)
         self.rank = rank
         self.tables: dict[str, FakeTable] = {}
+        self.load_tables: dict[str, str] = {}
 
     def table(self, name: str, dim: int, *, rule: Any = None, lr: float = LR) -> FakeTable:
         load_routing()
