@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import subprocess
 import sys
@@ -230,13 +231,10 @@ KNOWN = {
     "ObjectRef",
     "ReduceLROnPlateau",
     "SparseAdam",
-    "KeyboardInterrupt",
-    "OSError",
-    "TypeError",
-    "ValueError",
     "fit",
+    *dir(builtins),
 }
-"""Of Python, torch and Ray."""
+"""Of torch, Ray and Python."""
 
 
 def messages() -> Iterator[str]:
