@@ -140,7 +140,7 @@ class NonFinite(ParamServeError):
 
 
 class HyperMismatch(ParamServeError):
-    """Workers brought different hyper-parameters, clipping or weights to one synchronous clock."""
+    """Workers sent different hyper-parameters, clipping or weights to one synchronous clock."""
 
 
 class NotAMember(ParamServeError):

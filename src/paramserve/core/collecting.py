@@ -74,7 +74,7 @@ def collect(
         )
     if not step.tick or step.clock != state.committed or rank in state.collect.pending:
         raise ProtocolError(
-            f"worker {rank} brought gradients for clock {step.clock} "
+            f"worker {rank} sent gradients for clock {step.clock} "
             f"({'with' if step.tick else 'without'} a tick); group {state.name!r} is at clock "
             f"{state.committed}",
             fix="end each synchronous step with exactly one tick, in order",

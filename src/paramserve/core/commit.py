@@ -237,7 +237,7 @@ def refusal_of(
             if told:
                 return (
                     "HyperMismatch",
-                    f"the workers brought different hyper-parameters to one clock: {told}",
+                    f"the workers sent different hyper-parameters to one clock: {told}",
                     "give all ranks the same schedule; where it follows a metric, as that of "
                     "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss)",
                 )
