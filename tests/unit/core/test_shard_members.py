@@ -607,7 +607,7 @@ def test_rejoin_at_any_other_clock_is_refused() -> None:
     one = pair()
     restart(one)
     for clock in (2, 7):
-        assert "brought gradients" in str(refused(one.step(SECOND, {0: [1.0]}, clock=clock)))
+        assert "sent gradients" in str(refused(one.step(SECOND, {0: [1.0]}, clock=clock)))
 
 
 def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> GroupReport:
