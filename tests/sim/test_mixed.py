@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from tests.sim.policies import POLICIES, TABLE_POLICIES
 
-from paramserve.client.links import Links, ReachedShard
+from paramserve.client.links import Framed, Links, ReachedShard
 from paramserve.client.payloads import Outgoing
 from paramserve.client.step_parts import StepParts
 from paramserve.consistency.base import Policy
@@ -30,7 +30,7 @@ FOUND_WITHIN = 60
         ("sync-backup", "async"),
         ("async", "sync"),
         ("async", "async"),
-        ("bounded-1", "bounded-0"),
+        ("bounded-1", "bounded-1"),
     ],
 )
 def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, table: str) -> None:
@@ -80,9 +80,9 @@ def parts_in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def payloads_of_one_frame_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a frame takes its bytes from the beginning of the payload."""
-    together = Links._transmit_together
+    whole = Links._frame
 
-    def transmit(links: Links, shard: ReachedShard, messages: list[ShardRequest]) -> None:
+    def frame(links: Links, shard: ReachedShard, messages: Sequence[ShardRequest]) -> Framed:
         inline = links.payloads.inline
 
         def from_the_beginning(
@@ -93,9 +93,9 @@ def payloads_of_one_frame_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with monkeypatch.context() as patch:
             patch.setattr(links.payloads, "inline", from_the_beginning)
-            together(links, shard, messages)
+            return whole(links, shard, messages)
 
-    monkeypatch.setattr(Links, "_transmit_together", transmit)
+    monkeypatch.setattr(Links, "_frame", frame)
 
 
 @pytest.mark.parametrize(
