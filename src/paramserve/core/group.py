@@ -25,7 +25,7 @@ from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
-from paramserve.core.shard_sessions import Answer, Request, ShardSession
+from paramserve.core.shard_sessions import Answer, Asked, Request, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
     CURRENT_CLOCK,
@@ -162,12 +162,12 @@ class GroupMachine:
         by = members.joined.get(rank)
         if rank not in members.clocks or by is None or by.client != session.client:
             return members.clocks.get(rank, self.state.start)
-        joined, seq, clock = session.asked.get(self.state.id, (0, 0, 0))
-        if joined != by.seq:
+        asked = session.asked.get(self.state.id)
+        if asked is None or asked.joined != by.seq:
             clock = by.clock
-        elif seq < step.seq:
-            clock += 1
-        session.asked[self.state.id] = by.seq, step.seq, clock
+        else:
+            clock = asked.clock + (asked.tick and asked.seq < step.seq)
+        session.asked[self.state.id] = Asked(by.seq, step.seq, clock, step.tick)
         return clock
 
     def _apply(

@@ -53,6 +53,22 @@ class Answer(NamedTuple):
     """Whether no newer values may replace these if the answer is lost."""
 
 
+class Asked(NamedTuple):
+    """A step whose client did not know its clock.
+
+    Attributes:
+        joined: number of the request by which its rank had joined.
+        seq: its own number.
+        clock: which one it had.
+        tick: whether it ended that clock.
+    """
+
+    joined: int
+    seq: int
+    clock: int
+    tick: bool
+
+
 class Verdict(Enum):
     NEW = "new"
     REPEATED = "repeated"
@@ -93,9 +109,8 @@ class ShardSession:
         """By group: the number of the newest change of its policy that the client knows of."""
         self.asks_clock: set[int] = set()
         """Groups where the client does not know its clock: the next answer says it."""
-        self.asked: dict[int, tuple[int, int, int]] = {}
-        """By group: with which request it joined there, its last step that did not say its clock,
-        and the clock of that."""
+        self.asked: dict[int, Asked] = {}
+        """By group: the last step that did not say its clock."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self.unread: dict[int, Array | None] = {}
