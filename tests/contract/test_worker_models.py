@@ -143,7 +143,7 @@ def test_mean_of_buffers_is_that_of_what_each_rank_told_last(
 
     Ranks(cluster, train, again=False).start(0, 1, 2).end()
     told = models if steps - 2 >= 10 else models[:2]
-    state = Reader(cluster.client()).read("model", {})
+    state = Reader(cluster.client()).read("model")
     assert state.keys() == models[0].state_dict().keys()
     for name in ("running_mean", "running_var"):
         values = torch.stack([getattr(model[1], name) for model in told[:2]])
