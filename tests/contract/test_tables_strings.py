@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import paramserve as ps
 from paramserve.client import labels
 from paramserve.client.table import Table
+from paramserve.core.table.options import TableOptions
 from paramserve.pytorch.batches import ahead
 from paramserve.pytorch.embedding import Embedding
 
@@ -135,6 +136,21 @@ def test_labels_are_bounded(make_cluster: MakeCluster) -> None:
     for wrong, error in ((0, ValueError), ("yes", TypeError), (None, TypeError)):
         with pytest.raises(error, match="labels"):
             client.table("wrong", 4, rule=ps.SGD(lr=1.0), labels=wrong)
+
+
+def test_labels_of_keys_that_get_no_row_are_bounded(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert labels.labels_options(True, TableOptions(ps.Zeros()))["evict"] == ps.LRU(10_000_000)
+    monkeypatch.setattr(labels, "LABELS_MAX", 20)
+    client = make_cluster(servers=2).client()
+    table = users(client, labels=True, admit=ps.MinCount(5))
+    for first in range(0, 200, 10):
+        names = [f"user_{number}" for number in range(first, first + 10)]
+        table.push(names, np.ones((10, DIM))).result()
+    assert len(table) == 0
+    assert len(client.table("users.labels")) <= 20
+    assert table.labels(names) == names
 
 
 def test_table_without_labels_says_how_to_have_them(make_cluster: MakeCluster) -> None:

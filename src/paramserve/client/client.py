@@ -286,10 +286,10 @@ class Client:
             seed: of the initial values and of the rounding.
             consistency: the table's own policy; None: `ps.Async()`. Not `ps.DelayCompensated`,
                 `ps.LocalSteps` or `ps.ElasticAverage`.
-            labels: keep the strings of keys that are given as strings, for `Table.labels`: True, or
-                how many at most (then the least recently sent go). They are a table of their own,
-                `<name>.labels`, of 128 bytes a string and its index, bounded as this one is by
-                `max_bytes` and an `LRU`.
+            labels: keep the strings of keys that are given as strings, for `Table.labels`: how many
+                at most, then the least recently sent go; True: as many as the `LRU` has rows, or 10
+                million. They are a table of their own, `<name>.labels`, of 128 bytes a string and
+                its index, which `max_bytes` bounds once more.
         Returns:
             The table; the same object for the same name.
         Raises:

@@ -28,6 +28,9 @@ BYTES_MAX = 96
 DIM = BYTES_MAX // 3
 PUT_ROWS = 16_384
 """Strings in one message."""
+LABELS_MAX = 10_000_000
+"""Of a table with `labels=True` and no `LRU(rows=...)`, on all servers together: keys that no row
+is made for, such as those that `MinCount` keeps out, have strings as well."""
 SENT_MAX = 1 << 20
 """Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
 
@@ -38,7 +41,7 @@ class LabelsOptions(TypedDict):
     dim: int
     rule: Add
     init: Zeros
-    evict: LRU | None
+    evict: LRU
     max_bytes: int
 
 
@@ -53,12 +56,14 @@ def labels_options(most: bool | int, options: TableOptions) -> LabelsOptions:
     """
     if most is not True:
         check_count("labels", most)
-    rows = most if most is not True else options.lru.rows if options.lru is not None else None
+    rows = options.lru.rows if options.lru is not None else None
+    if most is not True:
+        rows = most
     return {
         "dim": DIM,
         "rule": Add(),
         "init": Zeros(),
-        "evict": LRU(rows) if rows is not None or options.max_bytes else None,
+        "evict": LRU(rows if rows is not None else LABELS_MAX),
         "max_bytes": options.max_bytes,
     }
 
