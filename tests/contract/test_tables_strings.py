@@ -83,7 +83,7 @@ def test_reads_that_create_nothing_leave_no_label(make_cluster: MakeCluster) -> 
     table = users(client, labels=True)
     table.pull(["anna"], create=False)
     table.prefetch(["bo"], create=False)
-    assert len(client.table("users.labels")) == 0
+    assert len(client.table("users (labels)")) == 0
     assert table.keys_of(["cy"]).tolist() == ps.keys_of(["cy"]).tolist()
     assert table.labels(["anna", "bo", "cy"]) == ["", "", "cy"]
 
@@ -138,10 +138,37 @@ def test_labels_are_bounded(make_cluster: MakeCluster) -> None:
             client.table("wrong", 4, rule=ps.SGD(lr=1.0), labels=wrong)
 
 
+@pytest.mark.parametrize("dim", [labels.DIM, 4])
+def test_table_with_a_name_like_labels_is_the_users_own(
+    make_cluster: MakeCluster, dim: int
+) -> None:
+    cluster = make_cluster()
+    client = cluster.client()
+    item = client.table("item", 4, rule=ps.SGD(lr=1.0))
+    own = client.table("item.labels", dim, rule=ps.SGD(lr=1.0), init=ps.Zeros())
+    own.push(["a"], np.ones((1, dim))).result()
+    item.pull(["a"])
+    assert own.pull(["a"]).tolist() == [[-1.0] * dim]
+    assert [table.name for table in client.tables()] == ["item", "item.labels"]
+    with pytest.raises(ValueError, match="keeps no labels"):
+        item.labels(["a"])
+    with pytest.raises(ps.errors.DefineMismatch, match="labels=0, now labels=10000000 came"):
+        cluster.client().table("item", 4, rule=ps.SGD(lr=1.0), labels=True)
+    assert len(client.directory.tables()) == 2, "a refused define leaves no labels behind"
+
+
+def test_name_of_labels_cannot_be_defined(make_cluster: MakeCluster) -> None:
+    client = make_cluster().client()
+    with pytest.raises(ValueError, match=r"ends with ' \(labels\)'.*Applied: no"):
+        client.table("item (labels)", 4, rule=ps.SGD(lr=1.0))
+    with pytest.raises(ValueError, match=r"ends with ' \(labels\)'.*Applied: no"):
+        client.define("w", np.ones(2, np.float32), group="item (labels)")
+
+
 def test_labels_of_keys_that_get_no_row_are_bounded(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert labels.labels_options(True, TableOptions(ps.Zeros()))["evict"] == ps.LRU(10_000_000)
+    assert labels.labels_at_most(True, TableOptions(ps.Zeros())) == 10_000_000
     monkeypatch.setattr(labels, "LABELS_MAX", 20)
     client = make_cluster(servers=2).client()
     table = users(client, labels=True, admit=ps.MinCount(5))
@@ -149,7 +176,7 @@ def test_labels_of_keys_that_get_no_row_are_bounded(
         names = [f"user_{number}" for number in range(first, first + 10)]
         table.push(names, np.ones((10, DIM))).result()
     assert len(table) == 0
-    assert len(client.table("users.labels")) <= 20
+    assert len(client.table("users (labels)")) <= 20
     assert table.labels(names) == names
 
 

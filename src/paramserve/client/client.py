@@ -13,7 +13,7 @@ from paramserve.client.dense import Dense
 from paramserve.client.directory import Directory
 from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
-from paramserve.client.labels import SUFFIX, labels_options
+from paramserve.client.labels import are_labels, check_not_labels, labels_at_most
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
@@ -125,7 +125,7 @@ class Client:
             value: of one tensor; float32 or float64, without a rule int64 as well.
             rule: how a gradient changes the values; None: they can only be assigned. A class of
                 torch.optim, or `functools.partial(torch.optim.Adam, lr=0.01)`, stands for its rule.
-            group: what it steps together with.
+            group: what it steps together with. No name of one ends with " (labels)".
             consistency: of the whole group, given with its first define; None: the group's, or the
                 cluster's if it has none of its own.
             nth: which one it is of the blocks that all ranks define in this group, each by itself;
@@ -271,7 +271,7 @@ class Client:
         others. Of several who define the same one, all get the same one.
 
         Args:
-            name: of the table, and of the group that steps with it.
+            name: of the table, and of the group that steps with it. No name ends with " (labels)".
             dim: values of a row, 1 to 65536. Without it the table has to be there.
             rule: how a gradient changes a row: a rule; or a class of torch.optim that works on each
                 element alone, as it is or as `functools.partial(torch.optim.Adam, lr=0.01)`.
@@ -288,8 +288,8 @@ class Client:
                 `ps.LocalSteps` or `ps.ElasticAverage`.
             labels: keep the strings of keys that are given as strings, for `Table.labels`: how many
                 at most, then the least recently sent go; True: as many as the `LRU` has rows, or 10
-                million. They are a table of their own, `<name>.labels`, of 128 bytes a string and
-                its index, which `max_bytes` bounds once more.
+                million. They are a table of their own, `<name> (labels)`, of 128 bytes a string
+                and its index, which `max_bytes` bounds once more.
         Returns:
             The table; the same object for the same name.
         Raises:
@@ -307,8 +307,8 @@ class Client:
                 known = self._keyed.table(self.directory.find_table(name))
             return known
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
-        if labels is not False:  # before the table: rows may come with labels when it is defined
-            self.table(name + SUFFIX, timeout_s=timeout_s, **labels_options(labels, options))
+        check_not_labels(name)
+        most = labels_at_most(labels, options)
         block = self.directory.define_table(
             name,
             dim,
@@ -317,21 +317,27 @@ class Client:
             options=options,
             seed=seed,
             consistency=consistency,
+            labels=most,
             timeout_s=timeout_s,
-            fill=self._fill if name in self.load_tables else None,
+            fill=self._fill if most or name in self.load_tables else None,
         )
         return self._keyed.table(block)
 
     def _fill(self, block: Block) -> None:
-        arrow.fill(Table(self, self._keyed, block), self.load_tables[block.group_name])
+        """What a new table needs before another client finds it: labels first, since rows of a
+        file may come with some."""
+        assert block.table is not None
+        if block.table.labels:
+            self._keyed.define_labels(block)
+        if block.group_name in self.load_tables:
+            arrow.fill(Table(self, self._keyed, block), self.load_tables[block.group_name])
 
     def tables(self) -> list[Table]:
         """All tables of the cluster, in the order in which they were defined; the labels of one are
         no table by themselves."""
         self.connection.check()
         found = [self._keyed.table(block) for block in self.directory.tables()]
-        labels = {table.name + SUFFIX for table in found}
-        return [table for table in found if table.name not in labels]
+        return [table for table in found if not are_labels(table.name)]
 
     def push_tables(
         self,

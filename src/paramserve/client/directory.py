@@ -13,6 +13,7 @@ from msgspec import structs
 
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
+from paramserve.client.labels import check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
 from paramserve.compiling import load_kernels
@@ -320,16 +321,18 @@ class Directory:
         seed: int,
         consistency: Policy | None,
         timeout_s: float | None,
+        labels: int = 0,
         fill: Callable[[Block], None] | None = None,
     ) -> Block:
         """See `Client.table`: the block of a table that is on all servers.
 
         Args:
+            labels: strings of its keys that are kept at most; 0: none.
             fill: puts the first rows, before another client finds the table; one that waits for it
                 does so for `Deadlines.busy_s`.
         """
         rule = None if rule is None else as_rule(rule)
-        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec())
+        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec(), labels)
         described = _described(name, rule, spec, options)
         policy = self.policy_spec(consistency)
         if consistency is not None:
@@ -381,10 +384,11 @@ def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
 
     Raises:
         TypeError: no rule, or no name of a group.
-        ValueError: its hyper-parameters.
+        ValueError: its hyper-parameters, or the name is one that labels of a table could have.
     """
     if not isinstance(group, str) or not group:
         raise TypeError(f"a group's name is a str that is not empty, got {group!r}")
+    check_not_labels(group)
     return None if rule is None else described_by(rule)
 
 

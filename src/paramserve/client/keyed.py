@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
-from paramserve.client.labels import SUFFIX, Labels
+from paramserve.client.labels import DIM, SUFFIX, Labels, labels_options
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
@@ -33,8 +33,9 @@ from paramserve.compiling import load_routing
 from paramserve.core.partition import Block
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import Records, records_at, records_bytes
-from paramserve.errors import NonFinite, Overloaded, ParamServeError, UnknownName
+from paramserve.errors import NonFinite, Overloaded, ParamServeError
 from paramserve.messages import Put, Scan, ShardRequest, TableReport
+from paramserve.rules.add import Add
 from paramserve.rules.base import Hyper
 
 Array = npt.NDArray[Any]
@@ -75,13 +76,26 @@ class Keyed:
         load_routing()
         return self._tables.setdefault(block.group_name, Table(self._client, self, block))
 
-    def labels_of(self, name: str) -> Labels | None:
-        """The strings of a table's keys; None: it was made without."""
-        labels: str = name + SUFFIX
-        try:
-            return Labels(self._client.table(labels))
-        except UnknownName:
+    def labels_of(self, block: Block) -> Labels | None:
+        """The strings of a table's keys; None: it was defined without."""
+        assert block.table is not None
+        if not block.table.labels:
             return None
+        return Labels(self._client.table(block.group_name + SUFFIX))
+
+    def define_labels(self, block: Block) -> None:
+        """Define the table of a table's labels."""
+        assert block.table is not None
+        self._client.directory.define_table(
+            block.group_name + SUFFIX,
+            DIM,
+            rule=Add(),
+            dtype="float32",
+            options=labels_options(block.table),
+            seed=0,
+            consistency=None,
+            timeout_s=None,
+        )
 
     def prefetch(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
         """See `Client.prefetch_tables`."""

@@ -1,15 +1,16 @@
 """The strings behind a table's keys, so that keys can be turned into names again.
 
-They are rows of a second table, `<name>.labels`, of the same keys: three bytes of UTF-8 in each
+They are rows of a second table, `<name> (labels)`, of the same keys: three bytes of UTF-8 in each
 float32, which holds them exactly. So they lie on the shards, beside the rows that they name, and
 limits, several clients, and what is asked again after a lost connection are those of every table.
+Whether a table has labels is in its definition (`TableSpec.labels`); names of that form are theirs.
 A client sends the string of a key once, when it first hashes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,12 @@ import numpy.typing as npt
 from paramserve.client.string_keys import strings_at
 from paramserve.config import check_count
 from paramserve.core.table.options import LRU, TableOptions, Zeros
-from paramserve.rules.add import Add
+from paramserve.messages import TableSpec
 
 Array = npt.NDArray[Any]
 
-SUFFIX = ".labels"
-"""Behind the name of the table whose keys they name."""
+SUFFIX = " (labels)"
+"""Behind the name of the table whose keys they name; users define no name that ends so."""
 BYTES_MAX = 96
 """Of a string; what is longer is cut between two characters."""
 DIM = BYTES_MAX // 3
@@ -35,37 +36,46 @@ SENT_MAX = 1 << 20
 """Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
 
 
-class LabelsOptions(TypedDict):
-    """Of `Client.table`, for the table of the labels of another one."""
-
-    dim: int
-    rule: Add
-    init: Zeros
-    evict: LRU
-    max_bytes: int
-
-
-def labels_options(most: bool | int, options: TableOptions) -> LabelsOptions:
-    """How the labels of a table are kept.
+def labels_at_most(given: bool | int, options: TableOptions) -> int:
+    """How many labels a table keeps; 0: none.
 
     Args:
-        most: as `Client.table` has it, and not False.
+        given: as `Client.table` has it.
         options: of the table whose keys they name.
     Raises:
-        TypeError, ValueError: `most` is neither True nor an int of at least 1.
+        TypeError, ValueError: `given` is neither a bool nor an int of at least 1.
     """
-    if most is not True:
-        check_count("labels", most)
+    if given is False:
+        return 0
+    if given is not True:
+        check_count("labels", given)
+        return given
     rows = options.lru.rows if options.lru is not None else None
-    if most is not True:
-        rows = most
-    return {
-        "dim": DIM,
-        "rule": Add(),
-        "init": Zeros(),
-        "evict": LRU(rows if rows is not None else LABELS_MAX),
-        "max_bytes": options.max_bytes,
-    }
+    return rows if rows is not None else LABELS_MAX
+
+
+def labels_options(table: TableSpec) -> TableOptions:
+    """How the labels of a table are kept."""
+    max_bytes = TableOptions.from_spec(table.options).max_bytes
+    return TableOptions(Zeros(), evict=LRU(table.labels), max_bytes=max_bytes)
+
+
+def are_labels(name: str) -> bool:
+    """Whether a table of this name has the labels of another one."""
+    return name.endswith(SUFFIX)
+
+
+def check_not_labels(name: str) -> None:
+    """Refuse a name that labels could have.
+
+    Raises:
+        ValueError: nothing was defined.
+    """
+    if are_labels(name):
+        raise ValueError(
+            f"the name {name!r} ends with {SUFFIX!r}, which is kept for the labels of tables. "
+            "Applied: no. To fix: choose another name"
+        )
 
 
 class Labels:

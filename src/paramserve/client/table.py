@@ -107,9 +107,9 @@ class Table:
         return known.of(as_keys(keys, self.name)[0])
 
     def known_labels(self) -> Labels | None:
-        """What it keeps strings in, if it does: the servers are asked once."""
+        """What it keeps strings in, if it was defined with labels."""
         if not self._sought_labels:
-            self._labels = self._keyed.labels_of(self.name)
+            self._labels = self._keyed.labels_of(self.block)
             self._sought_labels = True
         return self._labels
 

@@ -26,6 +26,8 @@ class TableSpec(Struct, frozen=True, array_like=True):
     """In which values are kept: float32, bfloat16 or float16."""
     seed: int
     options: RuleSpec
+    labels: int = 0
+    """Strings of its keys that are kept, at most; 0: it keeps none."""
 
 
 class BlockSpec(Struct, frozen=True, array_like=True):
