@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import msgspec
 
+from paramserve.client.labels import are_labels
 from paramserve.errors import ParamServeError, WorkerFailed
 from paramserve.launch.entries import Key, worker_failed
 from paramserve.launch.reading import State, as_state_dict
@@ -104,8 +105,11 @@ class Result:
     @property
     def tables(self) -> dict[str, TableStatus]:
         """How large each keyed table was at the end, and what had come and gone. The rows
-        themselves are in `table_files`, if the run was told to write them."""
-        found = {name: group.table for name, group in self.groups.items()}
+        themselves are in `table_files`, if the run was told to write them.
+
+        Labels of tables are not among them, as in `client.tables()`: `groups` has them, as
+        `<name> (labels)`."""
+        found = {n: group.table for n, group in self.groups.items() if not are_labels(n)}
         return {name: table for name, table in found.items() if table is not None}
 
     def plot(self) -> Any:

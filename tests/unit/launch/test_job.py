@@ -257,11 +257,12 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
 
 
 def test_result_tells_how_large_tables_were() -> None:
+    names = ("users", "users (labels)")
     plan = Plan(servers=2, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
     job._last_beats = [
-        ServerBeat(n, (GroupReport("users", 4, (), 0, (), table=TableReport(10 + n, 99, 1, 12)),))
-        for n in range(2)
+        ServerBeat(n, tuple(GroupReport(name, 4, (), 0, (), table=of) for name in names))
+        for n, of in enumerate([TableReport(10, 99, 1, 12), TableReport(11, 99, 1, 12)])
     ]
     job._values = {"model": {}}
     job.stop()
@@ -270,6 +271,7 @@ def test_result_tells_how_large_tables_were() -> None:
         "users": (21, 24)
     }
     assert "rows={'users': 21}" in repr(result)
+    assert [*result.groups] == [*names], "with labels, which are no table of the user's"
     with pytest.raises(UnknownName, match="'users' is a table"):
         result.state_dict("users")
 
