@@ -116,3 +116,24 @@ def test_rows_of_the_file_stand_before_those_of_a_module_that_is_taken_over(
     client.load_tables = {"users": file[0]}
     from_embedding(client, "users", torch.nn.Embedding(20, DIM), rule=ps.Adam(lr=0.1))
     assert rows_of(client.table("users")) == file[1]
+
+
+def test_labels_of_the_file_are_there_for_the_client_that_loads_and_others(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    def named(client: Client) -> Table:
+        return client.table("users", dim=DIM, rule=ps.Adam(lr=0.1), labels=True)
+
+    path, names = str(tmp_path / "users.parquet"), ["anna", "Zoë"]
+    first = make_cluster(servers=2)
+    named(first.client()).put(names, np.ones((2, DIM)))
+    assert named(first.client()).to_parquet(path, state=True) == 2
+    second = make_cluster(servers=2)
+    loads, other = second.client(), second.client()
+    loads.load_tables = other.load_tables = {"users": path}
+    for table in (named(loads), named(other), second.client().table("users")):
+        assert table.labels([*ps.keys_of(names), 7]) == [*names, ""]
+    assert rows_of(named(loads)).keys() == set(ps.keys_of(names).tolist())
+    without = make_cluster().client()
+    without.load_tables = {"users": path}
+    assert users_of(without).pull(names, create=False).tolist() == [[1.0] * DIM] * 2
