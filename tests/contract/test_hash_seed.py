@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -15,11 +17,19 @@ def hashes(worker: ps.Worker) -> tuple[int, list[str]]:
 
 
 def test_workers_hash_alike_in_each_run_with_that_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "3")  # as a driver has it that was started with one
+    monkeypatch.setenv("PYTHONHASHSEED", "random")  # means none, as Python has it
     found = [
         # With other threads than the servers', workers are forked from a process of their own.
         *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=1).returns.values(),
         *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=2).returns.values(),
     ]
     assert found == found[:1] * 4
-    assert os.environ["PYTHONHASHSEED"] == "3"
+    assert os.environ["PYTHONHASHSEED"] == "random"
+
+
+def test_workers_have_the_hash_seed_that_the_driver_was_started_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "3")
+    alone = subprocess.check_output([sys.executable, "-c", "print(hash('anna'))"], text=True)
+    assert ps.run(hashes, workers=1, seed=5).returns[0][0] == int(alone)

@@ -228,9 +228,15 @@ def _start(given: _Arguments) -> Job:
         show_rank=given.show_rank,
         limits=limits,
         deadlines=deadlines,
-        environment={"PYTHONHASHSEED": str(seed & 0xFFFFFFFF)},
+        environment={"PYTHONHASHSEED": _hash_seed(seed)},
     )
     return Job(plan, engine, seed, check_folder(given.save_tables), tuple(tables))
+
+
+def _hash_seed(seed: int) -> str:
+    """The driver's own where it was given one, as other child processes have it."""
+    own = os.environ.get("PYTHONHASHSEED", "random")
+    return own if own not in ("", "random") else str(seed & 0xFFFFFFFF)
 
 
 def _worker_payload(
