@@ -20,9 +20,7 @@ through, with those that its loaders have left out.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -35,7 +33,9 @@ from paramserve.messages import AllReduce, AllReduced, Member
 KEPT_MAX = 10_000
 """Collectives whose results are kept for ranks that are restarted or added."""
 KEPT_BYTES_MAX = 16 << 20
-"""Of these results; the last one is kept, whatever its size."""
+"""Of these results and of who took part; the last one is kept, whatever its size."""
+CLIENT_BYTES = 128
+"""Of a set of clients, for each of them, at most."""
 BARRIER = "barrier"
 COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 OPS = (BARRIER, *COMBINE)
@@ -57,8 +57,8 @@ class _Open:
     """The newest client that had joined when it opened."""
     place: int
     """The furthest of the ranks that came."""
-    sent: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    """By rank: its client, and its value."""
+    sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
+    """By rank: its client, and its call."""
 
 
 class _Ended(NamedTuple):
@@ -67,7 +67,7 @@ class _Ended(NamedTuple):
     number: int
     place: int
     clients: frozenset[int]
-    """Those whose values are in it."""
+    """Those whose values are in it; one object where the one before had the same."""
     result: bytes
 
 
@@ -82,7 +82,8 @@ class Collectives:
         self._membership = membership
         self._bytes_max = bytes_max
         self._open: _Open | None = None
-        self._ended: deque[_Ended] = deque()
+        self._ended: dict[int, _Ended] = {}
+        """By number, without a gap; the oldest is the first."""
         self._kept_bytes = 0
         self._number = 0
         self._forgotten_place = -1
@@ -99,13 +100,19 @@ class Collectives:
             ParamServeError: its call is not like the others', or a value is too large. It is not
                 part of the collective.
         """
+        opened = self._open
+        waiting = opened.sent.get(member.rank) if opened is not None else None
+        retired = member.state == RETIRING
+        if waiting is not None and not retired:
+            client, sent = waiting
+            if sent is message and client == member.client:  # nothing has ended since
+                return None
         self._check(message)
-        if member.state == RETIRING:
+        if retired:
             return AllReduced(message.call, message.seen, message.value, ended=True)
         found = self._find(message, member)
         if found is not None:
             return AllReduced(message.call, found.number, found.result, ended=True)
-        opened = self._open
         alone = opened is not None and opened.sent.keys() == {member.rank}
         if opened is not None and alone and _in_words(opened.first) != _in_words(message):
             opened = None  # of a call that was interrupted
@@ -113,10 +120,7 @@ class Collectives:
             newest = max(each.client for each in self._membership.members.values())
             opened = self._open = _Open(message, member.rank, newest, message.place)
         _check_alike(opened, message, member.rank)
-        sent = member.client, message.value
-        if opened.sent.get(member.rank) == sent:
-            return None
-        opened.sent[member.rank] = sent
+        opened.sent[member.rank] = member.client, message
         opened.place = max(opened.place, message.place)
         self._counted.add(member.client)
         self.changed()
@@ -129,16 +133,28 @@ class Collectives:
             return
         self._open = None
         self._number += 1
-        values = [value for _, (_, value) in sorted(opened.sent.items())]
+        values = [call.value for _, (_, call) in sorted(opened.sent.items())]
         clients = frozenset(client for client, _ in opened.sent.values())
-        ended = _Ended(self._number, opened.place, clients, reduced(opened.first, values))
-        self._ended.append(ended)
-        self._kept_bytes += len(ended.result)
+        self._keep(opened.place, clients, reduced(opened.first, values))
+
+    def _keep(self, place: int, clients: frozenset[int], result: bytes) -> None:
+        """Keep the newest result, and forget the oldest ones where there are too many."""
+        before = self._ended.get(self._number - 1)
+        if before is not None and before.clients == clients:
+            clients = before.clients
+        else:
+            self._kept_bytes += len(clients) * CLIENT_BYTES
+        self._kept_bytes += len(result)
+        self._ended[self._number] = _Ended(self._number, place, clients, result)
+        first = self._number - len(self._ended) + 1
         while len(self._ended) > KEPT_MAX or self._kept_bytes > KEPT_BYTES_MAX:
             if len(self._ended) == 1:
                 break
-            oldest = self._ended.popleft()
+            oldest = self._ended.pop(first)
+            first += 1
             self._kept_bytes -= len(oldest.result)
+            if self._ended[first].clients is not oldest.clients:
+                self._kept_bytes -= len(oldest.clients) * CLIENT_BYTES
             self._forgotten_place = max(self._forgotten_place, oldest.place)
 
     def missing(self) -> tuple[Member, ...]:
@@ -171,7 +187,7 @@ class Collectives:
         """The collective of a call, if it has ended."""
         if not self._ended:
             return None
-        first = self._ended[0].number
+        first = self._number - len(self._ended) + 1
         if message.seen + 1 < first and message.place <= self._forgotten_place:
             raise ParamServeError(
                 f"rank {member.rank} (incarnation {member.incarnation}) calls a collective at step "
@@ -180,7 +196,8 @@ class Collectives:
                 fix="let the function of a restarted worker begin where the run is, as "
                 "worker.loader does, and call worker.all_reduce less often than at each step",
             )
-        for each in islice(self._ended, max(message.seen + 1 - first, 0), None):
+        for number in range(max(message.seen + 1, first), self._number + 1):
+            each = self._ended[number]
             if member.client in each.clients or each.place >= message.place:
                 return each
         return None

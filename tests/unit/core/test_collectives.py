@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -264,8 +265,61 @@ def test_result_that_is_kept_no_longer_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_of_results_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "KEPT_BYTES_MAX", 20)
+    monkeypatch.setattr(collectives, "KEPT_BYTES_MAX", 20 + collectives.CLIENT_BYTES)
     ranks = Ranks(1)
     for step in range(5):
         ranks.call(0, 1.0, place=step)
     assert len(ranks.collectives._ended) == 2
+
+
+def test_memory_of_who_took_part_is_limited_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = 100
+    ranks = Ranks(workers)
+    for step in range(3):
+        ranks.all_call(1.0, place=step)
+    ended = ranks.collectives._ended.values()
+    assert len({id(each.clients) for each in ended}) == 1, "equal sets are one"
+    monkeypatch.setattr(collectives, "KEPT_BYTES_MAX", workers * collectives.CLIENT_BYTES)
+    for step in range(3, 13):  # another set each time
+        ranks.dies(step % 2)
+        ranks.join(step % 2)
+        ranks.all_call(1.0, place=step)
+    assert len(ended) == 1
+    for step in range(13, 20):
+        ranks.all_call(1.0, place=step)
+    assert len(ended) == 1, "one set and a result are above the bound"
+    monkeypatch.setattr(collectives, "KEPT_BYTES_MAX", workers * collectives.CLIENT_BYTES + 16)
+    for step in range(20, 25):
+        ranks.all_call(1.0, place=step)
+    assert len(ended) == 2, "the set counts once, and what has gone counts no longer"
+
+
+def test_call_that_waits_looks_at_no_kept_result() -> None:
+    ranks = Ranks(2)
+    for step in range(200):
+        ranks.all_call(1.0, place=step)
+
+    def lines(seen: int, place: int) -> int:
+        """How many lines Python runs until the call waits, and is asked again."""
+        count = 0
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        member = ranks.membership.members[0]
+        message = AllReduce(0, "sum", "float64", (), bytes(8), seen, place, 1.0)
+        sys.settrace(trace)
+        try:
+            for _ in range(10):
+                assert ranks.collectives.call(message, member) is None
+        finally:
+            sys.settrace(None)
+        ranks.collectives.withdraw(0)
+        return count
+
+    assert lines(ranks.seen[0], 201) < 300
+    ranks.dies(0)
+    ranks.join(0)
+    assert lines(0, 201) < 1000, "who begins again looks once, however often it is asked for"
