@@ -165,7 +165,8 @@ def test_frozen_parameters_that_are_too_large_are_left_out_of_the_result(
     monkeypatch.setattr(frozen, "RESULT_BYTES_MAX", 10)
     cluster = FakeCluster()
     worker = cluster.worker()
-    train(worker, Adapted())
+    with pytest.warns(UserWarning, match="lacks 5 frozen parameters.*strict=False"):
+        train(worker, Adapted())
     with pytest.warns(UserWarning, match="lacks 5 frozen parameters.*strict=False"):
         worker.finishers[0]()
     assert "model" not in cluster.extra
