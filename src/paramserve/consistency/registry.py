@@ -7,10 +7,11 @@ registered (`registered`).
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from paramserve.config import ConsistencySpec, RuleSpec
@@ -334,29 +335,47 @@ def _check(given: Any, name: str) -> None:
 
 
 def _check_names(where: str, kind: type[Policy]) -> None:
-    """Refuse a class with a method that was meant to be one of `_METHODS` and has another name: no
-    shard would ever call it."""
-    own = [
-        name
+    """Refuse a class with a method that was meant to be one of `_METHODS` and has another name, and
+    warn of one with methods none of which a shard calls.
+
+    A method `on_...` is refused if it resembles one that the class does not have, and is used by
+    none of its own.
+    """
+    kinds: list[type[Policy]] = [Policy, *BUILT_IN.values()]
+    known = {base for each in kinds for base in each.__mro__}
+    methods = [
+        (name, thing)
         for base in kind.__mro__
-        if base is not Policy and issubclass(base, Policy) and base not in BUILT_IN.values()
+        if base not in known
         for name, thing in vars(base).items()
-        if inspect.isfunction(thing) and not name.startswith("_") and not hasattr(Policy, name)
+        if inspect.isfunction(thing)
     ]
+    own = [n for n, _ in methods if not n.startswith("_") and not hasattr(Policy, n)]
     if not own:
         return
+    lacks = [name for name in _METHODS if getattr(kind, name) is getattr(Policy, name)]
+    used = {name for _, method in methods for name in _names(inspect.unwrap(method))}
     for name in own:
         meant = get_close_matches(name, _METHODS, 1, RESEMBLES)
-        if meant or name.startswith("on_"):
-            hint = f"rename it {meant[0]}" if meant else "give it another name"
+        if name.startswith("on_") and name not in used and meant and meant[0] in lacks:
             raise TypeError(
-                f"{where}.{name} is called by no server, which asks {', '.join(_METHODS)}: {hint}"
+                f"{where}.{name} is called by no server, which asks {', '.join(_METHODS)}: "
+                f"rename it {meant[0]}"
             )
-    if all(getattr(kind, name) is getattr(Policy, name) for name in _METHODS):
-        raise TypeError(
+    if len(lacks) == len(_METHODS):
+        warnings.warn(
             f"{where} defines {', '.join(own)} and none of {', '.join(_METHODS)}, which are all "
-            "that a server asks: it would be ps.Async()"
+            "that a server asks: it is as ps.Async()",
+            stacklevel=2,
         )
+
+
+def _names(function: Any) -> set[str]:
+    """The attributes and globals that a function uses, with the functions in it."""
+    codes = [function.__code__] if inspect.isfunction(function) else []
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {name for code in codes for name in code.co_names}
 
 
 RESEMBLES = 0.75

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
-from paramserve.consistency.base import APPLY, GroupView, OnPush, Policy, Push
-from paramserve.consistency.built_in import Async
+from paramserve.consistency.base import APPLY, Admission, GroupView, OnPush, Policy, Pull, Push
+from paramserve.consistency.built_in import Async, BoundedStaleness
 from paramserve.consistency.registry import check, check_registered, registered, split
 from paramserve.rules import SGD
 from paramserve.rules.custom import CustomRule
@@ -118,6 +119,41 @@ class AnswersNothing(Policy):
         return APPLY
 
 
+class Mixin:
+    def on_pushed(self, push: Push, group: GroupView) -> OnPush:  # the very mistake
+        return APPLY
+
+
+@dataclass(frozen=True)
+class MixedMisspelt(Mixin, Policy):
+    pass
+
+
+@dataclass(frozen=True)
+class Scaled(BoundedStaleness):
+    def scaled(self, x: float) -> float:
+        return x
+
+    rescale = scales = checked = scaled
+
+    def on_pulls(self) -> int:
+        """A helper: `on_pull` is inherited."""
+        return 1
+
+    def on_late(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class UsesItsOwn(Policy):
+    def on_pushed(self, push: Push) -> OnPush:
+        return APPLY
+
+    def on_pull(self, pull: Pull, group: GroupView) -> Admission:
+        assert all(self.on_pushed(each) for each in ())
+        return super().on_pull(pull, group)
+
+
 @dataclass(frozen=True)
 class Helped(Async):
     def weigh(self, push: Push) -> OnPush:
@@ -127,8 +163,15 @@ class Helped(Async):
         return self.weigh(push)
 
 
-def test_policy_with_a_method_beside_its_own_ones_is_taken() -> None:
-    assert dict(check_registered([Helped])) == {"Helped": Helped}
+@pytest.mark.parametrize("kind", [Helped, Scaled, UsesItsOwn])
+def test_policy_with_methods_beside_its_own_ones_is_taken(kind: type[Policy]) -> None:
+    with warnings.catch_warnings(action="error"):
+        assert dict(check_registered([kind])) == {kind.__name__: kind}
+
+
+def test_policy_with_methods_that_no_server_calls_warns() -> None:
+    with pytest.warns(UserWarning, match="AnswersNothing defines decide and none of on_push, .*"):
+        check_registered([AnswersNothing])
 
 
 def named(name: str, base: type = Policy) -> type:
@@ -152,7 +195,7 @@ def function(name: str) -> Callable[[int], float]:
         ([WantsMore], "WantsMore.on_push has to be a method"),
         ([Misspelt], r"Misspelt.on_pushed is called by no server.*: rename it on_push"),
         ([HalfMisspelt], "HalfMisspelt.on_clocks is called by no server.*rename it on_clock"),
-        ([AnswersNothing], r"AnswersNothing defines decide and none of on_push, .*ps.Async\(\)"),
+        ([MixedMisspelt], "MixedMisspelt.on_pushed is called by no server.*rename it on_push"),
         ([lambda staleness: 1.0], "has no name: write it with def"),
         ([named("Async")], "'Async' is the name of a built-in one"),
         ([named("Inverse")], "'Inverse' is the name of a built-in one"),
