@@ -77,6 +77,11 @@ def test_seeds_of_three_shards_that_have_found_a_bug(
     replay(seed, consistency=policy, servers=3, workers=4, outstanding=outstanding)
 
 
+def test_seed_where_reads_were_read_again_after_the_one_that_a_gradient_came_from() -> None:
+    # The copy of that read had made room for the new ones.
+    replay(300365, consistency=POLICIES["delay-compensated"])
+
+
 @pytest.mark.parametrize(
     ("seed", "options"),
     [(290, {}), (195, {"samples": 60, "others": (), "restarts": False}), (191, {})],
