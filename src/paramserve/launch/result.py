@@ -137,7 +137,8 @@ class Result:
         Raises:
             UnknownName: the run had no such group, or it is a table.
         """
-        return as_state_dict(self.values, name, self.tables) | unpickled(self.extra_state, name)
+        extra = unpickled(self.extra_state, name)  # first: it may import torch
+        return extra | as_state_dict(self.values, name, self.tables)
 
 
 def result_of(

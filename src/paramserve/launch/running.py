@@ -174,7 +174,7 @@ class Job:
             UnknownName: nothing is defined in this group (yet), or it is a table.
         """
         try:
-            return self._connected().state_dict(name) | self._extra_state(name)
+            return self._extra_state(name) | self._connected().state_dict(name)
         except ClientClosed:  # it has ended
             return self.wait().state_dict(name)
 
@@ -228,7 +228,7 @@ class Job:
             over = supervisor.ended.is_set()
             found = self._next_snapshot(watching)
             if found is not None:
-                yield found._replace(state=found.state | self._extra_state(watching.group))
+                yield found._replace(state=self._extra_state(watching.group) | found.state)
             elif over:
                 return
             else:

@@ -168,6 +168,8 @@ class Adopted(ABC, Generic[B]):
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
+        self._told_extra = False
+        """Whether the driver has something of this rank that the servers did not hold."""
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
@@ -275,9 +277,10 @@ class Adopted(ABC, Generic[B]):
 
     def _tell_extra_state(self) -> None:
         """Give the driver what the servers do not hold: at the start, so that a snapshot is a whole
-        state, and at the end."""
+        state, when something is unfrozen, and at the end; it replaces what was told before."""
         extra = {**self._frozen.values(self._served()), **_extra_state(self._model)}
-        if extra:
+        if extra or self._told_extra:
+            self._told_extra = True
             self._worker.tell_extra_state(self._settings.name, extra)
 
     def drawn(self) -> tuple[int, bytes]:
@@ -331,6 +334,8 @@ class Adopted(ABC, Generic[B]):
         self._define_later(plans)
         for key in found:
             del self._unserved[key]
+        if self._worker.rank == 0:
+            self._tell_extra_state()
 
     def _as_others_have(self, layout: Layout) -> Iterator[Layout]:
         """Parameters as the blocks that they were defined in while this worker was not there."""

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
+import numpy as np
 import pytest
 from tests.needs import needs
 
@@ -20,7 +22,7 @@ from paramserve.launch.entries import Entry, Key
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import Job
 from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status, TableReport
-from paramserve.worker import Resumed, WorkerConfig
+from paramserve.worker import ExtraState, Resumed, WorkerConfig
 
 
 class NeverOpens:
@@ -295,3 +297,18 @@ def test_result_restart_has_the_clock_of_its_own_successor() -> None:
     assert (first.clock, first.repeated) == (None, 0)  # its successor ended before it joined
     assert (second.clock, second.repeated) == (5, 1)
     assert "exited with code 3" in str(second.error)
+
+
+def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    told = {"frozen": np.zeros(1), "unfrozen": np.zeros(1)}
+    body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
+    job._supervisor.reports.append((Key("worker", 0), "extra state", body))
+    job._values = {"model": {"unfrozen": np.ones(1)}}
+    job.stop()
+    state = job.wait().state_dict()
+    assert {name: float(value[0]) for name, value in state.items()} == {
+        "frozen": 0.0,
+        "unfrozen": 1.0,
+    }

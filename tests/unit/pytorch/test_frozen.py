@@ -109,14 +109,21 @@ def test_parameters_that_are_unfrozen_later_are_trained_from_then_on(overlap: bo
         return model
 
     models = [build(), build()]
+    told: list[set[str]] = []
 
     def work(worker: Any) -> nn.Module:
+        def tell(group: str, extra: dict[str, Any]) -> None:
+            told.append(set(extra))
+
         model = models[worker.rank]
+        worker.tell_extra_state = tell
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return run(model, adopt(worker, model, optimizer, overlap=overlap))
 
     cluster = FakeCluster(2)
     on_all_ranks(cluster, work)
+    first, second = {"0.weight", "0.bias"}, {"1.weight", "1.bias"}
+    assert told == [first | second, first, set(), set()], "also at the end, in place of the first"
     counts = {p.name: n for b in cluster.blocks for p, n in zip(b.pieces, b.counts, strict=True)}
     assert [counts[f"{n}.weight"] for n in range(3)] == [2, 4, 6]
     if not overlap:
