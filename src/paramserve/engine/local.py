@@ -27,7 +27,7 @@ from paramserve.config import TLS
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
-from paramserve.engine.output import Output, Stream
+from paramserve.engine.output import Output
 from paramserve.engine.prepared import (
     Forked,
     PreparedProcess,
@@ -94,10 +94,8 @@ class LocalProcess:
         name: str,
         popen: subprocess.Popen[bytes] | Forked,
         reports_fd: int,
-        streams: Sequence[Stream] = (),
     ) -> None:
         self.name = name
-        self.streams = streams
         self.why = ""
         self._popen = popen
         self._status: int | None = None
@@ -284,7 +282,6 @@ class LocalFleet:
 
     def _forget(self, process: LocalProcess) -> None:
         self._running.remove(process)
-        self._output.end(process.streams)
         for fd in (process.reports_fd, process.pidfd):
             if fd is not None:
                 with contextlib.suppress(KeyError):
@@ -294,19 +291,18 @@ class LocalFleet:
     def _spawn(self, role: Role) -> LocalProcess:
         reports_fd, child_reports_fd = map(above_standard, os.pipe())
         os.set_blocking(reports_fd, False)
-        streams, child_streams = self._output.attach(role.label)
+        child_streams = self._output.attach(role.label)
         try:
             with _parcel(role) as source:
                 fds = (source.fileno(), child_reports_fd, *child_streams)
                 popen = self._fork(role, fds) or self._start(role, fds)
         except BaseException:
             os.close(reports_fd)
-            self._output.end(streams)
             raise
         finally:
             for fd in (child_reports_fd, *child_streams):
                 os.close(fd)
-        return LocalProcess(role.name, popen, reports_fd, streams)
+        return LocalProcess(role.name, popen, reports_fd)
 
     def _fork(self, role: Role, fds: Sequence[int]) -> Forked | None:
         """A fork of a prepared process; None: it is to be started afresh.

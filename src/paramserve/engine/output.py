@@ -19,7 +19,6 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 from paramserve.engine.prepared import above_standard
@@ -37,7 +36,7 @@ WRITE_S = 1.0
 """How long each write to a terminal or file that takes nothing is waited for, where it does not
 block by itself. What it does not take then is lost."""
 READS_AT_END = 32
-"""Of `READ_BYTES`, when a process has ended: more than a pipe holds, and no more, since what the
+"""Of `READ_BYTES` of each stream, at the close: more than a pipe holds, and no more, since what a
 process has left behind may write on."""
 CLOSE_S = 2.0
 """How long `close` waits for the last lines to be written."""
@@ -113,8 +112,6 @@ class Stream:
         self.fd = fd
         self.name: StreamName = name
         self.lines = Lines(label)
-        self.ended = False
-        """Its process has: what there is now is all."""
 
     def read(self) -> bytes | None:
         """What has come, up to a bound; empty: nothing; None: nothing will."""
@@ -127,7 +124,11 @@ class Stream:
 
 
 class Output:
-    """Shows what the processes of a fleet print. `attach`, `end` and `close` are for any thread."""
+    """Shows what the processes of a fleet print. `attach` and `close` are for any thread.
+
+    A stream is read until its end. That may come after its process's own: what a worker has started
+    in a session of its own prints on.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -139,13 +140,9 @@ class Output:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def attach(self, label: str) -> tuple[list[Stream], list[int]]:
-        """Streams for a new process, and the descriptors of its stdout and stderr.
-
-        The caller closes the descriptors when the process has them, and calls `end` when it has
-        ended.
-        """
-        streams: list[Stream] = []
+    def attach(self, label: str) -> list[int]:
+        """The descriptors of stdout and stderr for a new process, which the caller closes when the
+        process has them."""
         theirs: list[int] = []
         names: tuple[StreamName, ...] = ("stdout", "stderr")
         with self._lock:
@@ -157,16 +154,10 @@ class Output:
             for name in names:
                 ours, other = map(above_standard, os.pipe())
                 theirs.append(other)
-                streams.append(Stream(ours, name, label))
-                self._streams[streams[-1]] = None
-                self._selector.register(ours, selectors.EVENT_READ, streams[-1])
-        return streams, theirs
-
-    def end(self, streams: Sequence[Stream]) -> None:
-        """The process of these has ended: show what is left. Returns at once."""
-        for stream in streams:
-            stream.ended = True
-        self._wake_up()
+                stream = Stream(ours, name, label)
+                self._streams[stream] = None
+                self._selector.register(ours, selectors.EVENT_READ, stream)
+        return theirs
 
     def close(self) -> None:
         """Show what is left of all, and end the thread; what its reader does not take in `CLOSE_S`
@@ -176,7 +167,7 @@ class Output:
                 return
             self._closed = True
             thread = self._thread
-        self.end(list(self._streams))
+        self._wake_up()
         if thread is not None:
             thread.join(CLOSE_S)
             if thread.is_alive():  # it waits for what it writes to, and ends when it may go on
@@ -201,7 +192,7 @@ class Output:
                     self._show(key.data)
             now = time.monotonic()
             for stream in tuple(self._streams):
-                if stream.ended:
+                if self._closed:
                     any(not self._show(stream) for _ in range(READS_AT_END))
                     self._drop(stream)
                 elif stream.lines.due_at <= now:

@@ -79,7 +79,7 @@ def test_output_shows_lines_of_many_writers_whole_and_what_was_written_last() ->
     with contextlib.redirect_stdout(target):
         writers = []
         for number in range(4):
-            streams, fds = pump.attach(f"[{number}] ")
+            fds = pump.attach(f"[{number}] ")
             os.close(fds[1])
 
             def write(fd: int = fds[0], number: int = number) -> None:
@@ -87,12 +87,12 @@ def test_output_shows_lines_of_many_writers_whole_and_what_was_written_last() ->
                     for piece in (b"rank ", b"%d" % number, b" step ", b"%d" % step, b"\n"):
                         os.write(fd, piece)
                 os.write(fd, b"dies in the mid")
+                os.close(fd)
 
-            writers.append((threading.Thread(target=write), streams))
-            writers[-1][0].start()
-        for thread, streams in writers:
+            writers.append(threading.Thread(target=write))
+            writers[-1].start()
+        for thread in writers:
             thread.join(LONG_S)
-            pump.end(streams)
         pump.close()
     told = target.getvalue().splitlines()
     for number in range(4):
@@ -108,7 +108,7 @@ def test_output_shows_a_line_soon_and_an_unended_one_after_a_while(
     monkeypatch.setattr(output, "UNENDED_S", 0.05)
     pump, target = Output(), io.StringIO()
     with contextlib.redirect_stderr(target):
-        _, fds = pump.attach("")
+        fds = pump.attach("")
         os.write(fds[1], b"whole\npart")
         until = time.monotonic() + LONG_S
         while target.getvalue() != "whole\npart\n" and time.monotonic() < until:
@@ -125,27 +125,25 @@ def test_output_goes_on_where_it_cannot_be_shown(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no display")
 
     pump = Output()
-    streams, fds = pump.attach("")
+    fds = pump.attach("")
     for stream in (None, Breaks()):
         monkeypatch.setattr(sys, "stdout", stream)
         for _ in range(20):  # more than a pipe holds
             os.write(fds[0], b"x" * 8000 + b"\n")
     for fd in fds:
         os.close(fd)
-    pump.end(streams)
     pump.close()
     pump.close()
 
 
-def test_output_shows_what_is_left_when_a_process_has_ended(
+def test_output_shows_what_is_left_at_the_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output, "READ_BYTES", 8)
     pump, target = Output(), io.StringIO()
     with contextlib.redirect_stdout(target):
-        streams, fds = pump.attach("")
+        fds = pump.attach("")
         os.write(fds[0], b"a line\n" * 30)
-        pump.end(streams)
         pump.close()
     assert target.getvalue() == "a line\n" * 30
     for fd in fds:
