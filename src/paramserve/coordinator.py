@@ -112,6 +112,12 @@ class CoordinatorRole:
         """Whether every worker has come, and has left or died."""
         return self._coordination.membership.all_left
 
+    @property
+    def lost_servers(self) -> dict[int, tuple[str, ...]]:
+        """The addresses of each server that is lost, by shard."""
+        servers = self._coordination.membership.servers
+        return {shard: each.addresses for shard, each in sorted(servers.items()) if each.lost}
+
     def _tick(self) -> None:
         self._step(TimePassed())
         self._loop.call_later(TICK_S, self._tick)

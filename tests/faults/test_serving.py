@@ -428,12 +428,19 @@ def test_joiner_whose_port_is_taken_leaves_its_shard_to_the_next_one(servers: Se
     assert not first.ended()
 
 
-def test_first_server_ends_with_an_error_when_a_registered_one_is_killed(servers: Servers) -> None:
-    (first, second), _ = servers.pair(workers=1)
+@pytest.mark.parametrize("trained", [False, True], ids=["before", "after"])
+def test_first_server_names_the_one_that_is_killed_before_or_after_all_workers(
+    servers: Servers, trained: bool
+) -> None:
+    first, address = servers.serve(servers=2, workers=1)
+    second, at = servers.serve(join=address)
+    if trained:
+        with ps.connect(address, rank=0, token_file=servers.token) as worker:
+            worker.client.define("w", np.zeros(4), rule=ps.Add())
     second.close()
     kind, text = first.error()
     assert kind == "ServerGone"
-    assert "a server of this cluster has ended" in text
+    assert f"the server of shard 1 at {at} has ended or is lost" in text
 
 
 # --- what the command logs ------------------------------------------------------------------------

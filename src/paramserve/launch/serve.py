@@ -254,7 +254,7 @@ class _Running:
         """Wait for the end; the caller cancels this to end it early.
 
         Raises:
-            ServerGone: another server of the cluster is gone before all workers have left.
+            ServerGone: another server of the cluster is gone, and not because all is done.
             ParamServeError: the coordinator of the cluster is.
         """
         assert self.role is not None
@@ -265,12 +265,11 @@ class _Running:
         finally:
             for task in tasks:
                 task.cancel()
-        if self.lost.is_set() and self.coordinator is not None and not self.coordinator.all_left:
-            raise ServerGone(
-                "a server of this cluster has ended or is lost, and its values with it",
-                applied="unknown",
-                fix="look why it ended, and start the whole cluster again",
-            )
+        coordinator = self.coordinator
+        if coordinator is not None and self.lost.is_set():
+            done = self.settings.until_done and coordinator.all_left
+            if not done:
+                raise _gone(coordinator.lost_servers)
         if self.coordinator is None and not self._saw_all_leave():
             raise ParamServeError(
                 f"the coordinator at {self.settings.join} is gone, and the cluster with it",
@@ -299,6 +298,19 @@ class _Running:
                 self._log.tell_missing()
                 tell_at = loop.time() + MISSING_TOLD_S
         await asyncio.sleep(LAST_ANSWER_S)
+
+
+def _gone(lost: dict[int, tuple[str, ...]]) -> ServerGone:
+    """The error of servers that are lost; their addresses by shard."""
+    told = ", ".join(
+        f"the server of shard {shard} at {addresses[-1].removeprefix('tcp:')}"
+        for shard, addresses in lost.items()
+    )
+    return ServerGone(
+        f"{told} has ended or is lost, and its values with it",
+        applied="unknown",
+        fix="look why it ended, and start the whole cluster again",
+    )
 
 
 def _coordinator_config(settings: Settings) -> CoordinatorConfig:
@@ -377,6 +389,7 @@ def serve(
             workers. Nothing was started.
         UnknownRule: this server joins a cluster whose policy it does not know.
         ParamServeError: the port is taken, the cluster is complete already, or it is gone.
+        ServerGone: another server has ended or is lost, and not because `until_done` is reached.
         NotAuthenticated: the token or a certificate does not match.
         ConnectTimeout: no answer from `join`.
     """
