@@ -51,7 +51,7 @@ class WorkerConfig(Struct, frozen=True):
     factor: float = 1.0
     """What its gradients are multiplied by (`worker_weight`)."""
     state: bytes = b""
-    """What rank 0 loads (`load_state`), in cloudpickle; empty: nothing."""
+    """What its models start from (`load_state`), in cloudpickle; empty: their own values."""
     tables: dict[str, str] = {}
     """Files of the rows that tables begin with (`load_tables`), by table."""
 
@@ -607,7 +607,7 @@ class Worker:
         """End in order: install what is outstanding, then leave the cluster."""
         for finisher in self.finishers:
             finisher()
-        if self.load_state:
+        if self.load_state and self.rank == 0:
             names = ", ".join(name or "the first one" for name in self.load_state)
             warnings.warn(
                 f"load_state was not loaded for the optimizer that it names ({names}): no "

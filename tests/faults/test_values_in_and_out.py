@@ -41,6 +41,22 @@ def train(worker: ps.Worker, steps: int) -> list[float]:
     return began
 
 
+def freezes(worker: ps.Worker) -> list[float]:
+    """What a frozen layer has that each rank has built in its own way."""
+    torch.manual_seed(worker.rank)
+    model = tied_model()
+    model[0].bias.requires_grad_(False)
+    worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    kept: list[float] = model[0].bias.tolist()
+    return kept
+
+
+def test_every_rank_loads_frozen_parameters() -> None:
+    state = tied_model().state_dict()
+    result = ps.run(freezes, workers=2, load_state=state, timeout_s=60)
+    assert result.returns == dict.fromkeys(range(2), state["0.bias"].tolist())
+
+
 def test_best_snapshot_is_kept_and_a_second_run_starts_from_it(tmp_path: Path) -> None:
     with ps.start(train, args=(60,), workers=2, seed=0, timeout_s=60) as job:
         best = min(job.snapshots(every=20, keep=4), key=lambda found: distance(found.state))

@@ -151,8 +151,12 @@ def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsC
     assert client.calls == ["first", "second", "drain", "close"]
 
 
-def test_finish_warns_of_values_that_no_optimizer_took(worker: Worker) -> None:
+def test_finish_warns_of_values_that_no_optimizer_took(
+    worker: Worker, client: RecordsCalls
+) -> None:
     worker.load_state = {"critic": {}}
+    worker.finish()  # every rank has them, and rank 0 tells
+    client.rank = 0
     with pytest.warns(UserWarning, match=r"not loaded .* \(critic\): no worker.optimizer"):
         worker.finish()
 

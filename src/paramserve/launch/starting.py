@@ -154,7 +154,8 @@ def run(
         load_state: what the models of `worker.optimizer` start from instead of their own values: a
             state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
             optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
-            shapes must be the model's. Rank 0 loads it, the others take it from the servers.
+            shapes must be the model's. Every rank loads it, frozen
+            parameters and buffers included.
         show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
             lines are whole in any case. On Ray, Ray puts its own mark there.
         progress: whether a line on standard error says how far the run is, rewritten each second;
@@ -252,8 +253,7 @@ def _worker_payload(
     def payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
         # A rank that comes later, by `Job.scale`, was given no weight.
         factor = factors[rank] if rank < len(factors) else 1.0
-        given = state if rank == 0 else b""
-        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, given, tables)
+        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, state, tables)
         return msgspec.msgpack.encode(config)
 
     return payload

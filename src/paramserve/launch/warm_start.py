@@ -44,7 +44,7 @@ def pack_state(given: GivenState | None) -> bytes:
     if len(packed) > STATE_BYTES_MAX:
         raise ValueError(
             f"load_state has {len(packed) / 1e9:.1f} GB, and a worker is started with at most "
-            f"{STATE_BYTES_MAX / 1e9:.1f} GB: load the model in the training function, on rank 0, "
+            f"{STATE_BYTES_MAX / 1e9:.1f} GB: load the model in the training function, "
             "before worker.optimizer"
         )
     return packed

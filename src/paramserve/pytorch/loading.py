@@ -1,4 +1,4 @@
-"""Models' values in files, and those that a run starts from (`load_state=`) into rank 0's model."""
+"""Models' values in files, and those that each rank's models start from (`load_state=`)."""
 
 from __future__ import annotations
 
