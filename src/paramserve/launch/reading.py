@@ -23,6 +23,8 @@ SNAPSHOT_POLL_S = 0.05
 """Between two questions for the next snapshot."""
 UNTRAINED = ".buffers"
 """What `worker.optimizer` does not train lies in the group of this name behind its own."""
+EXTRA_STATE = "_extra_state"
+"""Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
 
 
 class Snapshot(NamedTuple):
@@ -260,3 +262,8 @@ def as_tensors(state: State) -> dict[str, Any]:
     if torch is None:
         return dict(state)
     return {name: torch.from_numpy(array) for name, array in state.items()}
+
+
+def is_extra(key: Any) -> bool:
+    """Whether a name of a state dict is that of what a module gave besides tensors."""
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE

@@ -25,7 +25,7 @@ from paramserve.observe.status import (
     drops_by_rank,
     samples_by_rank,
 )
-from paramserve.worker import ExtraState, Resumed
+from paramserve.worker import Resumed
 
 
 class Restarted(NamedTuple):
@@ -180,16 +180,9 @@ def result_of(
         samples=samples_by_rank(leases),
         repeated_samples=sum(each.repeated for each in leases),
         table_files=table_files,
-        extra_state=extra_states(supervisor),
+        extra_state=dict(supervisor.extra_states),
         steps=_steps(supervisor),
     )
-
-
-def extra_states(supervisor: Supervisor) -> dict[str, bytes]:
-    """Of each group, as it was told last."""
-    told = [body for _, kind, body in tuple(supervisor.reports) if kind == "extra state"]
-    found = [msgspec.msgpack.decode(body, type=ExtraState) for body in told]
-    return {each.group: each.pickled for each in found}
 
 
 def _steps(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:

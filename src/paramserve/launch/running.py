@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
@@ -20,8 +21,8 @@ from paramserve.engine.base import Engine
 from paramserve.errors import ClientClosed, ParamServeError, rebuild
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
-from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, State, Watching
-from paramserve.launch.result import Result, extra_states, result_of, unpickled
+from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, State, Watching, is_extra
+from paramserve.launch.result import Result, result_of, unpickled
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import ServerBeat
 from paramserve.observe.status import RunStatus, by_group
@@ -68,6 +69,7 @@ class Job:
         self._reader: Reader | None = None
         self._last_beats: list[ServerBeat] = []
         self._result: Result | None = None
+        self._unpickled: dict[str, tuple[bytes, dict[str, Any]]] = {}
         self._ends_with_block = False
         self._supervisor = Supervisor(plan, engine, self._collect, self._forget, self._prepare)
 
@@ -287,7 +289,18 @@ class Job:
             return reader
 
     def _extra_state(self, group: str) -> dict[str, Any]:
-        return unpickled(extra_states(self._supervisor), group)
+        """What rank 0 told last; its tensors are the same ones until it tells anew, while what
+        modules gave is a copy each time, because they may change what they are given."""
+        told = self._supervisor.extra_states.get(group)
+        if told is None:
+            return {}
+        known = self._unpickled.get(group)
+        if known is None or known[0] is not told:
+            known = self._unpickled[group] = told, unpickled({group: told}, group)
+        return {
+            name: copy.deepcopy(value) if is_extra(name) else value
+            for name, value in known[1].items()
+        }
 
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""

@@ -31,6 +31,7 @@ from paramserve.launch.plan import Plan, addresses_in, make_directory
 from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Decision, Roster
 from paramserve.launch.scaling import Scaling
+from paramserve.worker import ExtraState
 
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
@@ -62,6 +63,7 @@ class Supervisor:
         failures: of workers that the run went on without, by rank.
         restarts: of each restart, how the worker had ended.
         reports: all other reports of processes, as (key, kind, body), in order.
+        extra_states: of each group, what was told last, pickled.
         addresses: the coordinator's; empty: not known yet.
         credentials: what opens them.
     """
@@ -93,6 +95,7 @@ class Supervisor:
         self.restarts: list[Entry] = []
         self.failures: dict[int, ParamServeError] = {}
         self.reports: list[tuple[Key, str, bytes]] = []
+        self.extra_states: dict[str, bytes] = {}
         self._collect = collect
         self._forget = forget
         self._prepare = prepare
@@ -301,7 +304,10 @@ class Supervisor:
                 self.roster.on_report(key, event.kind, event.body, now)
                 if key == COORDINATOR and event.kind == "ready" and not self.addresses:
                     self._launch_rest(msgspec.msgpack.decode(event.body, type=tuple[str, ...]))
-                if event.kind not in OWN_REPORTS:
+                if event.kind == "extra state":
+                    told = msgspec.msgpack.decode(event.body, type=ExtraState)
+                    self.extra_states[told.group] = told.pickled
+                elif event.kind not in OWN_REPORTS:
                     self.reports.append((key, event.kind, event.body))
 
     def _act(self, decision: Decision) -> None:

@@ -11,12 +11,11 @@ import cloudpickle
 
 from paramserve.client.arrow import check_file
 from paramserve.config import FIRST_OPTIMIZER
+from paramserve.launch.reading import is_extra
 from paramserve.launch.result import Result
 
 STATE_BYTES_MAX = (1 << 32) - (1 << 20)
 """Of values that a worker is started with. Source: the msgpack specification, bin 32."""
-EXTRA_STATE = "_extra_state"
-"""Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
 
 TABLES_SUFFIX = ".parquet"
 
@@ -116,9 +115,7 @@ def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
         )
     if not given:
         raise ValueError(f"{what} is empty")
-    nested = [
-        key for key, each in given.items() if isinstance(each, Mapping) and not _is_extra(key)
-    ]
+    nested = [key for key, each in given.items() if isinstance(each, Mapping) and not is_extra(key)]
     if not nested:
         _check(given, what)
         return {FIRST_OPTIMIZER: given}
@@ -138,15 +135,11 @@ def _check(state: Mapping[str, Any], what: str) -> None:
         if not isinstance(key, str):
             raise TypeError(f"{what} has the key {key!r}; the keys of a state dict are strings")
         is_tensor = hasattr(value, "shape") and hasattr(value, "dtype")
-        if not is_tensor and not _is_extra(key):
+        if not is_tensor and not is_extra(key):
             raise TypeError(
                 f"{what} has {type(value).__name__} under {key!r}, and a state dict has tensors: "
                 "give what model.state_dict() gave"
             )
-
-
-def _is_extra(key: Any) -> bool:
-    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
 
 
 def _on_cpu(value: Any) -> Any:

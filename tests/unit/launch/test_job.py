@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -18,7 +19,7 @@ import paramserve as ps
 from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
 from paramserve.errors import UnknownName
-from paramserve.launch.entries import Entry, Key
+from paramserve.launch.entries import COORDINATOR, Entry, Key
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import Job
 from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status, TableReport
@@ -303,8 +304,11 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
     told = {"frozen": np.zeros(1), "unfrozen": np.zeros(1)}
-    body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
-    job._supervisor.reports.append((Key("worker", 0), "extra state", body))
+    for number in range(2):
+        body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
+        event: Any = SimpleNamespace(kind="extra state", body=body)
+        job._supervisor._take([(COORDINATOR, event)])
+        assert len(job._supervisor.reports) == 0, f"report {number} replaces the one before"
     job._values = {"model": {"unfrozen": np.ones(1)}}
     job.stop()
     state = job.wait().state_dict()
@@ -312,3 +316,17 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
         "frozen": 0.0,
         "unfrozen": 1.0,
     }
+
+
+def test_extra_state_is_unpickled_once_for_all_snapshots() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    told = job._supervisor.extra_states
+    told["model"] = cloudpickle.dumps({"frozen": np.zeros(1), "_extra_state": {"scale": [1.0]}})
+    first, second = job._extra_state("model"), job._extra_state("model")
+    assert first["frozen"] is second["frozen"]
+    first["_extra_state"]["scale"].append(2.0)
+    assert second["_extra_state"] == job._extra_state("model")["_extra_state"] == {"scale": [1.0]}
+    told["model"] = cloudpickle.dumps({})
+    assert job._extra_state("model") == job._extra_state("other") == {}
+    job.stop()
