@@ -100,7 +100,9 @@ def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
         ]
         if not names:
             raise ValueError("the result in load_state has no values: nothing was defined there")
-        return {name: given.state_dict(name) for name in names}
+        # Workers tell the steps of their optimizers; what client.define made has none.
+        stepped = [name for name in names if name in given.steps]
+        return {name: given.state_dict(name) for name in stepped or names}
     what = "load_state"
     if isinstance(given, str | os.PathLike):
         from paramserve.pytorch.loading import read_state

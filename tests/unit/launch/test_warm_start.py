@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ def test_result_gives_the_values_of_each_optimizer_by_its_name() -> None:
     assert found["actor"]["w"].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="the result in load_state has no values"):
         pack_state(result_with({"users.mark": mark}))
+
+
+def test_result_gives_no_values_that_no_optimizer_stepped() -> None:
+    both = result_with({"model": {"w": np.ones(2)}, "default": {"mine": np.ones(2)}})
+    assert list(packed(dataclasses.replace(both, steps={"model": {0: []}}))) == ["model"]
 
 
 def test_file_of_torch_save_is_read(tmp_path: Path) -> None:
