@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from paramserve.engine.base import Failure
 from paramserve.errors import (
@@ -175,6 +178,13 @@ def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace
     told, failure = _told(entry), entry.failure
     if failure is not None and failure.fix:
         return WorkerFailed(told, applied=applied_of(failure.applied), fix=failure.fix)
+    if failure is not None and "Applied: " in failure.text:  # ours, as a ValueError
+        head, _, rest = failure.text.partition("Applied: ")
+        applied, _, fix = rest.partition(". To fix: ")
+        if fix:
+            short = replace(failure, failed=head.rstrip().removesuffix("."), fix=fix)
+            told = _told(dataclasses.replace(entry, failure=short))
+            return WorkerFailed(told, applied=applied_of(applied), fix=fix)
     if failure is not None:
         fix = "fix the training function"
     elif entry.silent:

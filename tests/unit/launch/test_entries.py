@@ -109,6 +109,16 @@ def test_worker_that_was_refused_is_told_with_the_fix_of_that_error() -> None:
         assert text.count(part) == 1
 
 
+def test_value_error_with_a_fix_of_its_own_is_told_with_that_one() -> None:
+    refused = ValueError("'w' differs. Applied: no. To fix: load the same on every rank")
+    error = worker_failed(Entry(WORKER, failure=raised(refused)))
+    assert (error.applied, error.fix) == ("no", "load the same on every rank")
+    text = str(error)
+    assert text.startswith("worker 0 raised ValueError: 'w' differs\n\nTraceback")
+    for part in ("'w' differs", "Applied:", "To fix:"):
+        assert text.count(part) == 1
+
+
 def test_server_that_raised_is_told_with_the_fix_of_its_error() -> None:
     error = gone(Entry(SERVER, failure=raised(Overloaded("no room", fix="make some"))))
     assert (type(error).__name__, error.fix) == ("ServerGone", "make some")
