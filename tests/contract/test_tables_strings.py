@@ -165,6 +165,26 @@ def test_name_of_labels_cannot_be_defined(make_cluster: MakeCluster) -> None:
         client.define("w", np.ones(2, np.float32), group="item (labels)")
 
 
+@pytest.mark.parametrize("bound", ["labels", "evict", "max_bytes"])
+def test_labels_of_keys_in_use_stay(make_cluster: MakeCluster, bound: str) -> None:
+    most = 160
+    options: dict[str, Any] = {"labels": most}
+    if bound == "evict":
+        options = {"labels": True, "evict": ps.LRU(most)}
+    elif bound == "max_bytes":
+        options = {"labels": True, "evict": ps.LRU(), "max_bytes": 100_000}
+    cluster = make_cluster()
+    table, other = (users(cluster.client(), **options) for _ in range(2))
+    hot = [f"hot_{number}" for number in range(8)]
+    for turn in range(120):
+        new = [f"user_{turn}_{number}" for number in range(8)]
+        table.pull([*hot[:4], *new])
+        other.pull([*hot[4:], hot[0], *new[:3]])
+        assert table.labels(hot) == hot
+    kept = cluster.client().table("users (labels)").reports()[0]
+    assert kept.evicted > 100, "else this tests nothing"
+
+
 def test_labels_of_keys_that_get_no_row_are_bounded(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,8 +288,8 @@ class Client:
                 `ps.LocalSteps` or `ps.ElasticAverage`.
             labels: keep the strings of keys that are given as strings, for `Table.labels`: how many
                 at most, then the least recently sent go; True: as many as the `LRU` has rows, or 10
-                million. They are a table of their own, `<name> (labels)`, of 128 bytes a string
-                and its index, which `max_bytes` bounds once more.
+                million. They are a table of their own, `<name> (labels)`, of 192 bytes a string
+                with its index, which `max_bytes` bounds once more.
         Returns:
             The table; the same object for the same name.
         Raises:

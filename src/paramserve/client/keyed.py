@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
-from paramserve.client.labels import DIM, SUFFIX, Labels, labels_options
+from paramserve.client.labels import DIM, SUFFIX, Labels, labels_kept, labels_options
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
@@ -81,7 +81,9 @@ class Keyed:
         assert block.table is not None
         if not block.table.labels:
             return None
-        return Labels(self._client.table(block.group_name + SUFFIX))
+        kept = labels_kept(block.table, len(self._exchange.shards))
+        labels = self._client.table(block.group_name + SUFFIX)
+        return Labels(labels, kept, self._connection.workers)
 
     def define_labels(self, block: Block) -> None:
         """Define the table of a table's labels."""
