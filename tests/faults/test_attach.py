@@ -134,4 +134,7 @@ def test_cluster_is_read_by_its_name_and_by_the_address_of_its_socket() -> None:
             with ps.attach(address) as other:
                 assert np.asarray(other.state_dict("default")["w"]).tolist() == [7.0, 7.0]
                 assert other.status().state == "running"
-            snapshots.close()
+            client.push("w", np.ones(2)).result()
+            named.close()
+            assert list(snapshots) == [], "closed with its handle, and there is one more"
+            assert named.status().state == "running"

@@ -75,6 +75,10 @@ class Handle:
         self._lock = threading.RLock()
         self._reader: Reader | None = None
         self._overview: Overview | None = None
+        self._watching: list[Client] = []
+        """Of iterators over snapshots."""
+        self._closed = 0
+        """How often it was."""
         self._since = time.monotonic()
 
     @classmethod
@@ -109,10 +113,15 @@ class Handle:
         self.close()
 
     def close(self) -> None:
-        """End what this handle has opened to read by. It stays usable."""
+        """End what this handle has opened to read by, iterators over snapshots too. It stays
+        usable."""
         with self._lock:
+            self._closed += 1
             reader, self._reader = self._reader, None
             overview, self._overview = self._overview, None
+            watching, self._watching = self._watching, []
+        for client in watching:
+            client.close()
         if reader is not None:
             reader.client.close()
         if overview is not None:
@@ -196,12 +205,12 @@ class Handle:
     def snapshots(
         self, every: int = 10, *, name: str = "model", keep: int = 8
     ) -> Iterator[Snapshot]:
-        """Consistent copies of a group's values while it is trained, until all workers have ended
-        or the cluster has; as `Job.snapshots`."""
+        """Consistent copies of a group's values while it is trained, until all workers have ended,
+        the cluster has, or the handle is closed; as `Job.snapshots`."""
         for option, value in (("every", every), ("keep", keep)):
             check_count(option, value)
         watching = Watching(name, every, keep, lambda: time.monotonic() - self._since)
-        return self._follow(watching)
+        return self._follow(watching, self._closed)
 
     def status(self) -> RunStatus:
         """How the cluster stands, as of the servers' last heartbeat; `seconds` counts from when
@@ -238,36 +247,54 @@ class Handle:
             )
         return self._overview
 
-    def _follow(self, watching: Watching) -> Iterator[Snapshot]:
+    def _follow(self, watching: Watching, closed: int) -> Iterator[Snapshot]:
+        """
+        Args:
+            closed: how often this handle was closed before.
+        """
         look_at = 0.0
         over = False
         opened: list[Client] = []
 
         def connect() -> Client:
             opened.append(self._connect(-1, 0))
+            with self._lock:
+                self._watching.append(opened[-1])
             return opened[-1]
 
         try:
-            while True:
+            while self._closed == closed:
                 try:
                     found = watching.take(connect)
                 except (CoordinatorGone, ServerGone, ClientClosed):
                     if not opened:
                         raise
                     return
+                if self._closed != closed:
+                    return
                 if found is not None:
+                    if over:  # a worker may have come again
+                        over, look_at = False, 0.0
                     yield found
-                elif not over and time.monotonic() >= look_at:
-                    with contextlib.suppress(CoordinatorGone):  # else the next question tells
-                        over = self.status().state == "finished"
-                    look_at = time.monotonic() + LOOK_S
                 elif over:  # and nothing has come since the last worker left
                     return
+                elif time.monotonic() >= look_at:
+                    over = self._over(closed)
+                    look_at = time.monotonic() + LOOK_S
                 else:
                     time.sleep(SNAPSHOT_POLL_S)
         finally:
+            with self._lock:
+                self._watching = [each for each in self._watching if each not in opened]
             for client in opened:
                 client.close()
+
+    def _over(self, closed: int) -> bool:
+        """Whether all workers have ended, or this handle was closed meanwhile. A coordinator that
+        is gone is told by the next question for a snapshot."""
+        with self._lock, contextlib.suppress(CoordinatorGone):
+            return self._closed != closed or self.status().state == "finished"
+        return False
 
     def _dial(self, rank: int, workers: int) -> Client:
         try:

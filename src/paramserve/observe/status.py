@@ -136,12 +136,12 @@ class RunStatus:
 
 
 def of_cluster(told: Status, seconds: float, metrics: Mapping[str, float]) -> RunStatus:
-    """How a cluster stands that no driver runs: "running" as long as a worker may step, "finished"
-    when all that were expected have come and gone."""
+    """How a cluster stands that no driver runs: "running" as long as a worker may step or is to be
+    started again, "finished" when all that were expected have come and gone."""
     workers = {member.rank: OF_MEMBERS[member.state] for member in told.members}
     states = set(workers.values())
     state = "starting" if states == {"starting"} else "running"
-    if states and states <= {"returned", "dead"}:
+    if states and all(member.state in ("left", "dead") for member in told.members):
         state = "finished"
     return RunStatus(state, seconds, workers, by_group(told.servers), dict(metrics))
 

@@ -315,3 +315,23 @@ def test_no_token_file_is_no_credentials() -> None:
     assert credentials_of(None) == NO_CREDENTIALS
     tls = ps.TLS("c", "k", "a")
     assert credentials_of(None, tls) == Credentials(tls=tls)
+
+
+def test_snapshots_go_on_when_a_worker_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    come: list[Any] = [None, "last of the first", None, "of its successor", None]
+    states = ["finished", "running", "running", "finished"]
+
+    class FakeWatching:
+        def __init__(self, *given: object) -> None: ...
+
+        def take(self, connect: Any) -> Any:
+            return come.pop(0) if come else None
+
+    monkeypatch.setattr(joining, "Watching", FakeWatching)
+    monkeypatch.setattr(joining, "LOOK_S", 0.0)
+    monkeypatch.setattr(Handle, "status", lambda self: SimpleNamespace(state=states.pop(0)))
+    handle = Handle.of(
+        ADDRESSES, NO_CREDENTIALS, seed=0, limits=ps.Limits(), deadlines=ps.Deadlines()
+    )
+    assert list(handle.snapshots()) == ["last of the first", "of its successor"]
+    assert states == []

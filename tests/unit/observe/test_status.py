@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from paramserve.config import ConsistencySpec
-from paramserve.messages import GroupPolicy, GroupReport, LeaseReport, ServerBeat, TableReport
+from paramserve.messages import (
+    GroupPolicy,
+    GroupReport,
+    LeaseReport,
+    Member,
+    ServerBeat,
+    Status,
+    TableReport,
+)
 from paramserve.observe.status import (
     RunStatus,
     Staleness,
@@ -15,6 +23,7 @@ from paramserve.observe.status import (
     by_group,
     by_rank,
     drops_by_rank,
+    of_cluster,
     samples_by_rank,
 )
 
@@ -116,3 +125,11 @@ def test_samples_are_those_in_the_values_over_all_loaders() -> None:
     first = LeaseReport("train", ((0, 600, 512), (1, 100, 96)))
     second = LeaseReport("more", ((1, 50, 48), (2, 50, 0)))
     assert samples_by_rank([first, second]) == {0: 512, 1: 144, 2: 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "found"), [("dead", "finished"), ("restarting", "running"), ("live", "running")]
+)
+def test_cluster_with_a_rank_that_restarts_is_not_finished(state: str, found: str) -> None:
+    told = Status(0, (Member(0, 1, 1, "left"), Member(1, 2, 1, state)), (), (), (), 0)
+    assert of_cluster(told, 1.0, {}).state == found
