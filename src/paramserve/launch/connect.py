@@ -29,6 +29,7 @@ from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, Watchin
 from paramserve.messages import Record
 from paramserve.observe.status import RunStatus, of_cluster
 from paramserve.transport.auth import credentials_of
+from paramserve.transport.tcp import split_place
 from paramserve.worker import Worker
 
 HANDLE_CONNECT_S = 5.0
@@ -467,5 +468,18 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def full_address(address: str) -> str:
-    """`host:port` as `tcp:host:port`; an address with its scheme as it is."""
-    return address if address.startswith(("unix:", "tcp:")) else f"tcp:{address}"
+    """`host:port` as `tcp:host:port`; an address with its scheme as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if address.startswith(("unix:", "tcp:")):
+        return address
+    try:
+        split_place(address)
+    except ValueError:
+        raise ValueError(
+            f"{address!r} is no address: expected HOST:PORT, such as 127.0.0.1:5555, or "
+            "[HOST]:PORT with an IPv6 address"
+        ) from None
+    return f"tcp:{address}"

@@ -128,9 +128,13 @@ class Overview:
         except (ConnectionError, ParamServeError) as error:
             self._broke(error, now)
 
-    def ask_now(self, now: float, timeout_s: float) -> None:
+    def ask_now(self, now: float, timeout_s: float, *, raised: bool = False) -> None:
         """A fresh status and all records, as far as each answer comes within `timeout_s`, and all
-        of them within `RECORDS_S`. What is missing then counts as dropped."""
+        of them within `RECORDS_S`. What is missing then counts as dropped.
+
+        Args:
+            raised: the caller raises `error`: it is not logged as well.
+        """
         until = time.monotonic() + RECORDS_S
         try:
             if self._asked_at is not None:  # that answer may be older than this question
@@ -143,7 +147,7 @@ class Overview:
                 self._take(timeout_s)
                 fresh = True
         except (ConnectionError, ParamServeError) as error:
-            self._broke(error, now)
+            self._broke(error, now, raised=raised)
         self.dropped_records = self._dropped + self._end_record - self._next_record
 
     def fresh(self, timeout_s: float) -> Status:
@@ -154,7 +158,7 @@ class Overview:
                 cluster refuses this peer.
         """
         before = self.status
-        self.ask_now(time.monotonic(), timeout_s)
+        self.ask_now(time.monotonic(), timeout_s, raised=True)
         where = ", ".join(address.removeprefix("tcp:") for address in self.addresses)
         if isinstance(self.error, ConnectionError):
             raise CoordinatorGone(
@@ -171,12 +175,17 @@ class Overview:
             )
         return self.status
 
-    def _broke(self, error: Exception, now: float | None = None) -> None:
-        """The line is of no further use; the next tick that is due makes another one."""
+    def _broke(self, error: Exception, now: float | None = None, *, raised: bool = False) -> None:
+        """The line is of no further use; the next tick that is due makes another one.
+
+        Args:
+            raised: the caller raises the error: it is not logged as well.
+        """
         if now is None:
             now = self._ticked_at if self._ticked_at is not None else time.monotonic()
         if not isinstance(error, ConnectionError | ConnectTimeout):
-            logger.warning("the driver's line to the coordinator failed: %s", error)
+            if not raised:
+                logger.warning("the driver's line to the coordinator failed: %s", error)
         elif self._mute_since is None:
             self._mute_since = self._asked_at if self._asked_at is not None else now
         self.error = error
@@ -219,7 +228,7 @@ class Overview:
         try:
             self._send(Scale(call, workers))
         except (ConnectionError, ParamServeError) as error:
-            self._broke(error)
+            self._broke(error, raised=True)
             raise
         self._answers[call] = None
         return call
@@ -235,7 +244,7 @@ class Overview:
         try:
             self._take(timeout_s)
         except (ConnectionError, ParamServeError) as error:
-            self._broke(error)
+            self._broke(error, raised=True)
             raise
         return self._answers.pop(call) if self._answers.get(call) is not None else None
 

@@ -37,6 +37,11 @@ GREETING_BYTES: Final = _GREETING.size
 ANSWER_BYTES: Final = NONCE_BYTES + PROOF_BYTES
 REFUSAL: Final = bytes(PROOF_BYTES)
 """In place of the server's proof: the client's was wrong. No HMAC has this value."""
+TOKEN_OPTIONS: Final = (
+    "--token-file of a command, token_file= of ps.connect, PARAMSERVE_TOKEN_FILE of "
+    "ps.from_environment"
+)
+"""How a user gives a process the cluster's token."""
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -102,7 +107,7 @@ def check_proof(token: bytes, server_nonce: bytes, client_nonce: bytes, proof: b
     if proof == REFUSAL:
         raise NotAuthenticated(
             "the server refused this side's token",
-            fix="use the token of the cluster at that address",
+            fix=f"use the token of the cluster at that address: {TOKEN_OPTIONS}",
         )
     if not hmac.compare_digest(_proof(token, b"server", server_nonce, client_nonce), proof):
         raise NotAuthenticated(

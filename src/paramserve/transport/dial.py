@@ -96,7 +96,8 @@ def dial(
     if not credentials.token:
         raise NotAuthenticated(
             f"{address} was not dialled: TCP needs the cluster's token, and there is none here",
-            fix="give the token, or run on the same machine and use a Unix socket",
+            fix=f"give the token's file: {auth.TOKEN_OPTIONS}; or run on the same machine and use "
+            "a Unix socket",
         )
     host, port = tcp.split_place(place)
     try:
