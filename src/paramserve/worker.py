@@ -685,6 +685,7 @@ def main(boot: Bootstrap) -> None:
     worker = Worker(client, config.seed, boot.report)
     if config.state:
         worker.load_state = cloudpickle.loads(config.state)
+    del config  # with the bytes of the state, which may be large
     if client.connection.incarnation > 1:
         resumed = Resumed(client.connection.incarnation, worker.clock, client.steps.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
