@@ -19,7 +19,7 @@ import selectors
 import sys
 import threading
 import time
-from typing import Literal
+from typing import Literal, TextIO
 
 from paramserve.engine.prepared import above_standard
 
@@ -32,14 +32,16 @@ UNENDED_S = 1.0
 """A line whose end does not come is shown after this long."""
 REDRAWN_S = 5.0
 """Between two states of a line that is redrawn."""
-WRITE_S = 1.0
-"""How long each write to a terminal or file that takes nothing is waited for, where it does not
-block by itself. What it does not take then is lost."""
+WRITE_BYTES = 1 << 12
+"""A pipe that is ready takes this much without blocking: POSIX's PIPE_BUF on Linux."""
 READS_AT_END = 32
 """Of `READ_BYTES` of each stream, at the close: more than a pipe holds, and no more, since what a
 process has left behind may write on."""
-CLOSE_S = 2.0
-"""How long `close` waits for the last lines to be written."""
+READER_S = 300.0
+"""How long `close` waits for a terminal or pipe whose reader takes nothing, as a pager does that
+stands still. While it takes something, and before the close, there is no limit."""
+LOOK_S = 0.5
+"""Between two looks whether that time is over."""
 
 
 class Lines:
@@ -137,8 +139,15 @@ class Output:
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        os.set_blocking(self._wake, False)
         self._closed = False
+        self._freed = False
         self._thread: threading.Thread | None = None
+        self._moved_at = 0.0
+        """When a reader took something, or the close began."""
+        self._given_up = False
+        self._dropped = 0
+        """Bytes that no reader took."""
 
     def attach(self, label: str) -> list[int]:
         """The descriptors of stdout and stderr for a new process, which the caller closes when the
@@ -160,27 +169,53 @@ class Output:
         return theirs
 
     def close(self) -> None:
-        """Show what is left of all, and end the thread; what its reader does not take in `CLOSE_S`
-        is lost. May be repeated."""
+        """Show what is left of all, and end the thread. Waits for a slow reader; what one does not
+        take that takes nothing for `READER_S` is lost, which standard error says. May be
+        repeated."""
         with self._lock:
             if self._closed:
                 return
+            self._moved_at = time.monotonic()
             self._closed = True
             thread = self._thread
         self._wake_up()
-        if thread is not None:
-            thread.join(CLOSE_S)
-            if thread.is_alive():  # it waits for what it writes to, and ends when it may go on
-                return
-        self._selector.close()
-        os.close(self._woken)
-        os.close(self._wake)
+        if thread is None:
+            self._free()
+            return
+        look_s = min(LOOK_S, READER_S)
+        while thread.is_alive() and self._left_s() > -2 * look_s:
+            thread.join(look_s)
+        if thread.is_alive():  # in a write that blocks by itself; it ends when that returns
+            self._given_up = True
+        if self._given_up:
+            tell(
+                f"paramserve: the reader of the output took nothing for {READER_S:g} s: at least "
+                f"{self._dropped} bytes that processes printed are not shown\n"
+            )
+
+    def _left_s(self) -> float:
+        """How long a reader that takes nothing is still waited for."""
+        return self._moved_at + READER_S - time.monotonic() if self._closed else math.inf
+
+    def _free(self) -> None:
+        with self._lock:
+            self._freed = True
+            self._selector.close()
+            os.close(self._woken)
+            os.close(self._wake)
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake, b"w")
+        with self._lock, contextlib.suppress(OSError):
+            if not self._freed:
+                os.write(self._wake, b"w")
 
     def _run(self) -> None:
+        try:
+            self._show_all()
+        finally:
+            self._free()
+
+    def _show_all(self) -> None:
         while not (self._closed and not self._streams):
             due_at = min((each.lines.due_at for each in tuple(self._streams)), default=math.inf)
             left_s = max(due_at - time.monotonic(), 0.0) if due_at < math.inf else None
@@ -196,7 +231,7 @@ class Output:
                     any(not self._show(stream) for _ in range(READS_AT_END))
                     self._drop(stream)
                 elif stream.lines.due_at <= now:
-                    write(stream.name, stream.lines.unended(now))
+                    self._write(stream.name, stream.lines.unended(now))
 
     def _show(self, stream: Stream) -> bool:
         """Show what has come from a stream; whether anything has."""
@@ -204,7 +239,7 @@ class Output:
         if data is None:
             self._drop(stream)
         elif data:
-            write(stream.name, stream.lines.take(data, time.monotonic()))
+            self._write(stream.name, stream.lines.take(data, time.monotonic()))
         return bool(data)
 
     def _drop(self, stream: Stream) -> None:
@@ -215,30 +250,50 @@ class Output:
             del self._streams[stream]
             self._selector.unregister(stream.fd)
         os.close(stream.fd)
-        write(stream.name, stream.lines.unended(time.monotonic()))
+        self._write(stream.name, stream.lines.unended(time.monotonic()))
+
+    def _write(self, name: StreamName, data: bytes) -> None:
+        """Write whole lines to this process's stream of that name, as it is now."""
+        if self._given_up:
+            self._dropped += len(data)
+        elif data:
+            self._write_to(name, data)
+
+    def _write_to(self, name: StreamName, data: bytes) -> None:
+        stream = getattr(sys, name)
+        # A program must not end because its output cannot be shown: a closed terminal, a full disk,
+        # a stream of the user's that raises.
+        with contextlib.suppress(Exception):
+            if stream is not None and stream is getattr(sys, f"__{name}__"):
+                # Past its buffer, so that it does not come between two parts of a line of our own.
+                self._write_by(stream.fileno(), memoryview(data))
+            elif stream is not None:
+                stream.write(data.decode("utf-8", "replace"))
+                stream.flush()
+                self._moved_at = time.monotonic()
+
+    def _write_by(self, fd: int, rest: memoryview) -> None:
+        """Write in pieces, each when it is taken."""
+        while rest:
+            if not select.select([], [fd], [], min(LOOK_S, READER_S))[1]:
+                if self._left_s() <= 0:
+                    self._given_up = True
+                    self._dropped += len(rest)
+                    return
+                continue
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(fd, rest[:WRITE_BYTES]) :]
+                self._moved_at = time.monotonic()
 
 
-def write(name: StreamName, data: bytes) -> None:
-    """Write whole lines to this process's stream of that name, as it is now."""
-    if not data:
-        return
-    stream = getattr(sys, name)
-    # A program must not end because its output cannot be shown: a closed terminal, a full disk, a
-    # stream of the user's that raises.
+def tell(line: str) -> None:
+    """Write a line to this process's standard error, unless its reader takes nothing."""
+    stream: TextIO | None = sys.stderr
     with contextlib.suppress(Exception):
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            # Past its buffer, so that it does not come between two parts of a line of our own.
-            _write(stream.fileno(), data)
-        elif stream is not None:
-            stream.write(data.decode("utf-8", "replace"))
-            stream.flush()
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(fd, rest) :]
-        except BlockingIOError:
-            if not select.select([], [fd], [], WRITE_S)[1]:
-                return
+        if stream is None:
+            return
+        own = stream is sys.__stderr__
+        if own and not select.select([], [stream.fileno()], [], 0.0)[1]:
+            return
+        stream.write(line)
+        stream.flush()

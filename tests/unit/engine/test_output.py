@@ -148,3 +148,69 @@ def test_output_shows_what_is_left_at_the_close(
     assert target.getvalue() == "a line\n" * 30
     for fd in fds:
         os.close(fd)
+
+
+def standard_pipe(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make this process's stdout a pipe; its reading end."""
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w")
+    for name in ("stdout", "__stdout__"):
+        monkeypatch.setattr(sys, name, stream)
+    return reading
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+LINES = b"a line of some twenty\n" * 2700
+"""Two of them are more than a pipe holds, and one is less."""
+
+
+def test_close_waits_for_a_reader_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "READER_S", 0.3, raising=False)
+    reading, got = standard_pipe(monkeypatch), bytearray()
+
+    def read() -> None:
+        while len(got) < 2 * len(LINES):
+            time.sleep(0.1)
+            if not (data := os.read(reading, 4000)):
+                return
+            got.extend(data)
+
+    pump = Output()
+    for fd in [*pump.attach("")[:1], *pump.attach("")[:1]]:
+        os.write(fd, LINES)
+        os.close(fd)
+    reader = threading.Thread(target=read)
+    reader.start()
+    pump.close()
+    assert "paramserve-output" not in [thread.name for thread in threading.enumerate()]
+    sys.stdout.close()
+    reader.join(LONG_S)
+    os.close(reading)
+    assert bytes(got) == 2 * LINES
+
+
+def test_close_tells_what_a_reader_that_stands_still_has_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "READER_S", 0.1, raising=False)
+    target = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", target)
+    files = open_files()
+    reading = standard_pipe(monkeypatch)
+    pump = Output()
+    for pair in (pump.attach(""), pump.attach("")):
+        os.write(pair[0], LINES)
+        for fd in pair:
+            os.close(fd)
+    pump.close()
+    sys.stdout.close()
+    taken = 0
+    while data := os.read(reading, 1 << 16):
+        taken += len(data)
+    os.close(reading)
+    assert taken < 2 * len(LINES)
+    assert f"at least {2 * len(LINES) - taken} bytes that processes printed" in target.getvalue()
+    assert open_files() == files
