@@ -20,7 +20,10 @@ import cloudpickle
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import Registered, build, check, spec
+from paramserve.errors import ParamServeError
 
+FETCH_S = 600.0
+"""How long a value in Ray's object store is waited for: the task that makes it may still run."""
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""
 
@@ -38,17 +41,25 @@ class WithArguments:
         return self.function(*args, **kwargs)
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    limit_s: float = FETCH_S,
+) -> bytes:
     """(function, args, kwargs) in cloudpickle; arguments that are `ray.ObjectRef` as their values.
 
+    Args:
+        limit_s: how long each such value is waited for.
     Raises:
         TypeError: `function` is none, or something cannot be pickled; the text names it.
+        ParamServeError: Ray did not have a value in time; the text names the argument.
     """
     if not callable(function):
         raise TypeError(f"the training function must be callable, got {function!r}")
     _check_plain(function)
-    args = [_fetched(each) for each in args]
-    kwargs = {name: _fetched(each) for name, each in kwargs.items()}
+    args = [_fetched(f"argument {i}", each, limit_s) for i, each in enumerate(args)]
+    kwargs = {n: _fetched(f"argument {n!r}", each, limit_s) for n, each in kwargs.items()}
     try:
         packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:
@@ -73,11 +84,19 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return packed
 
 
-def _fetched(value: Any) -> Any:
+def _fetched(where: str, value: Any, limit_s: float) -> Any:
     """An argument, or what it refers to in Ray's object store, as for a task of Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and isinstance(value, getattr(ray, "ObjectRef", ())):
-        return ray.get(value)
+        try:
+            return ray.get(value, timeout=limit_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ParamServeError(
+                f"{where} is {value!r}, and Ray did not have its value within {limit_s:g} s",
+                applied="no",
+                fix="look by `ray status` whether the task that makes it has room, or wait for it "
+                "by ray.get and give the value",
+            ) from error
     return value
 
 

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -15,6 +15,7 @@ import pytest
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.consistency.registry import registered
+from paramserve.errors import ParamServeError
 from paramserve.launch import packing
 from paramserve.launch.packing import WithArguments, for_servers, pack
 from paramserve.rules.base import Rule
@@ -237,7 +238,25 @@ def test_pack_fetches_arguments_that_lie_in_the_object_store(
 ) -> None:
     ray = ModuleType("ray")
     ray.ObjectRef = type("ObjectRef", (), {"value": 7})  # type: ignore[attr-defined]  # a fake
-    ray.get = lambda ref: ref.value  # type: ignore[attr-defined]  # a fake
+    ray.get = lambda ref, timeout: ref.value  # type: ignore[attr-defined]  # a fake
     monkeypatch.setitem(sys.modules, "ray", ray)
     ref = ray.ObjectRef()
     assert unpack(pack(max, (1, ref), {"key": ref}))[1:] == ((1, 7), {"key": 7})
+
+
+def test_pack_names_the_argument_whose_value_ray_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NotYet(Exception):
+        """Ray's `GetTimeoutError`."""
+
+    def get(_: object, timeout: float) -> None:
+        raise NotYet(timeout)
+
+    ray = ModuleType("ray")
+    ray.ObjectRef = type("ObjectRef", (), {})  # type: ignore[attr-defined]  # a fake
+    ray.exceptions = SimpleNamespace(GetTimeoutError=NotYet)  # type: ignore[attr-defined]  # a fake
+    ray.get = get  # type: ignore[attr-defined]  # a fake
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(ParamServeError, match=r"argument 'key' is .* within 0.5 s. Applied: no"):
+        pack(max, (1,), {"key": ray.ObjectRef()}, 0.5)
