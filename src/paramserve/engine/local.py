@@ -291,8 +291,9 @@ class LocalFleet:
     def _spawn(self, role: Role) -> LocalProcess:
         reports_fd, child_reports_fd = map(above_standard, os.pipe())
         os.set_blocking(reports_fd, False)
-        child_streams = self._output.attach(role.label)
+        child_streams: list[int] = []
         try:
+            child_streams = self._output.attach(role.label)
             with _parcel(role) as source:
                 fds = (source.fileno(), child_reports_fd, *child_streams)
                 popen = self._fork(role, fds) or self._start(role, fds)

@@ -161,7 +161,12 @@ class Output:
                 )
                 self._thread.start()
             for name in names:
-                ours, other = map(above_standard, os.pipe())
+                try:
+                    ours, other = map(above_standard, os.pipe())
+                except OSError:
+                    for fd in theirs:  # the reading end sees its end, and goes
+                        os.close(fd)
+                    raise
                 theirs.append(other)
                 stream = Stream(ours, name, label)
                 self._streams[stream] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -213,4 +214,22 @@ def test_close_tells_what_a_reader_that_stands_still_has_not_taken(
     os.close(reading)
     assert taken < 2 * len(LINES)
     assert f"at least {2 * len(LINES) - taken} bytes that processes printed" in target.getvalue()
+    assert open_files() == files
+
+
+def test_attach_leaves_no_file_open_where_the_second_pipe_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, pump = open_files(), Output()
+    pipes = [os.pipe()]
+
+    def pipe() -> tuple[int, int]:
+        if not pipes:
+            raise OSError(errno.EMFILE, "too many open files")
+        return pipes.pop()
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(OSError, match="too many"):
+        pump.attach("")
+    pump.close()
     assert open_files() == files
