@@ -39,6 +39,7 @@ class Model(nn.Module):
         return torch.tanh(both).sum()
 
 
+@pytest.mark.filterwarnings("ignore:table .* has collected gradients")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, at any break
 def test_compiled_model_pulls_and_collects_as_it_does_without(table: Table) -> None:
     """Dynamo would warn of calls that it cannot trace, and make slots of memory that are none."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -42,12 +43,14 @@ class Rows(torch.nn.Parameter):
     freeze the table set `requires_grad = False`, as for any parameter: then `trained` is False.
 
     Attributes:
+        of: the table's name, for messages.
         trained: whether a forward pass collects gradients.
         apart: dense layers are averaged over the workers, and rows are not: what is not finite in
             a row must not make this worker skip a step that the others make.
         stepped: an optimizer of `worker.optimizer` sends what is collected.
     """
 
+    of: str
     trained: bool
     apart: bool
     stepped: bool
@@ -57,10 +60,10 @@ class Rows(torch.nn.Parameter):
     _left: int
 
     @classmethod
-    def empty(cls, dim: int) -> Rows:
-        """Rows of a table of this width, without anything collected."""
+    def empty(cls, of: str, dim: int) -> Rows:
+        """Rows of a table of this name and width, without anything collected."""
         rows = cls(torch.empty(0, dim), requires_grad=False)
-        rows.trained, rows.apart, rows.stepped = True, False, False
+        rows.of, rows.trained, rows.apart, rows.stepped = of, True, False, False
         rows._collected, rows._keys, rows._bad, rows._left = None, None, None, 0
         return rows
 
@@ -94,6 +97,13 @@ class Rows(torch.nn.Parameter):
             keys: int64 [m] on the CPU, distinct.
             leaf: its first m rows are those of the keys.
         """
+        if not self.stepped:
+            warnings.warn(
+                f"table {self.of!r} has collected gradients that no optimizer sends: give the "
+                "model to worker.optimizer(model, optimizer), and step what that returns. To train "
+                "nothing of the table set requires_grad = False on the module's rows",
+                stacklevel=2,
+            )
         gradient = leaf.grad
         assert gradient is not None, "called when it is there"
         leaf.grad = None  # a second backward through the same graph adds its own part only
@@ -172,7 +182,7 @@ def rows_of(table: Table) -> Rows:
     """The one parameter for a table: modules on the same table share it, as tied layers do."""
     rows = _known.get(table)
     if rows is None:
-        rows = _known[table] = Rows.empty(table.dim)
+        rows = _known[table] = Rows.empty(table.name, table.dim)
     return rows
 
 

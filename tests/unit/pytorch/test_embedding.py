@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import paramserve as ps
 from paramserve.pytorch import Embedding, EmbeddingBag, from_embedding
 from paramserve.pytorch.optimizer import adopt
+
+pytestmark = pytest.mark.filterwarnings("ignore:table .* has collected gradients")
+"""The tests take them from the rows themselves."""
 
 DIM = 3
 SIZE = 12
@@ -374,6 +378,20 @@ def test_tools_that_go_over_gradients_find_those_of_rows() -> None:
     optimizer.step()
     assert model.words.rows.grad is None
     assert model.words.rows.shape == (0, 2)
+
+
+def test_backward_without_worker_optimizer_warns_with_what_to_do(table) -> None:
+    module = Embedding(table)
+    with pytest.warns(UserWarning, match=r"table 'users' .* give the model to worker\.optimizer"):
+        module(torch.tensor([1, 2])).sum().backward()
+
+
+def test_backward_that_an_optimizer_sends_or_of_frozen_rows_does_not_warn(table) -> None:
+    frozen = Embedding(table).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collected()
+        (frozen(torch.tensor([1, 2])).sum() * torch.ones((), requires_grad=True)).backward()
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])

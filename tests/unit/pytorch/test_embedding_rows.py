@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from paramserve.pytorch import Embedding
 from paramserve.pytorch.embedding import Rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:table .* has collected gradients")
+"""The tests take them from the rows themselves."""
+
 DIM = 3
 SIZE = 8
 FIRST = torch.tensor([5, 1, 5])
