@@ -82,7 +82,8 @@ def _resumed_wrongly(history: History) -> list[str]:
     """A later incarnation that began before what its rank had been told to be done."""
     wrong = []
     reached: dict[int, int] = {}
-    for calls in history.by_writer().values():
+    # By number: one that stood still may begin after its rank's later incarnations, in vain.
+    for _, calls in sorted(history.by_writer().items()):
         steps = [call for call in calls if call.tick and call.clock >= 0]
         rank = calls[0].rank
         if rank < 0 or not steps:
