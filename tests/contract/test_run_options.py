@@ -42,6 +42,22 @@ def test_run_of_which_the_servers_hear_nothing_warns() -> None:
         assert ps.run(trains_a_copy, workers=1).returns == {0: 0}
 
 
+def test_run_that_only_reduces_gives_its_result_where_warnings_are_errors() -> None:
+    def reduces(worker: ps.Worker) -> float:
+        return float(worker.all_reduce(2.0))
+
+    with warnings.catch_warnings(action="error"):
+        assert ps.run(reduces, workers=1).returns == {0: 2.0}
+
+
+def test_warning_of_a_run_that_trains_nothing_leaves_it_its_result(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with warnings.catch_warnings(action="error"):
+        assert ps.run(lambda worker: worker.rank, workers=1).returns == {0: 0}
+    assert "paramserve: the run trained nothing on the servers" in capfd.readouterr().err
+
+
 def test_pushes_that_wait_for_a_tick_at_the_end_warn_with_their_names(
     make_cluster: MakeCluster,
 ) -> None:

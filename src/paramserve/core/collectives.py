@@ -85,7 +85,8 @@ class Collectives:
         self._ended: dict[int, _Ended] = {}
         """By number, without a gap; the oldest is the first."""
         self._kept_bytes = 0
-        self._number = 0
+        self.number = 0
+        """Of the last one that has ended."""
         self._forgotten_place = -1
         """The furthest place of a collective whose result is kept no longer; -1: all are kept."""
         self._counted: set[int] = set()
@@ -132,21 +133,21 @@ class Collectives:
         if opened is None or self.missing():
             return
         self._open = None
-        self._number += 1
+        self.number += 1
         values = [call.value for _, (_, call) in sorted(opened.sent.items())]
         clients = frozenset(client for client, _ in opened.sent.values())
         self._keep(opened.place, clients, reduced(opened.first, values))
 
     def _keep(self, place: int, clients: frozenset[int], result: bytes) -> None:
         """Keep the newest result, and forget the oldest ones where there are too many."""
-        before = self._ended.get(self._number - 1)
+        before = self._ended.get(self.number - 1)
         if before is not None and before.clients == clients:
             clients = before.clients
         else:
             self._kept_bytes += len(clients) * CLIENT_BYTES
         self._kept_bytes += len(result)
-        self._ended[self._number] = _Ended(self._number, place, clients, result)
-        first = self._number - len(self._ended) + 1
+        self._ended[self.number] = _Ended(self.number, place, clients, result)
+        first = self.number - len(self._ended) + 1
         while len(self._ended) > KEPT_MAX or self._kept_bytes > KEPT_BYTES_MAX:
             if len(self._ended) == 1:
                 break
@@ -187,7 +188,7 @@ class Collectives:
         """The collective of a call, if it has ended."""
         if not self._ended:
             return None
-        first = self._number - len(self._ended) + 1
+        first = self.number - len(self._ended) + 1
         if message.seen + 1 < first and message.place <= self._forgotten_place:
             raise ParamServeError(
                 f"rank {member.rank} (incarnation {member.incarnation}) calls a collective at step "
@@ -196,7 +197,7 @@ class Collectives:
                 fix="let the function of a restarted worker begin where the run is, as "
                 "worker.loader does, and call worker.all_reduce less often than at each step",
             )
-        for number in range(max(message.seen + 1, first), self._number + 1):
+        for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
             if member.client in each.clients or each.place >= message.place:
                 return each

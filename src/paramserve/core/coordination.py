@@ -500,6 +500,7 @@ class Coordination:
             self.leases.reports(),
             end,
             self._lost_records,
+            self.collectives.number,
         )
 
     def _page(self, skip: int) -> tuple[Record, ...]:

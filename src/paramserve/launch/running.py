@@ -107,7 +107,9 @@ class Job:
                     beats=self._beats(),
                     table_files=self._table_files,
                 )
-                _warn_if_untrained(self._result)
+                told = self._supervisor.overview.status
+                if told is None or not told.collectives:
+                    _warn_if_untrained(self._result)
             return self._result
 
     def stop(self) -> None:
@@ -326,14 +328,21 @@ class Job:
 
 
 def _warn_if_untrained(result: Result) -> None:
-    """Warn of a run that ended by itself, and of which the servers have heard nothing."""
-    if result.returns and not (result.groups or result.stopped):
-        warnings.warn(
-            "the run trained nothing on the servers: no worker has called worker.optimizer(...), "
-            "client.define(...) or client.table(...), so each has trained a copy of its own, if "
-            "any. To fix: optimizer = worker.optimizer(model, optimizer) in the training function",
-            stacklevel=4,
-        )
+    """Warn of a run that ended by itself, and of which the servers have heard nothing.
+
+    Where warnings are errors, it stands on stderr: the run has a result.
+    """
+    if not result.returns or result.groups or result.stopped:
+        return
+    words = (
+        "the run trained nothing on the servers: no worker has called worker.optimizer(...), "
+        "client.define(...) or client.table(...), so each has trained a copy of its own, if "
+        "any. To fix: optimizer = worker.optimizer(model, optimizer) in the training function"
+    )
+    try:
+        warnings.warn(words, stacklevel=4)
+    except UserWarning:
+        print(f"paramserve: {words}", file=sys.stderr, flush=True)
 
 
 def handle_of(supervisor: Supervisor, seed: int) -> Handle:

@@ -235,6 +235,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """How many there have been; beyond `next_record`, there are more to ask for."""
     lost_records: int = 0
     """How many were dropped by their workers, or on the way here."""
+    collectives: int = 0
+    """Barriers and reduced values of all ranks that have ended."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):
