@@ -44,9 +44,12 @@ def test_worker_that_evaluates_is_waited_for_while_it_lives(make_cluster: MakeCl
 
         return asked
 
-    with pytest.warns(UserWarning, match=r"rank 1 has waited .* for a step of rank 0; as long"):
+    with pytest.warns(
+        UserWarning, match=r"rank 1 has waited .* for a step of rank 0; as long"
+    ) as warned:
         found = Ranks(cluster_of_two(make_cluster, 10.0), train).start(0, 1).end()
     assert found == {0: 1.0, 1: 1.0}
+    assert {each.filename for each in warned} == {__file__}, "the user's line"
 
 
 @pytest.mark.parametrize(

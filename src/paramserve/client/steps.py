@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -672,11 +671,10 @@ class Steps(ClientClocks):
     ) -> None:
         limit_s = timeout_s if timeout_s is not None else self.patience_s
         knob = "timeout_s" if timeout_s is not None else timeouts.knob_of(True)
-        warnings.warn(
+        timeouts.warn_user(
             f"rank {self._rank} has waited {waited_s:.0f} s in {what} for a step of "
             f"{timeouts.ranks(missing)}; as long as they live it waits up to {limit_s:.0f} s, "
-            f"{knob}",
-            stacklevel=4,
+            f"{knob}"
         )
 
     def _waits_for(self, group: int, left_s: float) -> tuple[int, ...]:

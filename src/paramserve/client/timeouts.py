@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Collection, Sequence
 
 from paramserve.client.exchange import Exchange
@@ -30,6 +32,15 @@ KNOBS = {
     "busy": "deadlines=ps.Deadlines(busy_s=...) if such a step takes longer",
     "request": "deadlines=ps.Deadlines(request_s=...)",
 }
+
+
+def warn_user(told: str) -> None:
+    """Warn at the user's line: that of the first frame outside of this package."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(told, stacklevel=level)
 
 
 def ranks(numbers: Sequence[int]) -> str:
