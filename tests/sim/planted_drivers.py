@@ -230,7 +230,7 @@ def value_of_the_last_collective(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     """A rank that comes again gets the newest result, whichever call it makes."""
 
     def newest(self: Collectives, message: AllReduce, member: Member) -> _Ended | None:
-        return self._ended[-1] if self._ended and message.seen < self._ended[-1].number else None
+        return self._ended[self.number] if self._ended and message.seen < self.number else None
 
     monkeypatch.setattr(Collectives, "_find", newest)
     return SimulatedCluster
