@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -51,8 +52,12 @@ class TorchSignMomentum(torch.optim.Optimizer):
                 param.sub_(group["lr"] * mean.sign())
 
 
+_SEEDED = threading.Lock()
+"""Ranks are threads here, and torch has one generator for all of them."""
+
+
 def small_model() -> nn.Module:
-    with torch.random.fork_rng():
+    with _SEEDED, torch.random.fork_rng():
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
