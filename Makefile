@@ -11,6 +11,7 @@ PIP_OPTIONS ?=
 DEMO ?=
 BENCH ?=
 SEEDS ?= 10000
+RESUMES ?= 1000
 JOBS ?= 2
 SOAK ?=
 
@@ -40,7 +41,8 @@ help:
 	@echo "make demo    train MNIST through a parameter server, in Sync and in Async"
 	@echo "make test    ruff, mypy, import-linter and the tests that are not marked slow"
 	@echo "make test-all  the same with every test: long learning runs, the Ray matrix, networks"
-	@echo "make soak    simulated clusters, SEEDS=10000 seeds; SOAK='--first 5000 --policy async'"
+	@echo "make soak    simulated clusters, SEEDS=10000 seeds, and RESUMES=1000 of clusters that are lost;"
+	@echo "             SOAK='--first 5000 --policy async'"
 	@echo "make bench   measure against the rivals; the tables of docs/benchmarks.md"
 	@echo "make venv    only make .venv"
 	@echo "make clean   remove .venv, caches and runs/"
@@ -76,7 +78,7 @@ test-all: lint
 	$(PYTEST) $(patsubst %,--ignore=%,$(BESIDE) $(ON_RAY))
 
 soak: $(FOR_TEST)
-	@$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(SOAK)
+	@$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --resumes $(RESUMES) $(SOAK)
 
 bench: $(FOR_TEST)
 	@$(BIN)/python -m benchmarks $(BENCH)

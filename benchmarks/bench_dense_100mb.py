@@ -37,7 +37,7 @@ def measure(contest: harness.Contest, tiny: bool) -> list[Row]:
             "a second",
             "more",
             found.samples("per_s"),
-            (Bar("times", 4, "ray"), Bar("times", 4, "rpc"), Bar("share", 0.6, "floor")),
+            (Bar("times", 4, "ray"), Bar("times", 4, "rpc"), Bar("share", 0.8, "floor")),
             notes,
         )
     ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from benchmarks.workloads import (
     Call,
     Dense,
+    FirstStep,
     Gate,
     Latency,
     Mnist,
@@ -29,6 +31,7 @@ from benchmarks.workloads import (
     Trainer,
     medians,
     per_second,
+    until_told,
 )
 
 PING_BYTES = 64
@@ -133,7 +136,10 @@ def latency(load: Latency, scratch: Path) -> dict[str, float]:
     with shared(load.large * 4) as memory:
         alone = team(_large_alone, 1, load, scratch, memory.name)[0]
         spans = team(_large_worker, load.workers, load, scratch, memory.name)
-    return {"large": alone, "worker_calls": per_second(spans, load.workers * load.worker_calls)}
+    with shared(load.names * load.name_size * 4) as memory:
+        names = team(_names_alone, 1, load, scratch, memory.name)[0]
+    many = per_second(spans, load.workers * load.worker_calls)
+    return {"large": alone, "worker_calls": many, "names": names}
 
 
 def _add_and_copy(load: Latency, scratch: Path, name: str) -> tuple[Call, Call]:
@@ -151,6 +157,21 @@ def _add_and_copy(load: Latency, scratch: Path, name: str) -> tuple[Call, Call]:
 def _large_alone(rank: int, load: Latency, scratch: Path, name: str) -> float:
     step, fill = _add_and_copy(load, scratch, name)
     return medians({"": step}, load.large_calls, before={"": fill})[""]
+
+
+def _names_alone(rank: int, load: Latency, scratch: Path, name: str) -> float:
+    """Each array by itself: added in shared memory, copied out."""
+    held = Values(name, scratch, 1, load.names * load.name_size, "f4")
+    values = np.split(held.parts[0], load.names)
+    own = [np.empty(load.name_size, np.float32) for _ in values]
+    gradients = [np.ones(load.name_size, np.float32) for _ in values]
+
+    def step() -> None:
+        for value, gradient, copy in zip(values, gradients, own, strict=True):
+            value += gradient
+            np.copyto(copy, value)
+
+    return medians({"": step}, load.name_calls, block=10)[""]
 
 
 def _large_worker(rank: int, load: Latency, scratch: Path, name: str) -> Span:
@@ -181,7 +202,11 @@ def start(load: Start, scratch: Path) -> dict[str, float]:
     """As many Python processes as ours (with its coordinator) that only import numpy."""
     command = [sys.executable, "-c", "import numpy"]
     count = load.workers + load.servers + 1
-    return {"seconds": medians({"start": lambda: _all_run(command, count)}, load.repeats)["start"]}
+    calls: dict[str, Call] = {
+        "seconds": lambda: _all_run(command, count),
+        "one": lambda: _all_run(command, 1),
+    }
+    return medians(calls, load.repeats, block=1)
 
 
 def _all_run(command: Sequence[str], count: int) -> None:
@@ -190,26 +215,28 @@ def _all_run(command: Sequence[str], count: int) -> None:
             raise RuntimeError(f"{command} ended with {process.returncode}")
 
 
-class _Echo(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        assert isinstance(self._transport, asyncio.WriteTransport)
-        self._transport.write(data)
+def first_step(load: FirstStep, scratch: Path) -> dict[str, float]:
+    """One process that trains alone: it imports torch, and steps with torch's SGD."""
+    program = f"from benchmarks import floor; floor.train_once({load.images})"
+    return {"seconds": median(until_told(program) for _ in range(load.repeats))}
 
 
-def _serve_pings(path: str) -> None:
-    async def serve() -> None:
-        server = await asyncio.get_running_loop().create_unix_server(_Echo, path)
-        await server.serve_forever()
+def train_once(images: int) -> None:
+    import torch
 
-    asyncio.run(serve())
+    trainer = Trainer(Mnist(images=images), 0)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    trainer.backward()
+    optimizer.step()
+    print(time.monotonic())
+
+
+# --- a bare ping -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def ping_server(scratch: Path) -> Iterator[str]:
-    """An asyncio process that answers every message on a Unix socket with the same bytes."""
+    """A process on a core of its own that sends back what comes, and sleeps until it comes."""
     path = str(scratch / "ping")
     process = multiprocessing.get_context("spawn").Process(target=_serve_pings, args=(path,))
     process.start()
@@ -220,21 +247,59 @@ def ping_server(scratch: Path) -> Iterator[str]:
         process.join()
 
 
-class Ping:
-    """The other end: a blocking socket."""
+def _serve_pings(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        send_back(listener.accept()[0])
 
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
+
+def send_back(sock: socket.socket) -> None:
+    """Be the partner of a `Ping`."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    while message := sock.recv(PING_BYTES):
+        sock.sendall(message)
+
+
+def reach_ping(path: str) -> socket.socket:
+    """A connection to the process of `ping_server`."""
+    sock = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + PING_START_S
+    while True:
+        try:
+            sock.connect(path)
+            return sock
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+class Ping:
+    """One message of 64 bytes at a time to a bare process and back; both sleep until it comes.
+
+    Two processes that talk by turns are put on one core by the system, where neither has to be
+    woken from a halt. They stand for a client and a server, which both compute: so this end runs on
+    another core than the partner while it pings.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._message = bytes(PING_BYTES)
-        deadline = time.monotonic() + PING_START_S
-        while True:
-            try:
-                self._socket.connect(path)
-                return
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+        self._cores = os.sched_getaffinity(0)
+        self._moved = False
+
+    def begin(self) -> None:
+        """Go to the core where this end runs."""
+        if not self._moved:
+            self._moved = True
+            os.sched_setaffinity(0, {min(self._cores)})
+
+    def end(self) -> None:
+        """Let the system choose the core again."""
+        if self._moved:
+            self._moved = False
+            os.sched_setaffinity(0, self._cores)
 
     def __call__(self) -> None:
         """Send one message and wait for it to come back."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.processes import session
 from benchmarks.table import Report, Row, machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,8 +120,8 @@ def _environment(target: str, scratch: Path) -> dict[str, str]:
     found = {**os.environ, **ONE_THREAD, **ENVIRONMENTS.get(module, {})}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if module in ON_RAY:
-        # Read by the raylet, as this variable's name has it; a worker's `runtime_env` works too.
-        found["RAY_worker_niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+        # Read by the raylet: so much nicer are its workers than itself, and it is as nice as this.
+        found["RAY_worker_niceness"] = "0"
         found["HOME"] = str(scratch)
         (scratch / "ray_bootstrap_config.yaml").write_text("{}\n")
     return found
@@ -143,29 +144,15 @@ def _figures(target: str, scratch: Path, status: int | None) -> Figures:
 def _end_session(process: subprocess.Popen[bytes]) -> None:
     """Give the session's processes time to end by themselves if its leader did, then kill."""
     deadline = time.monotonic() + (GRACE_S if process.poll() == 0 else 0.0)
-    while _session(process.pid) and time.monotonic() < deadline:
+    while session(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    while members := _session(process.pid):
+    while members := session(process.pid):
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.01)
     process.wait()
-
-
-def _session(leader: int) -> list[int]:
-    """Living processes of a session, by /proc: session is the 4th field after the name."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            stat = Path("/proc", entry, "stat").read_text(errors="replace")
-            fields = stat.rpartition(")")[2].split()
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(entry))
-    return found
 
 
 @dataclass

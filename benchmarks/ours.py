@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
+import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,10 +12,12 @@ from typing import Any
 import numpy as np
 
 import paramserve as ps
-from benchmarks.floor import Ping, ping_server, run_together
+from benchmarks.floor import Ping, ping_server, reach_ping, run_together
+from benchmarks.processes import arena_mb, private_mb, server_pids
 from benchmarks.workloads import (
     Call,
     Dense,
+    FirstStep,
     Gate,
     LargeStep,
     Latency,
@@ -25,12 +26,12 @@ from benchmarks.workloads import (
     Span,
     Start,
     Trainer,
+    latencies,
     medians,
     per_second,
     timed,
+    until_told,
 )
-
-MB = 1e6
 
 
 def dense(load: Dense, scratch: Path) -> dict[str, float]:
@@ -79,28 +80,62 @@ def latency(load: Latency, scratch: Path) -> dict[str, float]:
         _many_worker, args=(load, scratch), workers=load.workers, consistency=ps.Async()
     )
     spans = list(result.returns.values())
-    return figures | {"worker_calls": per_second(spans, load.workers * load.worker_calls)}
+    figures["worker_calls"] = per_second(spans, load.workers * load.worker_calls)
+    for name, together in (("names", False), ("names_together", True)):
+        result = ps.run(_names_worker, args=(load, together), consistency=ps.Async())
+        figures |= {f"{name}{way}": seconds for way, seconds in result.returns[0].items()}
+    return figures
 
 
 def _latency_worker(worker: ps.Worker, load: Latency, path: str) -> dict[str, float]:
-    client, ping = worker.client, Ping(path)
+    client, ping = worker.client, Ping(reach_ping(path))
     figures: dict[str, float] = {}
-    for name, size, count in (
-        ("small", load.small, load.calls),
-        ("large", load.large, load.large_calls),
-    ):
+    for name, size in (("small", load.small), ("large", load.large)):
         client.define(name, np.zeros(size, np.float32), rule=ps.Add())
         in_place = InPlace(client, name)
         gradient = np.ones(size, np.float32)
-        copying = partial(client.push_pull, {name: gradient})
-        for key, work_s in ((name, 0.0), (f"{name}_worked", load.work_s)):
-            calls: dict[str, Call] = {
-                key: in_place,
-                f"{key}_copying": copying,
-                f"{key}_ping": ping,
-            }
-            figures |= medians(calls, count, work_s, {key: in_place.fill})
+        calls: dict[str, Call] = {
+            name: in_place,
+            f"{name}_copying": partial(client.push_pull, {name: gradient}),
+            f"{name}_ping": ping,
+        }
+
+        def fill(call: InPlace = in_place) -> None:
+            ping.end()
+            call.fill()
+
+        before = {name: fill, f"{name}_copying": ping.end, f"{name}_ping": ping.begin}
+        figures |= latencies(load, name, calls, before)
     return figures
+
+
+def _names_worker(worker: ps.Worker, load: Latency, together: bool) -> dict[str, float]:
+    """All names in one call; behind `_slots` with the gradients in their slots.
+
+    Args:
+        together: whether they are defined in one call, too.
+    """
+    client = worker.client
+    names = [f"p{number}" for number in range(load.names)]
+    values = {name: np.zeros(load.name_size, np.float32) for name in names}
+    if together:
+        client.define(values, rule=ps.Add())
+    else:
+        for name, value in values.items():
+            client.define(name, value, rule=ps.Add())
+    own = {name: np.ones(load.name_size, np.float32) for name in names}
+    lent: dict[str, Any] = {}
+
+    def fill() -> None:
+        lent.update((name, client.gradient(name)) for name in names)
+        for gradient in lent.values():
+            gradient.fill(1.0)
+
+    calls = {
+        "": lambda: client.push_pull(own),
+        "_slots": lambda: client.push_pull(lent, copy=False),
+    }
+    return medians(calls, load.name_calls, before={"_slots": fill}, block=10)
 
 
 class InPlace:
@@ -211,59 +246,70 @@ def _memory_worker(worker: ps.Worker, load: Memory, scratch: Path) -> tuple[floa
         values = client.push_pull({"w": gradient}, copy=False)["w"]
         values.max()  # a worker reads what it pulled: from then on its pages are shared
     gate.meet("trained")
-    workers = {int(name) for name in os.listdir(scratch / "trained")}
-    found = private_mb(server_pid(workers)), arena_mb(os.getpid())
+    found = private_mb(server_pids()[0]), arena_mb(os.getpid())
     gate.meet("read")
     return found
 
 
-def server_pid(workers: set[int]) -> int:
-    """The one process that maps arenas without being a worker.
-
-    Raises:
-        LookupError: none or several.
-    """
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in workers and _parent(entry) == os.getppid():
-            with contextlib.suppress(OSError):
-                if arena_mb(int(entry)):
-                    found.append(int(entry))
-    if len(found) != 1:
-        raise LookupError(f"expected one server process, found {found}")
-    return found[0]
-
-
-def _parent(entry: str) -> int:
-    try:
-        stat = Path("/proc", entry, "stat").read_text()
-    except OSError:
-        return -1
-    return int(stat.rpartition(")")[2].split()[1])
-
-
-def private_mb(pid: int) -> float:
-    """Memory that only this process has."""
-    text = Path("/proc", str(pid), "smaps_rollup").read_text()
-    return sum(int(kb) for kb in re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.M)) * 1024 / MB
-
-
-def arena_mb(pid: int) -> float:
-    """All shared arenas that a process maps."""
-    text = Path("/proc", str(pid), "maps").read_text()
-    spans = re.findall(r"^(\w+)-(\w+) .*memfd:paramserve", text, re.M)
-    return sum(int(end, 16) - int(begin, 16) for begin, end in spans) / MB
-
-
 def start(load: Start, scratch: Path) -> dict[str, float]:
-    """After one run that fills the kernel cache."""
+    """After one run that fills the kernel cache; `entered`: until the last function is entered."""
+    entered: list[float] = []
 
     def run() -> None:
-        ps.run(nothing, workers=load.workers, servers=load.servers)
+        began = time.monotonic()
+        result = ps.run(enter, workers=load.workers, servers=load.servers, consistency=ps.Async())
+        entered.append(max(result.returns.values()) - began)
 
     run()
-    return {"seconds": median(timed(run) for _ in range(load.repeats))}
+    seconds = median(timed(run) for _ in range(load.repeats))
+    return {"seconds": seconds, "entered": median(entered[1:])}
 
 
-def nothing(worker: ps.Worker) -> None:
-    """An empty training function."""
+def enter(worker: ps.Worker) -> float:
+    """A training function that only tells when it was called."""
+    return time.monotonic()
+
+
+def first_define(load: Start, scratch: Path) -> dict[str, float]:
+    """The slowest worker's first parameter of 8 KB, and its first table after that."""
+    found = []
+    for _ in range(load.repeats + 1):
+        result = ps.run(_define, workers=load.workers, servers=load.servers, consistency=ps.Async())
+        found.append([max(each) for each in zip(*result.returns.values(), strict=True)])
+    define, table = (median(each) for each in zip(*found[1:], strict=True))
+    return {"seconds": define, "table": table}
+
+
+def _define(worker: ps.Worker) -> tuple[float, float]:
+    client, value, rule = worker.client, np.zeros(2048, np.float32), ps.SGD(lr=0.1)
+    define = partial(client.define, "w", value, rule=rule)
+    return timed(define), timed(partial(client.table, "rows", dim=8, rule=ps.Adagrad(lr=0.1)))
+
+
+def first_step(load: FirstStep, scratch: Path) -> dict[str, float]:
+    """The script of a user, who imports torch and starts a run."""
+    call = f"ours.train_once({load.workers}, {load.images})"
+    program = f"import torch; from benchmarks import ours; {call}"
+    return {"seconds": median([until_told(program) for _ in range(load.repeats + 1)][1:])}
+
+
+def train_once(workers: int, images: int) -> None:
+    result = ps.run(
+        _step_once,
+        args=(images,),
+        workers=workers,
+        consistency=ps.Async(),
+        threads_per_worker=1,
+    )
+    print(max(result.returns.values()))
+
+
+def _step_once(worker: ps.Worker, images: int) -> float:
+    import torch
+
+    trainer = Trainer(Mnist(images=images), worker.rank)
+    sgd = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    optimizer = worker.optimizer(trainer.model, sgd)
+    trainer.backward()
+    optimizer.step()
+    return time.monotonic()

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 import paramserve as ps
-from benchmarks.ours import InPlace, server_pid
+from benchmarks.ours import InPlace
+from benchmarks.processes import cpu_s, server_pids
 from benchmarks.workloads import Gate, Span, fresh, medians, per_second
 from paramserve.config import Limits
 from paramserve.core.events import ClientHere, Effects, FromShard, Requested
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
 from paramserve.messages import BlockSpec, Define, Gradient, Piece, ReadTarget, Step
 from paramserve.rules.registry import spec as rule_spec
@@ -178,7 +180,7 @@ def _sleeper(worker: ps.Worker, load: Policies, scratch: Path) -> float:
     call, gate = OneClock(client, "w"), QuietGate(scratch, count)
     call.whole()
     gate.meet("begin")
-    pid = server_pid({int(name) for name in os.listdir(scratch / "begin")})
+    (pid,) = server_pids()
     period_s = load.push_every_s * count
     gate.meet("read")
     before = cpu_s(pid)
@@ -188,15 +190,6 @@ def _sleeper(worker: ps.Worker, load: Policies, scratch: Path) -> float:
         time.sleep(period_s)
     gate.meet("end")
     return (cpu_s(pid) - before) / (load.crowd_pushes // count * count)
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds that all threads of a process have run.
-
-    Source: Linux, Documentation/scheduler/sched-stats.rst: schedstat's first field, in ns.
-    """
-    tasks = Path("/proc", str(pid), "task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def bare(load: Policies, scratch: Path) -> dict[str, float]:
@@ -221,6 +214,7 @@ class BareShard:
         self._shard = Shard(0, 1, sessions, policy, limits=Limits(), resend_s=60.0)
         self._clock = 0
         self._arena = np.zeros(2 * load.bytes, np.uint8)
+        self._memory = Memory({1: self._arena})
         self._gradient = Gradient(0, 1, 0)
         self._place = ReadTarget(0, 1, load.bytes)
         self._answered = 0
@@ -229,7 +223,7 @@ class BareShard:
         self._sequence = [1] * sessions
         piece = (Piece("w", (load.size,)),)
         spec = BlockSpec(0, 0, "g", "float32", rule_spec(RULE), piece, (0, load.size))
-        self._happen(Requested(1, Define(1, spec, 1, 1, 0), {1: self._arena}))
+        self._happen(Requested(1, Define(1, spec, 1, 1, 0), self._memory))
         self._sequence[0] += 1
 
     def round(self) -> None:
@@ -241,7 +235,7 @@ class BareShard:
         expected = self._answered + len(self._sequence)
         for rank, number in enumerate(self._sequence):
             step = Step(number, 0, self._clock, True, (self._gradient,), (self._place,))
-            self._happen(Requested(rank + 1, step, {1: self._arena}))
+            self._happen(Requested(rank + 1, step, self._memory))
             self._sequence[rank] = number + 1
         self._clock += 1
         assert self._answered == expected, f"{self._answered} answers, expected {expected}"

@@ -25,7 +25,7 @@ def start(load: Start, scratch: Path) -> dict[str, float]:
     with session(scratch):
 
         def run() -> None:
-            ps.run(ours.nothing, workers=load.workers, servers=load.servers, engine=ENGINE)
+            ps.run(ours.enter, workers=load.workers, servers=load.servers, engine=ENGINE)
 
         run()
         return {"seconds": median(timed(run) for _ in range(load.repeats))}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import paramserve as ps
+from benchmarks.floor import Ping, send_back
 from benchmarks.ours import InPlace
 from benchmarks.workloads import Call, Tcp, fresh, medians, timed
 from paramserve.cli.certificates import make_certificates
@@ -33,8 +34,6 @@ from paramserve.transport.link import Link
 
 HOST = "127.0.0.1"
 START_S = 30.0
-PING_BYTES = 64
-"""About the header of a small request."""
 GO = b"g"
 
 
@@ -47,15 +46,21 @@ def ours(load: Tcp, scratch: Path) -> dict[str, float]:
             call = InPlace(client, "large")
             figures[f"large_{name}"] = _of_large(call, load, call.fill)
             if tls is None:
-                with bare(_echo, None) as sock:
-                    figures |= _small(load, client, partial(_ping, sock, bytearray(PING_BYTES)))
+                with bare(send_back, None) as sock:
+                    figures |= _small(load, client, Ping(sock))
     return figures
 
 
-def _small(load: Tcp, client: ps.Client, ping: Call) -> dict[str, float]:
+def _small(load: Tcp, client: ps.Client, ping: Ping) -> dict[str, float]:
     client.define("small", np.zeros(load.small, np.float32), rule=ps.Add())
     call = InPlace(client, "small")
-    calls, before = {"small": call, "ping": ping}, {"small": call.fill}
+
+    def fill() -> None:
+        ping.end()
+        call.fill()
+
+    calls: dict[str, Call] = {"small": call, "ping": ping}
+    before: dict[str, Call] = {"small": fill, "ping": ping.begin}
     found = medians(calls, load.calls, before=before, block=1)
     rows = medians(calls, load.calls, before=before)
     return found | {"small_in_a_row": rows["small"], "ping_in_a_row": rows["ping"]}
@@ -186,17 +191,6 @@ def _swap(size: int, sock: socket.socket) -> None:
     taken, given = bytearray(size), bytes(size)
     while _fill(sock, taken):
         sock.sendall(given)
-
-
-def _echo(sock: socket.socket) -> None:
-    buffer = bytearray(PING_BYTES)
-    while _fill(sock, buffer):
-        sock.sendall(buffer)
-
-
-def _ping(sock: socket.socket, buffer: bytearray) -> None:
-    sock.sendall(buffer)
-    _fill(sock, buffer)
 
 
 def _fill(sock: socket.socket, buffer: bytearray) -> bool:

@@ -6,7 +6,7 @@ at once with one `ray.get`, pushes left on their way while the next pull is aske
 the order of one caller's calls), push and pull in one call where the workload allows it, workers
 that run their own loop instead of a driver that schedules every step, no retries.
 
-Ray's processes run at nice 15 unless told: `harness.ENVIRONMENTS` sets the niceness of all others.
+Ray's workers run 15 nicer than all else unless told: `harness._environment` tells them not to.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.workloads import (
     Start,
     Trainer,
     fresh,
+    latencies,
     medians,
     per_second,
     timed,
@@ -87,6 +88,18 @@ class Server:
 
     def pushes(self) -> int:
         return self._pushes
+
+
+class NamesServer:
+    """Many small arrays that go together."""
+
+    def __init__(self, load: Latency) -> None:
+        self._values = [np.zeros(load.name_size, np.float32) for _ in range(load.names)]
+
+    def push_pull_all(self, gradients: Sequence[Array]) -> Sequence[Array]:
+        for value, gradient in zip(self._values, gradients, strict=True):
+            value += gradient
+        return self._values
 
 
 class SyncServer:
@@ -145,10 +158,15 @@ class Worker:
         ray.get(sent)
         return began, time.monotonic()
 
-    def latency(self, size: int, calls: int, work_s: float) -> tuple[float, float]:
+    def latency(self, load: Latency, name: str, size: int) -> dict[str, float]:
         step, fill = self._push_pull(size)
-        timing, before = {"": step}, {"": fill}
-        return medians(timing, calls, before=before)[""], medians(timing, calls, work_s, before)[""]
+        return latencies(load, name, {name: step}, {name: fill})
+
+    def names(self, load: Latency) -> float:
+        gradients = [np.ones(load.name_size, np.float32) for _ in range(load.names)]
+        method = self._servers[0].push_pull_all
+        step = {"": lambda: ray.get(method.remote(gradients))}
+        return medians(step, load.name_calls, block=10)[""]
 
     def many(self, size: int, calls: int) -> Span:
         step, fill = self._push_pull(size)
@@ -225,15 +243,15 @@ def latency(load: Latency, scratch: Path) -> dict[str, float]:
     """`ray.get` of one method that adds and returns the values."""
     figures: dict[str, float] = {}
     with session(scratch):
-        for name, size, calls in (
-            ("small", load.small, load.calls),
-            ("large", load.large, load.large_calls),
-        ):
+        for name, size in (("small", load.small), ("large", load.large)):
             servers = _servers([np.zeros(size, np.float32)])
             workers = _workers(1, servers)
-            found = ray.get(workers[0].latency.remote(size, calls, load.work_s))
-            figures |= {name: found[0], f"{name}_worked": found[1]}
+            figures |= ray.get(workers[0].latency.remote(load, name, size))
             _end(servers + workers)
+        servers = [actor(NamesServer, load)]
+        workers = _workers(1, servers)
+        figures["names"] = ray.get(workers[0].names.remote(load))
+        _end(servers + workers)
         servers = _servers([np.zeros(load.large, np.float32)])
         workers = _workers(load.workers, servers)
         ray.get([worker.many.remote(load.large, 20) for worker in workers])

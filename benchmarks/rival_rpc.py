@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.workloads import (
     Span,
     Trainer,
     fresh,
+    latencies,
     medians,
     per_second,
 )
@@ -41,6 +43,8 @@ class Server:
         self.values = torch.zeros(size, dtype=dtype)
         self.lock = threading.Lock()
         self.pushes = 0
+        self.parts: list[torch.Tensor] = []
+        """Further values, each a tensor by itself: a view would be sent with its whole storage."""
         self._workers = workers
         self._waiting: list[torch.futures.Future[torch.Tensor]] = []
         self._sum = torch.zeros(size, dtype=dtype)
@@ -82,6 +86,13 @@ def push(gradient: torch.Tensor) -> None:
 def push_pull(gradient: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     _server.push(gradient, alpha)
     return _server.values
+
+
+def push_pull_all(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    with _server.lock:
+        for value, gradient in zip(_server.parts, gradients, strict=True):
+            value.add_(gradient)
+        return _server.parts
 
 
 @rpc.functions.async_execution
@@ -136,6 +147,12 @@ class _Hold:
         return Server(*self._arguments)
 
 
+def _hold_names(load: Latency) -> Server:
+    server = Server(0, torch.float32)
+    server.parts = [torch.zeros(load.name_size) for _ in range(load.names)]
+    return server
+
+
 def dense(load: Dense, scratch: Path) -> dict[str, float]:
     """Pull from all servers at once, push to all at once and wait: RPC keeps no order."""
     hold = _Hold(load.part, torch.float64)
@@ -172,25 +189,29 @@ def _dense_worker(rank: int, load: Dense, scratch: Path) -> Span:
 def latency(load: Latency, scratch: Path) -> dict[str, float]:
     """`rpc_sync` of one function that adds and returns the values."""
     figures: dict[str, float] = {}
-    for name, size, calls in (
-        ("small", load.small, load.calls),
-        ("large", load.large, load.large_calls),
-    ):
+    for name, size in (("small", load.small), ("large", load.large)):
         folder = fresh(scratch, name)
         hold = _Hold(size, torch.float32)
-        found = cluster(folder, 1, 1, hold, _latency_worker, size, calls, load.work_s)[0]
-        figures |= {name: found[0], f"{name}_worked": found[1]}
+        figures |= cluster(folder, 1, 1, hold, _latency_worker, load, name, size)[0]
+    folder = fresh(scratch, "names")
+    hold = partial(_hold_names, load)
+    figures["names"] = cluster(folder, 1, 1, hold, _names_worker, load)[0]
     folder = fresh(scratch, "workers")
     hold = _Hold(load.large, torch.float32)
     spans = cluster(folder, 1, load.workers, hold, _many_worker, load, folder)
     return figures | {"worker_calls": per_second(spans, load.workers * load.worker_calls)}
 
 
-def _latency_worker(rank: int, size: int, calls: int, work_s: float) -> tuple[float, float]:
+def _latency_worker(rank: int, load: Latency, name: str, size: int) -> dict[str, float]:
     gradient = torch.empty(size)
-    step = {"": lambda: rpc.rpc_sync("server0", push_pull, (gradient,))}
-    fill = {"": lambda: gradient.fill_(1.0)}
-    return medians(step, calls, before=fill)[""], medians(step, calls, work_s, fill)[""]
+    step = {name: lambda: rpc.rpc_sync("server0", push_pull, (gradient,))}
+    return latencies(load, name, step, {name: lambda: gradient.fill_(1.0)})
+
+
+def _names_worker(rank: int, load: Latency) -> float:
+    gradients = [torch.ones(load.name_size) for _ in range(load.names)]
+    step = {"": lambda: rpc.rpc_sync("server0", push_pull_all, (gradients,))}
+    return medians(step, load.name_calls, block=10)[""]
 
 
 def _many_worker(rank: int, load: Latency, folder: Path) -> Span:

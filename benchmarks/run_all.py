@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    bench_checkpoints,
     bench_dense_100mb,
     bench_large_step,
     bench_latency,
@@ -17,12 +18,14 @@ from benchmarks import (
     bench_tables,
     bench_tcp,
     bench_tutorials,
+    bench_waiting,
     harness,
 )
 
 BENCHMARKS = (
     bench_dense_100mb,
     bench_latency,
+    bench_waiting,
     bench_policies,
     bench_large_step,
     bench_mnist,
@@ -30,6 +33,7 @@ BENCHMARKS = (
     bench_start,
     bench_tcp,
     bench_tables,
+    bench_checkpoints,
     bench_ray_engine,
     bench_tutorials,
 )

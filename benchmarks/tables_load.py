@@ -7,10 +7,12 @@ written out here and then times it. Seconds are of whole calls: a push has been 
 from __future__ import annotations
 
 import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +39,7 @@ class TableLoad:
         zipf_keys: keys of one small call, drawn by Zipf's law: rank r as often as r**-exponent.
         window: pushes on their way at one time where they are streamed.
         fill: rows that are created by one call.
+        varied: batches of sizes that vary, where a client's memory is looked at.
     """
 
     rows: int = 8_000_000
@@ -49,6 +52,7 @@ class TableLoad:
     exponent: float = 1.05
     window: int = 2
     fill: int = 262_144
+    varied: int = 300
     lr: float = 0.05
     eps: float = 1e-10
 
@@ -56,6 +60,11 @@ class TableLoad:
     def table_bytes(self) -> int:
         """Of values and state, under Adagrad."""
         return self.rows * self.dim * 4 * 2
+
+    @property
+    def batch_row_bytes(self) -> int:
+        """Of a batch, for each key: itself and its row."""
+        return 8 + self.dim * 4
 
     @property
     def settling_pulls(self) -> int:
@@ -225,6 +234,34 @@ class Ballast:
         if count > 0:
             self._memory.madvise(mmap.MADV_DONTNEED, self._given, count)
             self._given += count
+
+
+class Processors:
+    """Processor time of the processes of this session: this one, its driver and its servers."""
+
+    def __init__(self) -> None:
+        session = os.getsid(0)
+        self._pids = [
+            int(entry)
+            for entry in os.listdir("/proc")
+            if entry.isdigit() and _session(entry) == session
+        ]
+
+    def seconds(self) -> Array:
+        """So far, of each process, without threads that have ended."""
+        found = []
+        for pid in self._pids:
+            threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+            found.append(sum(int(each.read_text().split()[0]) for each in threads) / 1e9)
+        return np.array(found)
+
+
+def _session(entry: str) -> int:
+    try:
+        stat = Path("/proc", entry, "stat").read_text()
+    except OSError:
+        return -1
+    return int(stat.rpartition(")")[2].split()[3])
 
 
 def stream(load: TableLoad, target: Target, batches: list[Keys], gradients: Array) -> None:

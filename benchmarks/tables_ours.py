@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 
 import paramserve as ps
+from benchmarks.processes import MB, arena_mb
 from benchmarks.tables_load import (
     Array,
     Ballast,
     Batches,
     Keys,
+    Processors,
     SizesLoad,
     TableLoad,
     check,
@@ -23,6 +26,9 @@ from benchmarks.tables_load import (
     keys_of,
 )
 from benchmarks.workloads import medians
+
+WARM_CALLS = 12
+"""Of a table that grows before the one that is timed."""
 
 
 class Target:
@@ -52,9 +58,14 @@ def row_wise(load: TableLoad, scratch: Path) -> dict[str, float]:
 
 
 def growth(load: TableLoad, scratch: Path) -> dict[str, float]:
-    """The longest pull or push of new keys while the table grows, and its memory at the end, for
-    each byte of values and state."""
+    """The longest pull or push of new keys while the table grows, by the clock and by processor
+    time, and its memory at the end, for each byte of values and state."""
     return _run(_growth, load)
+
+
+def arenas(load: TableLoad, scratch: Path) -> dict[str, float]:
+    """Shared memory of a client whose batches vary in size, in that of its largest batch."""
+    return _run(_arenas, load)
 
 
 def sizes(load: SizesLoad, scratch: Path) -> dict[str, float]:
@@ -68,8 +79,8 @@ def _run(work: Callable[..., dict[str, float]], load: TableLoad) -> dict[str, fl
     return figures
 
 
-def _table(worker: ps.Worker, load: TableLoad, rule: ps.Rule) -> ps.Table:
-    return worker.client.table("rows", dim=load.dim, rule=rule, init=ps.Uniform(-0.5, 0.5))
+def _table(worker: ps.Worker, load: TableLoad, rule: ps.Rule, name: str = "rows") -> ps.Table:
+    return worker.client.table(name, dim=load.dim, rule=rule, init=ps.Uniform(-0.5, 0.5))
 
 
 def _fill(table: ps.Table, load: TableLoad, begin: int = 0) -> None:
@@ -98,24 +109,49 @@ def _row_wise(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
 
 
 def _growth(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
-    """Pulls and pushes in turn, each of keys that no row has; compiled and warmed up before."""
-    table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps))
-    gradients = np.ones((load.batch, load.dim), np.float32)
+    """Pulls and pushes in turn, each of keys that no row has.
+
+    Another table grows first: kernels are compiled then, and the servers' system has used up what
+    it kept of pages that the host has taken back.
+    """
     ballast = Ballast(load.table_bytes * 3 // 2)
-    warm = -2 * load.batch
-    longest = 0.0
-    for number, begin in enumerate(range(warm, load.rows, load.batch)):
+    for name, rows in (("warm", WARM_CALLS * load.batch), ("rows", load.rows)):
+        table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps), name)
+        figures = _grow(table, replace(load, rows=min(rows, load.rows)), ballast)
+    return figures
+
+
+def _grow(table: ps.Table, load: TableLoad, ballast: Ballast) -> dict[str, float]:
+    gradients = np.ones((load.batch, load.dim), np.float32)
+    processors = Processors()
+    longest = most = 0.0
+    for number, begin in enumerate(range(0, load.rows, load.batch)):
         keys = keys_of(np.arange(begin, min(begin + load.batch, load.rows)))
         ballast.give(load.table_bytes // load.rows * load.batch * 3 // 2)
-        began = time.perf_counter()
+        before, began = processors.seconds(), time.perf_counter()
         if number % 2:
             table.push(keys, gradients[: keys.size]).result()
         else:
             table.pull(keys)
-        if begin >= 0:
-            longest = max(longest, time.perf_counter() - began)
+        longest = max(longest, time.perf_counter() - began)
+        most = max(most, float((processors.seconds() - before).max()))
     memory = table.memory_bytes() / (len(table) * load.table_bytes / load.rows)
-    return {"longest": longest, "memory": memory}
+    return {"longest": longest, "processor": most, "memory": memory}
+
+
+def _arenas(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
+    """Each batch is pulled and pushed; sizes by the logarithm, the largest one among them."""
+    table = _table(worker, load, ps.Adagrad(lr=load.lr, eps=load.eps))
+    chance = np.random.default_rng(0)
+    counts = np.exp(chance.uniform(np.log(load.batch // 64), np.log(load.batch), load.varied))
+    counts[load.varied // 2] = load.batch
+    most = 0.0
+    for count in counts.astype(int):
+        keys = keys_of(chance.integers(load.rows // 8, size=count))
+        values = table.pull(keys)
+        table.push(keys, values).result()
+        most = max(most, arena_mb(os.getpid()))
+    return {"most": most * MB / (load.batch * load.batch_row_bytes)}
 
 
 def _sizes(worker: ps.Worker, load: SizesLoad) -> dict[str, float]:

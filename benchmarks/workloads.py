@@ -8,11 +8,13 @@ these that takes the workload and a scratch folder and returns named figures: se
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +59,12 @@ class Latency:
     """One `push_pull` at a time of a small and a large float32 array, one server, rule Add.
 
     The gradient is filled before each call. That is not counted, except with several workers.
+
+    Attributes:
+        work_s: computing between two calls, for the rows that have it.
+        sleep_s: sleeping between two calls of the small array, for the row that has it.
+        workers: that push and pull the large array at the same time.
+        names: arrays of `name_size` that one call pushes and pulls.
     """
 
     small_bytes: int = 8_192
@@ -64,10 +72,13 @@ class Latency:
     calls: int = 2_000
     large_calls: int = 500
     work_s: float = 200e-6
-    """Computing between two calls, for the columns that have it."""
+    sleep_s: float = 2e-3
+    slept_calls: int = 400
     workers: int = 4
-    """Workers that push and pull the large array at the same time."""
     worker_calls: int = 300
+    names: int = 1_000
+    name_size: int = 100
+    name_calls: int = 100
 
     @property
     def small(self) -> int:
@@ -144,6 +155,44 @@ class Start:
     repeats: int = 3
 
 
+@dataclass(frozen=True)
+class FirstStep:
+    """A command that trains the ConvNet, from its start to the end of the last worker's first step.
+
+    The images are few: reading a dataset is no part of it.
+    """
+
+    workers: int = 8
+    repeats: int = 3
+    images: int = 1_000
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Checkpoints of a run with one worker and one server, float32.
+
+    Attributes:
+        total_bytes: values under Adam, whose state is twice as large.
+        paused_bytes: values of the runs whose longest step is looked for; with Adam's state 100 MB.
+        seconds: of each run.
+        every_s: between two checkpoints.
+        file_bytes: of the group that is written and loaded beside plain files.
+        rows, dim: of the table under Adagrad.
+        batch: rows of one push; `touched` of all rows are pushed again before the increment.
+    """
+
+    total_bytes: int = 100_000_000
+    paused_bytes: int = 33_000_000
+    seconds: float = 20.0
+    every_s: float = 5.0
+    file_bytes: int = 1_000_000_000
+    rows: int = 10_000_000
+    dim: int = 64
+    batch: int = 65_536
+    touched: float = 0.01
+    steps_killed: int = 400
+
+
 class Gate:
     """A place where the processes of one contestant meet before the clock starts."""
 
@@ -179,6 +228,33 @@ def per_second(spans: Sequence[Span], count: int) -> float:
     return count / (max(end for _, end in spans) - min(begin for begin, _ in spans))
 
 
+def latencies(
+    load: Latency, name: str, calls: Mapping[str, Call], before: Mapping[str, Call]
+) -> dict[str, float]:
+    """Figures of the small or the large array, timed in turn: for each of the calls its median in
+    seconds and, behind `_tail`, its 90th percentile as a multiple of that.
+
+    Args:
+        name: `small` or `large`.
+        calls: by name; with work in between the name ends in `_worked`, with sleep in `_slept`.
+    """
+    count = load.calls if name == "small" else load.large_calls
+    figures: dict[str, float] = {}
+    gaps = [("", count, 0.0, 0.0), ("_worked", count, load.work_s, 0.0)]
+    if name == "small":
+        gaps.append(("_slept", load.slept_calls, 0.0, load.sleep_s))
+    for gap, number, work_s, sleep_s in gaps:
+        samples = timings(calls, number, work_s, before, sleep_s=sleep_s)
+        figures |= {f"{key}{gap}": median(times) for key, times in samples.items()}
+        figures |= {f"{key}{gap}_tail": tail(times) for key, times in samples.items()}
+    return figures
+
+
+def tail(times: Sequence[float]) -> float:
+    """The 90th percentile as a multiple of the median."""
+    return quantiles(times, n=10)[-1] / median(times)
+
+
 def medians(
     calls: Mapping[str, Call],
     count: int,
@@ -186,7 +262,20 @@ def medians(
     before: Mapping[str, Call] | None = None,
     block: int = BLOCK,
 ) -> dict[str, float]:
-    """Median seconds of each call, timed in turn so that all see the same machine.
+    """Median seconds of each call; as `timings`."""
+    samples = timings(calls, count, work_s, before, block)
+    return {name: median(times) for name, times in samples.items()}
+
+
+def timings(
+    calls: Mapping[str, Call],
+    count: int,
+    work_s: float = 0.0,
+    before: Mapping[str, Call] | None = None,
+    block: int = BLOCK,
+    sleep_s: float = 0.0,
+) -> dict[str, list[float]]:
+    """Seconds of each call, timed in turn so that all see the same machine.
 
     Args:
         calls: what to time, by name; each is called `count` times, in blocks, after one block that
@@ -194,25 +283,37 @@ def medians(
         work_s: computing in the caller before each call, not counted.
         before: what to do before that for some of the calls, not counted.
         block: calls of one kind in a row; 1: they alternate.
+        sleep_s: sleeping before each call, not counted.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     preparing = before if before is not None else {}
     for begin in range(-block, count, block):
         for name, call in calls.items():
             prepare = preparing.get(name, _nothing)
-            times = [timed(call, work_s, prepare) for _ in range(min(block, count - max(begin, 0)))]
+            number = min(block, count - max(begin, 0))
+            times = [timed(call, work_s, prepare, sleep_s) for _ in range(number)]
             if begin >= 0:
                 samples[name] += times
-    return {name: median(times) for name, times in samples.items()}
+    return samples
+
+
+def until_told(program: str) -> float:
+    """Seconds from the start of a Python program until the moment by the machine's clock that it
+    prints as its last word."""
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    return float(run.stdout.split()[-1]) - began
 
 
 def _nothing() -> None:
     return None
 
 
-def timed(call: Call, work_s: float = 0.0, prepare: Call = _nothing) -> float:
-    """Seconds that one call took, after `prepare` and computing for `work_s`."""
+def timed(call: Call, work_s: float = 0.0, prepare: Call = _nothing, sleep_s: float = 0.0) -> float:
+    """Seconds that one call took, after `prepare` and sleeping or computing for so long."""
     prepare()
+    if sleep_s:
+        time.sleep(sleep_s)
     began = time.perf_counter()
     ready = began + work_s
     while began < ready:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import paramserve
 from paramserve import config, errors, observe, pytorch
+from paramserve.pytorch.loader import Loader
 
 PAGE = Path(__file__).with_name("api.md")
 REFERENCE = Path(__file__).with_name("reference.md")
@@ -37,7 +38,18 @@ HEADINGS = {
 """By the part of paramserve that defines a name."""
 WITH_MEMBERS = {"launch", "worker", "client", "pytorch", "observe"}
 """Parts whose classes are shown with their methods: users are given such objects."""
-GIVEN = {"Job", "Result", "Snapshot", "Worker", "Client", "Ticket", "Table", "Handle", "Progress"}
+GIVEN = {
+    "Job",
+    "Result",
+    "Snapshot",
+    "Worker",
+    "Loader",
+    "Client",
+    "Ticket",
+    "Table",
+    "Handle",
+    "Progress",
+}
 """Classes whose objects users are given and do not make: without the arguments of their making."""
 OF_OTHER_PARTS = {
     "Worker": {
@@ -50,6 +62,7 @@ OF_OTHER_PARTS = {
         "tell_extra_state",
     },
     "Handle": {"of", "encode", "decode"},
+    "Job": {"launch"},
     "Table": {"checked"},
 }
 """Members that are for other parts of the package only."""
@@ -94,6 +107,7 @@ def public_names() -> list[Name]:
         for name, kind in errors.KINDS.items()
         if name not in paramserve.__all__
     ]
+    found.append(Name("Loader", Loader, "worker"))  # what `worker.loader` gives
     order = list(HEADINGS)
     return sorted(found, key=lambda each: order.index(each.part))
 
@@ -147,7 +161,23 @@ def _entry(level: str, written: str, thing: Any) -> list[str]:
     if signature:
         lines += ["```python", signature, "```", ""]
     text = inspect.getdoc(thing) or ""
-    return [*lines, *_readable_docstring(text), ""]
+    return [*lines, *_readable_docstring(text), *_attributes(thing), ""]
+
+
+def _attributes(thing: Any) -> list[str]:
+    """The properties of a protocol, whose objects users are given and do not make, as a list."""
+    if not _is_protocol(thing):
+        return []
+    told = [
+        f"- `{name}`: {_summary(each)}"
+        for name, each in _members(thing)
+        if isinstance(each, property)
+    ]
+    return ["**Attributes**", "", *told, ""] if told else []
+
+
+def _is_protocol(thing: Any) -> bool:
+    return inspect.isclass(thing) and getattr(thing, "_is_protocol", False)
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -171,6 +201,8 @@ def _signature(name: str, thing: Any) -> str:
     if isinstance(thing, property):
         return ""
     if inspect.isclass(thing) and (issubclass(thing, Exception) or thing.__name__ in GIVEN):
+        return ""
+    if _is_protocol(thing):
         return ""
     try:
         found = inspect.signature(thing)

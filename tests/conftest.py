@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -16,6 +17,13 @@ GRACE_S = 3.0
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell without job control; what tests start and interrupt inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected, which stays to the end, out of garbage collections:
+    there are many, and the search for schedulers walks over all objects as they do."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

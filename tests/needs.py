@@ -12,6 +12,9 @@ EXTRAS = {
     "pyarrow.parquet": "arrow",
     "ray": "ray",
     "ray.train": "train",
+    "safetensors": "dev",
+    "tests.whole_objects": "fsspec",
+    "torch": "torch",
     "trustme": "tls",
 }
 

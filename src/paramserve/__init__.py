@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from paramserve.launch import Job as Job
     from paramserve.launch import run as run
     from paramserve.launch import start as start
+    from paramserve.launch.checkpoints import Checkpoint as Checkpoint
     from paramserve.launch.cluster import Cluster as Cluster
     from paramserve.launch.connect import Handle as Handle
     from paramserve.launch.connect import attach as attach
@@ -66,7 +67,9 @@ if TYPE_CHECKING:
     from paramserve.launch.result import Restarted as Restarted
     from paramserve.launch.result import Result as Result
     from paramserve.launch.roster import Restart as Restart
+    from paramserve.launch.running import SavedCheckpoint as SavedCheckpoint
     from paramserve.launch.serve import serve as serve
+    from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.rules.adagrad import Adagrad as Adagrad
     from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
@@ -81,6 +84,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "launch": "run start Job",
     "launch.result": "Result Restarted",
+    "launch.checkpoints": "Checkpoint",
+    "launch.running": "SavedCheckpoint",
+    "observe.checkpoints": "Rollback",
     "launch.reading": "Snapshot",
     "observe.history": "StepRecord",
     "worker": "Worker",
@@ -111,6 +117,9 @@ _NAMES = {
 """The public names by module. `__all__` has their order."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_MODULES = ("Embedding", "EmbeddingBag", "from_embedding")
+"""Names of `paramserve.pytorch` that are looked for here."""
+
 __all__ = [*_WHERE, "errors", "pytorch"]
 
 
@@ -126,7 +135,14 @@ def __getattr__(name: str) -> Any:
     elif name in _WHERE:
         value = getattr(import_module(f"paramserve.{_WHERE[name]}"), name)
     else:
-        raise AttributeError(f"module 'paramserve' has no attribute {name!r}")
+        told = f"module 'paramserve' has no attribute {name!r}"
+        if name in _MODULES:
+            told += f": it is ps.pytorch.{name}"
+        else:
+            from paramserve.errors import KINDS
+
+            told += f": it is ps.errors.{name}" if name in KINDS else ""
+        raise AttributeError(told, name=name, obj=import_module(__name__))
     globals()[name] = value
     return value
 

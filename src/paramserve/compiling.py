@@ -196,7 +196,10 @@ def _load(key: tuple[str, ...], kernels: Callable[[], Kernels]) -> None:
         else:
             with _one_process():
                 if not kernel_cache.compiled(wanted):
-                    text = "paramserve: compiling kernels, once per installation; some seconds"
+                    text = (
+                        f"paramserve: compiling kernels for {' '.join(key)}, once per "
+                        "installation; some seconds"
+                    )
                     print(text, file=sys.stderr, flush=True)
                 kernel_cache.load(wanted)
         _loaded.add(key)

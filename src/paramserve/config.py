@@ -6,7 +6,7 @@ Every wait, queue and buffer in the package has its limit here, by name, with it
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -49,6 +49,13 @@ class Limits(Struct, frozen=True):
     """Bytes of these records, at the coordinator and in each worker."""
     reduce_bytes_max: int = 1 << 20
     """Of a value in `worker.all_reduce`."""
+    poll_s_max: float = 1e-3
+    """How long a wait for an answer or a request polls, before it sleeps, at most; 0.0: it sleeps
+    at once. Less where a wake-up costs little on this machine, or the wait is likely to be long."""
+
+
+MAY_BE_ZERO: Final = frozenset({"poll_s_max"})
+"""Of `Limits`: 0 turns off what they bound."""
 
 
 class Deadlines(Struct, frozen=True):
@@ -84,6 +91,18 @@ class Deadlines(Struct, frozen=True):
     """A worker that a run is to do without has this long to end its function; then it is ended."""
     exit_s: float = 30.0
     """A worker whose function has returned has this long for exit handlers; then it is killed."""
+
+
+BUFFERS = ".buffers"
+"""Ends the names of groups of values that no step trains: buffers, frozen and untrained parameters,
+marks of ours."""
+LABELS = " (labels)"
+"""Ends the name of a table with the strings of another table's keys, behind that one's name."""
+
+
+def is_trained(group: str) -> bool:
+    """Whether steps train the group of this name."""
+    return not group.endswith((BUFFERS, LABELS))
 
 
 FIRST_OPTIMIZER = ""
@@ -151,6 +170,33 @@ class ConsistencySpec(Struct, frozen=True):
     """Whether a gradient with NaN or Inf is skipped, not refused."""
 
 
+class CheckpointPlan(Struct, frozen=True):
+    """Where and when a run writes checkpoints, and which one it goes on from."""
+
+    folder: str = ""
+    """Where they are written; empty: none are."""
+    run: str = ""
+    """The name of the run, for others that would write there."""
+    claimed: bool = False
+    """Whether the driver has left that name there: the coordinator has to find it."""
+    seed: int | None = None
+    """Of the run, which one that goes on from a checkpoint takes over; None: it has none."""
+    every_s: float = 0.0
+    """Seconds between two; 0: not by time."""
+    every_steps: int = 0
+    """Clocks of the slowest worker between two; 0: not by clocks."""
+    keep: int = 3
+    """How many are kept."""
+    full_every: int = 8
+    """Every so many one, tables are written whole."""
+    resume_folder: str = ""
+    """Where the one is that the run goes on from; empty: it begins anew."""
+    resume: str = ""
+    """The name of that one."""
+    restore_s: float = 0.0
+    """How much later than `Deadlines.start_s` the servers may be up: they read it first."""
+
+
 class CoordinatorConfig(Struct, frozen=True):
     """What the coordinator is told when it starts."""
 
@@ -170,6 +216,7 @@ class CoordinatorConfig(Struct, frozen=True):
     """What tells this cluster from others at the same addresses; `CLUSTER_BYTES` long."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
+    checkpoints: CheckpointPlan = CheckpointPlan()
 
 
 class ServerConfig(Struct, frozen=True):
@@ -191,6 +238,7 @@ class ServerConfig(Struct, frozen=True):
     """As the coordinator's."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
+    checkpoints: CheckpointPlan = CheckpointPlan()
 
 
 Settings = TypeVar("Settings", Deadlines, Limits)
@@ -220,7 +268,7 @@ def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> S
 
     Raises:
         TypeError: it is of another type, or one of its numbers is.
-        ValueError: a number is not above 0, not finite, or a heartbeat would come too late.
+        ValueError: a number is too small, not finite, or a heartbeat would come too late.
     """
     if value is None:
         return kind()
@@ -232,8 +280,10 @@ def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> S
         if isinstance(number, bool) or not isinstance(number, allowed):
             what = "an int" if field.type is int else "a number"
             raise TypeError(f"{name}: {field.name} must be {what}, not {number!r}")
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name}: {field.name} must be above 0 and finite, not {number}")
+        zero = field.name in MAY_BE_ZERO
+        if not (0 < number < math.inf or (zero and number == 0)):
+            least = "at least 0" if zero else "above 0"
+            raise ValueError(f"{name}: {field.name} must be {least} and finite, not {number}")
     if isinstance(value, Deadlines) and not value.heartbeat_s < value.stall_s:
         raise ValueError(
             f"{name}: heartbeat_s must be below stall_s, not {value.heartbeat_s} and "

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
+from paramserve.checkpoint.committing import Committer, read_cluster, see_claim
+from paramserve.checkpoint.locations import storage_at
+from paramserve.checkpoint.storage import telling
 from paramserve.config import CoordinatorConfig
+from paramserve.core.checkpointing import FileEvent, FilesFailed, FileWork
+from paramserve.core.cluster_state import ClusterRecord
 from paramserve.core.coordination import (
     Called,
     ConnectionLost,
     Coordination,
     CoordinatorEvent,
     Decided,
+    FilesWorked,
+    NoListener,
     Noticed,
     ProcessPaused,
     TimePassed,
@@ -22,8 +31,11 @@ from paramserve.core.coordination import (
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
+    CheckpointReport,
     CoordinatorNotice,
     CoordinatorRequest,
+    CutTaken,
+    CutWritten,
     Failed,
     Hello,
     Members,
@@ -32,10 +44,11 @@ from paramserve.messages import (
     decoder,
     encode,
 )
+from paramserve.transport.dial import may_listen
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
 from paramserve.transport.tcp import join_place
-from paramserve.transport.timing import Loop
+from paramserve.transport.timing import Loop, Pending
 
 logger = logging.getLogger("paramserve")
 
@@ -57,11 +70,25 @@ class CoordinatorRole:
     Args:
         coordination: decides.
         loop: gives time and timers.
+        listens: whether a process may listen at one of these addresses; called in a thread.
+        work: does work on the files of checkpoints; called in a thread, once at a time.
     """
 
-    def __init__(self, coordination: Coordination, loop: Loop) -> None:
+    def __init__(
+        self,
+        coordination: Coordination,
+        loop: Loop,
+        listens: Callable[[Sequence[str]], bool] = may_listen,
+        work: Callable[[FileWork], FileEvent | None] | None = None,
+    ) -> None:
         self._coordination = coordination
         self._loop = loop
+        self._listens = listens
+        self._work = work
+        self._to_do: deque[FileWork] = deque()
+        """Work on files; the first is being done."""
+        self._failures = 0
+        """Checkpoints that have failed so far."""
         self._numbers: dict[Connection, int] = {}
         self._connections: dict[int, Connection] = {}
         self._servers: set[int] = set()
@@ -73,6 +100,7 @@ class CoordinatorRole:
         """Called with every change of the membership."""
         self.on_refused: Callable[[Failed], None] = lambda answer: None
         """Called when something that was asked for is refused."""
+        self._closed = False
         self._stepped_at = self._loop.time()
         self._stall_s = coordination.config.deadlines.stall_s
         self._loop.call_later(TICK_S, self._tick)
@@ -96,7 +124,7 @@ class CoordinatorRole:
                 f"a header was refused: {error}", fix="run the same version on both sides"
             ) from error
         number = self._numbers[conn]
-        if isinstance(message, WorkerBeat | ServerBeat):
+        if isinstance(message, WorkerBeat | ServerBeat | CutTaken | CutWritten):
             self._step(Noticed(number, message))
         else:
             self._step(Called(number, message))
@@ -107,10 +135,24 @@ class CoordinatorRole:
         self._servers.discard(number)
         self._step(ConnectionLost(number, conn.reset))
 
+    def close(self) -> None:
+        """Let nothing more happen: the loop ends, and takes no work for other threads."""
+        self._closed = True
+
     @property
     def all_left(self) -> bool:
         """Whether every worker has come, and has left or died."""
         return self._coordination.membership.all_left
+
+    @property
+    def missing_servers(self) -> list[int]:
+        """Shards whose server has not registered yet."""
+        return self._coordination.membership.missing_servers
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether there is something for a checkpoint."""
+        return self._coordination.can_be_saved()
 
     @property
     def lost_servers(self) -> dict[int, tuple[str, ...]]:
@@ -120,9 +162,12 @@ class CoordinatorRole:
 
     def _tick(self) -> None:
         self._step(TimePassed())
-        self._loop.call_later(TICK_S, self._tick)
+        if not self._closed:
+            self._loop.call_later(TICK_S, self._tick)
 
     def _step(self, event: CoordinatorEvent) -> None:
+        if self._closed:
+            return
         now = self._loop.time()
         paused_s = now - self._stepped_at - TICK_S
         self._stepped_at = now
@@ -146,11 +191,82 @@ class CoordinatorRole:
                 self._connections[number].send(header)
         if decided.server_lost:
             self.on_server_lost()
+        for number, notice in decided.notices:
+            self._connections[number].send(encode(notice))
+        for report in decided.checkpoints:
+            self._tell(report)
+        for work in decided.work:
+            self._to_do.append(work)
+            if len(self._to_do) == 1:
+                self._begin_work()
+        for shard, addresses in decided.look_for:
+            looking = self._loop.run_in_executor(None, partial(self._listens, addresses))
+            looking.add_done_callback(partial(self._looked, shard))
+
+    def _begin_work(self) -> None:
+        assert self._work is not None, "it writes checkpoints"
+        doing = self._loop.run_in_executor(None, partial(self._work, self._to_do[0]))
+        doing.add_done_callback(self._worked)
+
+    def _worked(self, doing: Pending[FileEvent | None]) -> None:
+        work = self._to_do.popleft()
+        error = doing.exception()
+        if error is not None:  # a bug of ours ends this checkpoint only
+            logger.error("work on the files of checkpoints failed", exc_info=error)
+            number = getattr(work, "checkpoint", 0)
+            event: FileEvent | None = FilesFailed(number, repr(error), "report this")
+        else:
+            event = doing.result()
+        if self._to_do and not self._closed:
+            self._begin_work()
+        if event is not None:
+            self._step(FilesWorked(event))
+
+    def _tell(self, report: CheckpointReport) -> None:
+        """Log what became of a checkpoint."""
+        if report.failed > self._failures:
+            self._failures = report.failed
+            logger.warning("%s. Training goes on", report.why)
+        else:
+            logger.info(
+                "checkpoint %s: %.1f MB in %.1f s, longest pause %.1f ms",
+                report.name,
+                report.nbytes / 1e6,
+                report.seconds,
+                report.pause_s * 1e3,
+            )
+
+    def _looked(self, shard: int, looking: Pending[bool]) -> None:
+        if not looking.result():
+            self._step(NoListener(shard))
+
+
+def open_checkpoints(config: CoordinatorConfig) -> tuple[Committer | None, ClusterRecord | None]:
+    """Claim the folder of checkpoints, if the cluster writes some, and read the one that it goes on
+    from, if it does.
+
+    Raises:
+        CheckpointError: the folder cannot be used, or is not the one that the driver sees; or the
+            checkpoint is not there or is damaged.
+    """
+    plan, committer, record = config.checkpoints, None, None
+    if plan.resume:
+        record = read_cluster(storage_at(plan.resume_folder), plan.resume)
+    if plan.folder:
+        storage = storage_at(plan.folder)
+        if plan.claimed:
+            see_claim(storage, plan.run)
+        with telling(storage, "the folder of checkpoints cannot be made"):
+            storage.make()
+        committer = Committer(storage, plan, config.servers, config.cluster.hex())
+    return committer, record
 
 
 async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
     loop = asyncio.get_running_loop()
-    role = CoordinatorRole(Coordination(config), loop)
+    committer, record = await asyncio.to_thread(open_checkpoints, config)
+    work = committer.do if committer is not None else None
+    role = CoordinatorRole(Coordination(config, record), loop, work=work)
     listeners = await listen(
         config.directory,
         "c",
@@ -169,6 +285,9 @@ async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
     finally:
         for listener in listeners:
             listener.close()
+        role.close()
+        if committer is not None:
+            committer.close()
 
 
 def main(boot: Bootstrap) -> None:

@@ -6,9 +6,23 @@ An error's text always has the form *what failed. Applied: yes | no | unknown. T
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+import sys
+import warnings
+from collections.abc import Collection
+from difflib import get_close_matches
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
+if TYPE_CHECKING:
+    from paramserve.launch.result import Result
+
+INTERNAL = ("paramserve", "torch")
+"""Packages whose lines no warning shows: torch's lie between a user's line and ours."""
 Applied = Literal["yes", "no", "unknown"]
+USERINFO = re.compile(r"(\w+)://([^/\s]*)@")
+AZURE = re.compile(r"abfss?|az|adl|wasbs?")
+"""Protocols whose URLs have the name of a container where others have a user's."""
 
 
 class ParamServeError(Exception):
@@ -18,7 +32,14 @@ class ParamServeError(Exception):
         failed: what failed, who, expected, actual.
         applied: whether the values on the servers were changed.
         fix: what to do about it.
+
+    Attributes:
+        result: of an error that ends a run: the `Result` of what was done until then, for example
+            `error.result.state_dict()`. None: there is none to read, and in every other error. A
+            pickled error leaves it behind.
     """
+
+    result: Result | None = None
 
     def __init__(self, failed: str, *, applied: Applied = "no", fix: str) -> None:
         super().__init__(failed)
@@ -147,6 +168,20 @@ class NotAMember(ParamServeError):
     """A client that is no live worker pushed to a group that steps in Sync."""
 
 
+class CheckpointError(ParamServeError):
+    """A checkpoint was not written, or there is none that can be read; the one before is as it
+    was."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A file of a checkpoint is missing, damaged or of another kind; the text names file and
+    part."""
+
+
+class CheckpointFolderTaken(CheckpointError):
+    """A living run writes its checkpoints to this folder; the text names it."""
+
+
 def _tree(root: type[ParamServeError]) -> dict[str, type[ParamServeError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():
@@ -166,3 +201,31 @@ def applied_of(text: str) -> Applied:
 def rebuild(kind: str, failed: str, applied: str, fix: str) -> ParamServeError:
     """Make the error that another process named; an unknown name becomes a `ProtocolError`."""
     return KINDS.get(kind, ProtocolError)(failed, applied=applied_of(applied), fix=fix)
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The end of an error about a name that is unknown: the known one that it resembles most, if
+    one does; or nothing."""
+    near = get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def shown(text: str) -> str:
+    """A text, such as the URL of a folder, without the users and passwords of URLs in it."""
+
+    def without(found: re.Match[str]) -> str:
+        protocol, user = found.groups()
+        kept = AZURE.fullmatch(protocol) and ":" not in user
+        return found[0] if kept else f"{protocol}://"
+
+    return USERINFO.sub(without, text)
+
+
+def warn_user(told: str) -> None:
+    """Warn at the user's line: that of the first frame outside of this package and torch; where
+    there is none, at the caller's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(told, stacklevel=level if frame else 2)

@@ -13,7 +13,7 @@ import ast
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ from uuid import uuid4
 import llvmlite
 import numba
 from numba.core import caching, serialize
+from numba.core.runtime.nrt import rtsys
 
 Kernel = Callable[..., Any]
 Signature = tuple[Any, ...]
@@ -67,7 +68,9 @@ class KernelCache:
 
     def load_overload(self, signature: Signature, target: Any) -> Any:
         """The compiled code, or None: there is none, or its file is damaged."""
-        target.refresh()
+        # Numba's own cache calls `target.refresh()` here, which imports all that Numba can compile,
+        # and scipy.linalg, in 0.3 s. What is compiled already needs the runtime's symbols only.
+        rtsys.initialize(target)
         try:
             content = self.file_of(signature, target.codegen()).read_bytes()
         except OSError:
@@ -117,7 +120,7 @@ def _source(module: str) -> tuple[str, tuple[str, ...]]:
     """A module's digest, and the modules of this package that it imports."""
     text = _file(module).read_bytes()
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in _statements(ast.parse(text)):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -125,6 +128,23 @@ def _source(module: str) -> tuple[str, tuple[str, ...]]:
                 inner = f"{node.module}.{alias.name}"
                 imported.add(inner if _is_module(inner) else node.module)
     return sha256(text).hexdigest(), tuple(each for each in imported if _is_module(each))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements inside a node that run, at any depth: expressions, most of a tree, have none,
+    and imports for type checkers do not run."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.expr) or _is_for_types(child)):
+            yield child
+            yield from _statements(child)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def _file(module: str) -> Path:

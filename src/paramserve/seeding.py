@@ -11,12 +11,16 @@ import importlib.util
 import random
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import msgspec
 import numpy as np
+
+from paramserve.checkpoint.plain import dump, load
+from paramserve.errors import warn_user
 
 
 def rank_seed(seed: int, rank: int) -> int:
@@ -27,7 +31,11 @@ def rank_seed(seed: int, rank: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seed `random`, `numpy.random` and, now or when it is imported, torch."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    kind = type(np.random.mtrand.get_bit_generator())
+    if kind is np.random.MT19937:
+        np.random.seed(seed & 0xFFFFFFFF)
+    elif getattr(np.random, kind.__name__, None) is kind:
+        np.random.mtrand.set_bit_generator(kind(seed))
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(seed)
@@ -38,29 +46,80 @@ def seed_everything(seed: int) -> None:
 def state() -> bytes:
     """What the three generators (torch's of the CPU) go on from."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
     torch = sys.modules.get("torch")
     parts = (
         (version, np.array(words, np.uint32).tobytes(), gauss),
-        (kind, np.asarray(keys, np.uint32).tobytes(), int(position), int(has_gauss), float(cached)),
+        _of_numpy(),
         torch.get_rng_state().numpy().tobytes() if torch is not None else None,
     )
     return msgspec.msgpack.encode(parts)
 
 
+def _of_numpy() -> _Twister | bytes | None:
+    """Of numpy's global generator, which may be any (`numpy.random.set_bit_generator`); None: its
+    state cannot be had."""
+    try:
+        found = np.random.get_state(legacy=False)
+        if found["bit_generator"] != TWISTER:
+            return dump(found, "the state of numpy's generator")
+    except Exception as error:  # a generator of the user's
+        _left_out(f"its state cannot be stored: {type(error).__name__}: {error}")
+        return None
+    key, position = found["state"]["key"], int(found["state"]["pos"])
+    return TWISTER, key.tobytes(), position, int(found["has_gauss"]), float(found["gauss"])
+
+
 def restore(packed: bytes) -> None:
     """Let the generators go on from what `state` gave in another process."""
-    python, legacy, words = msgspec.msgpack.decode(packed, type=_State)
+    python, numpy, words = msgspec.msgpack.decode(packed, type=_State)
     version, mine, gauss = python
     random.setstate((version, tuple(np.frombuffer(mine, np.uint32).tolist()), gauss))
-    kind, keys, *rest = legacy
-    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
+    if numpy is not None:
+        _restore_numpy(numpy)
     torch = sys.modules.get("torch")
     if torch is not None and words is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
 
-_State = tuple[tuple[int, bytes, float | None], tuple[str, bytes, int, int, float], bytes | None]
+def _restore_numpy(saved: _Twister | bytes) -> None:
+    if isinstance(saved, bytes):
+        found = load(saved)
+    else:
+        kind, key, position, has_gauss, gauss = saved
+        told = {"key": np.frombuffer(key, np.uint32), "pos": position}
+        found = {"bit_generator": kind, "state": told, "has_gauss": has_gauss, "gauss": gauss}
+    try:
+        if np.random.get_state(legacy=False)["bit_generator"] != found["bit_generator"]:
+            # The function may take it later; then the state is restored once more.
+            made = _generator(found["bit_generator"])
+            made.state = found
+            np.random.mtrand.set_bit_generator(made)
+        np.random.set_state(found)
+    except Exception as error:  # a generator of the user's
+        _left_out(f"it does not take the state that was saved: {type(error).__name__}: {error}")
+
+
+def _generator(name: str) -> np.random.BitGenerator:
+    """A new one of numpy's own. Raises `ValueError`: it is none of these."""
+    kind = getattr(np.random, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, np.random.BitGenerator):
+        raise ValueError(f"numpy has no generator {name!r}")
+    return kind()
+
+
+@cache
+def _left_out(why: str) -> None:
+    """Say once that numpy's generator does not go on where it was."""
+    warn_user(
+        f"numpy's global generator does not go on where it was after a restart, {why}. To fix: "
+        "use one of numpy's own, or keep its state by worker.save"
+    )
+
+
+TWISTER = "MT19937"
+"""Numpy's generator where the user has chosen no other."""
+_Twister = tuple[str, bytes, int, int, float]
+_State = tuple[tuple[int, bytes, float | None], _Twister | bytes | None, bytes | None]
 
 
 class _SeedsTorch(MetaPathFinder):

@@ -7,7 +7,6 @@ is why it may be unpickled here.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,15 @@ import msgspec
 from msgspec import Struct
 
 from paramserve import seeding
+from paramserve.checkpoint import plain
 from paramserve.client import Client, Connection
 from paramserve.client.collectives import Collectives
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.errors import warn_user
+from paramserve.messages import DatasetSize, SameSize
+from paramserve.notices import Notices
 from paramserve.observe.history import StepsTaken
 
 if TYPE_CHECKING:
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
     from paramserve.rules.base import Rule
 
 
+RANDOM = "random"
+"""What the random generators are saved as."""
+
+
 class WorkerConfig(Struct, frozen=True):
     """What a worker is told when it starts."""
 
@@ -54,6 +61,8 @@ class WorkerConfig(Struct, frozen=True):
     """What its models start from (`load_state`), in cloudpickle; empty: their own values."""
     tables: dict[str, str] = {}
     """Files of the rows that tables begin with (`load_tables`), by table."""
+    run: int = 0
+    """Tells one run from another that goes on from its checkpoint; 0: there are none."""
 
 
 class Resumed(Struct, frozen=True, array_like=True):
@@ -90,7 +99,9 @@ class Worker:
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
         histories: what became of the steps of each adopted optimizer, by its name.
         passes: what loaders and samplers of one dataset have in common.
+        looped: whether a loader was iterated over with gradients on.
         leased: the leased loader whose batches the steps take at present, if there is one.
+        notices: what the user is told of a run that goes otherwise than it looks.
         load_state: what the models start from, by the name of their optimizer; see `load_state=`.
     """
 
@@ -111,14 +122,19 @@ class Worker:
         self.histories: dict[str, History] = {}
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}
+        self.looped = False
         self.load_state: dict[str, dict[str, Any]] = {}
         self._leased_loaders = 0
+        self._own_parts = 0
+        """Loaders over this rank's own part on whose batches the ranks have agreed."""
+        self._compared = False
+        """Whether a loader was made, which `compare_size` was asked about."""
+        self.notices = Notices(client, report)
         self._report = report
         self._process_group: StartedGroup | None = None
-        self._random = b""
-        """Where an older incarnation's generators were; empty when no loader needs it any more."""
-        self._draws = 0
-        """Steps that said where the generators are, with those of older incarnations."""
+        self._random: bytes | None = None
+        """Where an older incarnation's generators were; empty when no loader needs it any more,
+        None: the servers were not asked."""
         self._counted: set[str] = set()
         """Groups that this worker stepped on when a loader asked."""
         self._steps_before: int | None = None
@@ -157,10 +173,17 @@ class Worker:
     def clock(self) -> int:
         """Steps finished on the first adopted optimizer's group, with those of older incarnations.
 
+        Where the others went on without this rank, as in a cluster served without `--restart` after
+        it had died, it is at least that of the slowest of them when it came back.
+
         Before an optimizer is adopted: on the group "model", where `optimizer` puts it, if steps
         are known there, else on "default".
         """
         return self.client.clock(self.groups[0])
+
+    @property
+    def _clock(self) -> int:
+        return self.client.steps.clocks.get(self.groups[0], 0)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -168,30 +191,25 @@ class Worker:
         adopted, the one that `clock` speaks of."""
         if self.stepped or self.aliases:
             return tuple(self.stepped or self.aliases)
-        return ("model",) if self.client.clock("model") else ("default",)
+        return ("model",) if self.client.steps.clocks.get("model") else ("default",)
 
-    def draws(self) -> tuple[int, bytes]:
-        """Where the random generators of this process are, for `go_on_drawing` of the rank's next
-        incarnation, with a number that is larger than that of each step before."""
-        self._draws += 1
-        self._random = b""
-        return self._draws, seeding.state()
-
-    def go_on_drawing(self, drawn: tuple[int, bytes] = (0, b"")) -> None:
+    def go_on_drawing(self, *, first: bool = False) -> None:
         """Let the generators of this process go on where an older incarnation's were after its last
-        step: now, and again when the first batch after that is loaded.
-
-        Args:
-            drawn: as `draws` gave it; of those of several optimizers the last step's holds, in
-                whatever order they come. Left out: what holds, once.
-        """
-        number, random = drawn
-        if number > self._draws:
-            self._draws, self._random = number, random
+        step: where an optimizer is adopted (`first`), and again when the first batch after that is
+        loaded. Where another incarnation may follow, each step tells where they are."""
+        if self._random is None:
+            again = self.incarnation > 1
+            self._random = (self.client.saving.older(RANDOM) or b"") if again else b""
+            if self.client.connection.restarts:
+                self.client.saving.ask(RANDOM, self._draws)
         if self._random:
             seeding.restore(self._random)
-        if not number:
+        if not first:
             self._random = b""
+
+    def _draws(self) -> bytes:
+        self._random = b""
+        return seeding.state()
 
     @property
     def missed(self) -> int:
@@ -214,6 +232,38 @@ class Worker:
         self._leased_loaders += 1
         return f"loader-{self._leased_loaders}"
 
+    def agree_on_batches(self, batches: int) -> int:
+        """As many as the rank has whose part is the smallest: all ranks call it for their next
+        loader over a part of their own. One that comes later gets what the others agreed on."""
+        agreed = self._collectives.least(batches, self._own_parts + 1, self._place)
+        self._own_parts += 1
+        return agreed
+
+    def compare_size(self, arguments: tuple[object, ...], size: int) -> None:
+        """Warn where the dataset of this worker's first loader, which is to be the same on all
+        ranks, has another length than on the rank that made its first one before.
+
+        Later loaders may be one rank's alone, as for evaluation, and a worker that was started
+        again or added may find the others at other ones: these are not compared.
+
+        Args:
+            arguments: of the loader; those of others are compared where theirs are the same.
+        """
+        first, self._compared = not self._compared, True
+        alone = self.workers == 1 or self.incarnation > 1 or not self.client.steps.first
+        if alone or not first:
+            return
+        message = DatasetSize(0, str(arguments), size)
+        connection = self.client.connection
+        told = connection.control.call(message, SameSize, timeout_s=connection.timeout_s)
+        if told.size != size:
+            warn_user(
+                f"rank {self.rank} made a loader or sampler over {size} samples, and rank "
+                f"{told.rank} over {told.size}: each takes its share of what is to be the same "
+                "dataset on all ranks. Where each rank has a part of its own, give "
+                'worker.loader(..., shards="own"), which shares nothing out'
+            )
+
     @property
     def steps_before(self) -> int:
         """Steps of older incarnations whose batches no loader has left out yet.
@@ -222,8 +272,16 @@ class Worker:
         an optimizer that is adopted when all of these are left out, or that has taken over from the
         ones before, as for a second phase of the training, its own steps begin to count.
         """
+        self.client.steps.clock_read = True
+        return self._left_to_skip()
+
+    @steps_before.setter
+    def steps_before(self, steps: int) -> None:
+        self._steps_before = steps
+
+    def _left_to_skip(self) -> int:
         if self._steps_before is None:
-            self._steps_before = self.clock if self.incarnation > 1 else 0
+            self._steps_before = self._clock if self.incarnation > 1 else 0
         elif self.incarnation > 1 and (not self._steps_before or self._counted <= self.ended):
             new = [group for group in self.groups if group not in self._counted]
             if new or not self._steps_before:
@@ -231,12 +289,9 @@ class Worker:
         self._counted.update(self.groups)
         return self._steps_before
 
-    @steps_before.setter
-    def steps_before(self, steps: int) -> None:
-        self._steps_before = steps
-
     def log(self, **values: Any) -> None:
-        """Record numbers of this step; they come back in `Result.metrics`.
+        """Record numbers of this step; they come back in `Result.metrics`, as records with
+        `time_s`, `rank`, `clock` and `values`.
 
         They are sent with the next heartbeat, after up to `Deadlines.heartbeat_s`, and at the end
         of the function, also where it raises. A worker that is killed loses what was not sent.
@@ -250,6 +305,41 @@ class Worker:
         clock = max(self.client.steps.clocks.values(), default=0)
         numbers = {name: _number(name, value) for name, value in values.items()}
         self.client.connection.log(clock, numbers)
+
+    def save(self, name: str, value: Any) -> None:
+        """Keep what of the training function is to come back: `saved` has it, after a restart of
+        the worker and in a run that is resumed.
+
+        It goes to the servers with the next step, and counts if that step does: who goes on behind
+        the step finds what was saved before it, who takes the step again does not. So save before
+        the step, or give a function, which is asked at each step:
+
+            sampler.load_state_dict(worker.saved("sampler", sampler.state_dict()))
+            worker.save("sampler", sampler.state_dict)
+
+        The random generators of python, numpy and torch, loaders and learning rate schedulers go on
+        by themselves.
+
+        Args:
+            value: None, numbers, text, bytes, arrays, tensors, and lists, tuples and dicts of
+                these; or a function that gives such a value and makes no call of the client.
+        Raises:
+            TypeError: it cannot be stored without pickling, or would come back as another type, as
+                a namedtuple or an Enum; the part is named. What a function gave raises in the step,
+                which is not made. Nothing was changed.
+            Overloaded: all names together are over 4 MiB. Nothing was changed.
+        """
+        self.client.saving.save(name, value)
+
+    def saved(self, name: str, default: Any = None) -> Any:
+        """What was saved last under a name, as a copy with tensors on the CPU; see `save`.
+
+        Args:
+            default: returned where nothing was.
+        """
+        self.client.steps.clock_read = True  # the function knows where it goes on
+        found = self.client.saving.find(name)
+        return default if found is None else plain.load(found)
 
     def print0(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """`print` on rank 0, and nothing on the others."""
@@ -279,20 +369,10 @@ class Worker:
         Modules on tables that the model has are found, and their rows go with each step; see
         `paramserve.pytorch.tables`.
 
-        With two policies the optimizer makes the steps itself, on this worker; it may then be of
-        any class. Its state stays here too, is what `state_dict()` gives, and is lost if the worker
-        has to be started again: it goes on with the servers' values and a fresh state. One clock is
-        `every` steps. Loaders and samplers of the worker know that when they are iterated after
-        this call; only where a step takes several batches they need `batches_per_step`, of a whole
-        clock.
-
-        - `ps.LocalSteps`: after each `every` steps the servers apply their `outer` rule to the mean
-          of what the steps have changed, and all go on from there. Steps that are left over at the
-          end of the run, or of a leased loader, are exchanged then.
-        - `ps.ElasticAverage`: this worker's values stay its own; at each exchange they and the
-          servers' values, the center, move towards each other by lr * rho of their distance, with
-          the lr of each parameter group. `Result.state_dict()` is the center, and it is what to
-          evaluate: the model here has this worker's own values, also at the end.
+        Under `ps.LocalSteps` and `ps.ElasticAverage` the optimizer makes the steps itself, on this
+        worker; it may then be of any class, and one clock is `every` steps. Its state stays here
+        too, is what `state_dict()` gives, and is lost if the worker has to be started again: it
+        goes on with the servers' values and a fresh state.
 
         Args:
             model: its parameters and buffers make up the result, under their names in it.
@@ -314,10 +394,11 @@ class Worker:
                 worker's, before an own step its gradient; None: no clipping.
             buffers: which of the model's buffers, as BatchNorm's running statistics, are in the
                 result and in snapshots. Each rank trains with its own, whatever this says. "rank0":
-                those of rank 0, which assigns them every ten steps and at the end; a worker that is
-                started again begins with them. "mean": as "rank0", but of floating point ones the
-                mean of what each rank has told last, as often, also of one that has died since.
-                "local": none; they are not sent, nor are frozen parameters compared.
+                those of rank 0, which assigns them every ten steps and at the end. A worker that is
+                started again begins with its own, an added one with rank 0's. "mean": as "rank0",
+                but of floating point ones the mean of what each rank has told last, as often, also
+                of one that has died since. "local": none; they are not sent, nor are frozen
+                parameters compared.
             consistency: the policy of this optimizer's group, the same on all ranks; None: the
                 run's.
             dense: "servers": they step the dense layers. "local": the optimizer does, here, and
@@ -355,10 +436,9 @@ class Worker:
         try:
             body = ExtraState(group, cloudpickle.dumps(states))
         except Exception as error:  # a user's class may raise anything
-            warnings.warn(
+            warn_user(
                 f"the result lacks {names}, which cannot be pickled: {type(error).__name__}: "
-                f"{error}. Load it with strict=False",
-                stacklevel=2,
+                f"{error}. Load it with strict=False"
             )
             return
         self._report("extra state", msgspec.msgpack.encode(body))
@@ -391,10 +471,12 @@ class Worker:
 
         For metrics, and for what all ranks have to agree on, such as the loss that a scheduler
         goes by. It goes through the coordinator; gradients go with `optimizer`. All ranks make the
-        same calls in the same order, with values of one shape and dtype.
+        same calls in the same order, with numbers, or with arrays or tensors of one shape and
+        dtype.
 
         Each rank that lives or has not joined yet is waited for. One that has left, died, or is
-        being restarted is not; until the first step a restart is waited for. A rank that was
+        being restarted is not; until the first step a restart is waited for. Where all others have
+        ended, and one of them returned by itself without this call, it is an error. A rank that was
         restarted or added begins its function anew: its calls give what the others got at that
         point, until it has come to where they are. A rank that is to end gets its own value.
 
@@ -403,18 +485,20 @@ class Worker:
             scheduler.step(loss)  # ReduceLROnPlateau, with one loss on all ranks
 
         Args:
-            value: a number, an array or a tensor, of at most `Limits.reduce_bytes_max`.
+            value: a number, an array or a tensor, of at most `Limits.reduce_bytes_max`. Numbers, of
+                Python or numpy scalars, may be ints on some ranks and floats on others: then all
+                are floats. A bool counts as 0 or 1.
             op: "mean", "sum", "max" or "min". Each rank counts once in a mean: where ranks have
                 different numbers of samples, reduce sums.
             timeout_s: as for `barrier`.
         Returns:
             Of the value's kind: a number, or an array or tensor of its shape, dtype and device.
-            The mean of integers is floating point.
+            The mean of integers is floating point, the sum or maximum of bools an int.
         Raises:
             TypeError, ValueError: the value or the op. Nothing was sent.
             Timeout: not all ranks came in time; the text names the missing ones.
             Overloaded: the value is too large.
-            ParamServeError: another rank made another call.
+            ParamServeError: another rank made another call, or the others returned without it.
         """
         return self._collectives.all_reduce(value, op, self._place, timeout_s)
 
@@ -425,10 +509,12 @@ class Worker:
     @property
     def _place(self) -> int:
         """Steps that the function has gone through since it began, with those that loaders have
-        left out: where a rank is that was restarted or added."""
+        left out or that it has gone on behind: where a rank is that was restarted or added."""
         if self.incarnation > 1:
-            return max(self.clock - self.steps_before, 0)
-        return self.clock - self.client.steps.resumed.get(self.groups[0], 0)
+            left = self._left_to_skip()
+            stepped = self._clock > self.client.steps.resumed.get(self.groups[0], 0)
+            return self._clock if stepped else max(self._clock - left, 0)
+        return self._clock - self.client.steps.resumed.get(self.groups[0], 0)
 
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""
@@ -498,20 +584,21 @@ class Worker:
     ) -> Loader | LeasedLoader:
         """This rank's batches, as many on every rank, or as each has the time for.
 
+        The dataset is the same on all ranks, and each gets its share. With `shards="own"` it is the
+        rank's own part, all of which is this rank's.
+
         `len` is the number of batches of one iteration; with `shards="dynamic"` it is an estimate.
 
         The order depends on the run's seed and the epoch only. A loader made again with the same
         dataset and arguments goes on with the epochs that follow: in each round of a loop over
-        epochs all samples come, in a new order.
+        epochs all samples come, in a new order. `for epoch in loader.epochs(10, start=0):` is such
+        a loop that begins, in a worker that was started again, at the epoch that is not done.
 
         A worker that was started again goes on where its older incarnation was: of the first
-        loaders with `resume` that it iterates, the batches of `worker.clock` steps are left out. So
-        a function that trains over one loader after another goes on in the right one, if each step
-        takes `batches_per_step` batches of such a loader.
+        loaders with `resume` that it iterates, the batches of `worker.clock` steps are left out.
 
-        With `shards="dynamic"` the coordinator leases ranges of each epoch to the workers as they
-        ask for them: a rank gets as many samples as it has the time for, and what a worker that
-        died had not finished goes to another. See `paramserve.pytorch.loader`.
+        With `shards="dynamic"` each rank gets as many samples as it has the time for; what a worker
+        that died had not finished goes to another. Its loop ends when all ranks have finished.
 
         Args:
             dataset: map-style, with a length. A `TensorDataset` is read a batch at a time.
@@ -525,25 +612,28 @@ class Worker:
                 belong to no step, but own steps of a leased loader are exchanged at its end.
             resume: with static shards, False for a loader that is not stepped with, as for
                 evaluation, if it is iterated before the training loader has come to its place.
-            shards: "static" (None) or "dynamic". With the latter `steps` is the mean over the
-                ranks.
+            shards: "static" (None): equal shares. "dynamic": as each rank has the time for; `steps`
+                is the mean over the ranks. "own": the dataset is this rank's part already, as
+                `parts[worker.rank]`: an epoch has as many batches on every rank as the smallest
+                part has whole ones, in each epoch of other samples. All ranks make such loaders at
+                the same point, in one order. A rank that is added or started again keeps to what
+                the others agreed on: a ValueError if its part has fewer batches.
             adaptive_batch: smallest and largest batch of a rank. Shares batch_size x workers
                 samples by the measured speed of each. Implies "dynamic".
             name: of a leased loader, the same on all ranks; None: by the order in which they are
                 made.
-            prefetch: the keys that a batch uses, as {module, table or name: keys} or as pairs of
-                them. While one batch is computed the next one is loaded, and its rows are on their
-                way, one step older: see `paramserve.pytorch.batches.ahead`. On a table under
-                `ps.Sync` it gains nothing.
+            prefetch: a function that gives the keys of a batch, as {module, table or name: keys} or
+                pairs. While one batch is computed the next one is loaded, and its rows are on their
+                way, one step older. On a table under `ps.Sync` it gains nothing.
             dataloader_options: as `torch.utils.data.DataLoader` takes them, except for `sampler`,
                 `batch_sampler` and `drop_last`.
         Raises:
             TypeError: an unknown or excluded option, a number that is not an int, or a dataset
                 without length.
             ValueError: a number is out of its range, or the dataset has no whole batch for every
-                worker (with "dynamic": for one).
-        Source: guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on Computers,
-            1987.
+                worker (with "dynamic" and "own": for one).
+        Source: leases are guided self-scheduling, Polychronopoulos and Kuck, IEEE Transactions on
+            Computers C-36(12), 1987.
         """
         from paramserve.pytorch.loader import load
 
@@ -598,6 +688,17 @@ class Worker:
 
         return sampler(self, dataset, shuffle=shuffle, shards=shards, **sharing)
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether batches were gone through with gradients on, and no server knows of it.
+
+        By what this client knows: the cluster may have ended. A loop that reduces arrays may
+        average gradients or values by itself; metrics and decisions are mostly single numbers.
+        """
+        if not self.looped or self.aliases or self._process_group or self._collectives.arrays:
+            return False
+        return not (self.client.steps.clocks or self.client.connection.exchange.blocks)
+
     def _end_process_group(self) -> None:
         group, self._process_group = self._process_group, None
         if group is not None:
@@ -609,20 +710,22 @@ class Worker:
             finisher()
         if self.load_state and self.rank == 0:
             names = ", ".join(name or "the first one" for name in self.load_state)
-            warnings.warn(
+            warn_user(
                 f"load_state was not loaded for the optimizer that it names ({names}): no "
-                "worker.optimizer(..., name=) has taken it",
-                stacklevel=1,
+                "worker.optimizer(..., name=) has taken it"
             )
         self.tell_steps()
+        if self.trains_alone:
+            self.notices.trained_alone()
+        self.notices.nothing_left(self.groups[0])
         if waiting := self.client.steps.unapplied():
-            warnings.warn(
+            warn_user(
                 f"rank {self.rank} ends with pushes that wait for a tick: {waiting}. They are not "
                 "applied: the group's policy collects the pushes of a step until client.tick(group)"
-                ", or push_pull(..., tick=True), ends it",
-                stacklevel=2,
+                ", or push_pull(..., tick=True), ends it"
             )
         self._end_process_group()
+        self.client.steps.tell_saved()
         self.client.drain()
         self.client.close()
 
@@ -654,10 +757,7 @@ def _pickle(returned: Any) -> bytes:
 
 
 def prepare_process() -> None:
-    """Import what a worker needs sooner or later, torch's part where torch is imported already.
-
-    Called in a process that will be forked; see `engine.prepared`.
-    """
+    """Import what a worker needs, torch's part where torch is imported, before it is forked."""
     load_if_compiled()
     if "torch" in sys.modules:
         from paramserve.pytorch.optimizer import import_all
@@ -681,13 +781,14 @@ def main(boot: Bootstrap) -> None:
     client = Client(connection)
     client.steps.factor = config.factor
     client.load_tables = config.tables
+    client.steps.run = config.run
     boot.report("ready", msgspec.msgpack.encode(client.connection.incarnation))
     worker = Worker(client, config.seed, boot.report)
     if config.state:
         worker.load_state = cloudpickle.loads(config.state)
     del config  # with the bytes of the state, which may be large
     if client.connection.incarnation > 1:
-        resumed = Resumed(client.connection.incarnation, worker.clock, client.steps.repeated)
+        resumed = Resumed(connection.incarnation, worker._clock, client.steps.repeated)
         boot.report("resumed", msgspec.msgpack.encode(resumed))
     try:
         returned = _pickle(function(worker, *args, **kwargs))

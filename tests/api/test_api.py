@@ -96,3 +96,18 @@ def test_error_text_says_failed_applied_and_fix() -> None:
 @pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
 def test_error_is_a_paramserve_error(kind: str) -> None:
     assert issubclass(errors.KINDS[kind], errors.ParamServeError)
+
+
+def test_unknown_name_is_told_with_the_one_that_is_meant() -> None:
+    with pytest.raises(AttributeError, match=r"'Embedding': it is ps\.pytorch\.Embedding$"):
+        paramserve.Embedding  # noqa: B018  # the access raises
+    with pytest.raises(AttributeError, match=r"'WorkerFailed': it is ps\.errors\.WorkerFailed$"):
+        paramserve.WorkerFailed  # noqa: B018
+    with pytest.raises(AttributeError) as caught:
+        paramserve.Restrat  # noqa: B018
+    # By which the interpreter asks "Did you mean: 'Restart'?"
+    assert (caught.value.name, caught.value.obj) == ("Restrat", paramserve)
+
+
+def test_modules_that_are_looked_for_are_those_of_pytorch() -> None:
+    assert sorted(paramserve._MODULES) == sorted(paramserve.pytorch.__all__)

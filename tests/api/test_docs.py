@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,15 @@ GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
 NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 RECOMMENDERS = ROOT / "docs" / "recommenders.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 CONVERT = ROOT / "docs" / "convert.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPET_TIMEOUT_S = 60.0
+SNIPPETS_TIMEOUT_S = 110.0
 
 OBJECTS = {
+    "error": "ParamServeError",
     "worker": "Worker",
     "client": "Client",
     "deadlines": "Deadlines",
@@ -45,9 +47,10 @@ OBJECTS = {
     "table": "Table",
     "users": "Table",
     "module": "Embedding",
+    "loader": "Loader",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"functools", "torch", "nn", "np", "os", "sys", "ray", "pyarrow", "model"}
+FOREIGN = {"functools", "torch", "loss", "nn", "np", "os", "sys", "ray", "pyarrow", "model"}
 
 
 def prose(page: Path) -> str:
@@ -141,32 +144,99 @@ def names() -> Names:
     return Names()
 
 
-WHOLE = [
-    code
-    for page in (README, GUIDE, TABLES, CONVERT)
-    for code in snippets(page)
-    if page is README or code.startswith("import")
-] + ["\n".join(snippets(page)) for page in (NOTEBOOKS, RECOMMENDERS)]
-"""Programs of their own; the blocks of the last two pages are one each."""
+def programs(page: Path) -> list[str]:
+    """The programs of a page; the blocks of some pages are one program together."""
+    code = snippets(page)
+    if page in (NOTEBOOKS, RECOMMENDERS):
+        return ["\n".join(code)]
+    return [each for each in code if page is README or each.startswith("import")]
 
 
-@pytest.mark.parametrize("code", WHOLE)
-def test_snippet_runs(code: str, tmp_path: Path) -> None:
-    if "parquet" in code or "save_tables" in code:
+EACH_ALONE = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("# begins", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+"""Runs programs one after the other, each in a module of its own; what they import stays."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS],
+    ids=lambda page: page.stem,
+)
+def test_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    codes = programs(page)
+    if any("parquet" in code or "save_tables" in code for code in codes):
         needs("pyarrow")
-    script = tmp_path / "snippet.py"
-    script.write_text(code)
+    told = each_alone(tmp_path, codes, "-W", "error")
+    for code, output in zip(codes, told, strict=True):
+        assert len(output.splitlines()) > 1 or "assert" in code, f"nothing is shown by:\n{code}"
+
+
+def each_alone(folder: Path, codes: Sequence[str], *options: str) -> list[str]:
+    """What programs print that one interpreter runs one after the other, as if each were alone."""
+    paths = [folder / f"program_{number}.py" for number in range(len(codes))]
+    for path, code in zip(paths, codes, strict=True):
+        path.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
+        [sys.executable, *options, "-c", EACH_ALONE, *map(str, paths)],
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=SNIPPET_TIMEOUT_S,
+        timeout=SNIPPETS_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout or "assert" in code
     assert "Traceback" not in done.stderr
+    return done.stdout.split("# begins ")[1:]
+
+
+DIES = (
+    "if (worker.rank, worker.clock, worker.incarnation) == (0, {}, 1): "
+    "print('dies', flush=True); os.kill(os.getpid(), 9)"
+)
+
+
+def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
+    """Each epoch is evaluated and saved once; the schedule and the best model are those of the
+    whole run."""
+    after, resume, _ = (code for code in programs(CONVERT) if "Restart()" in code)
+    logged, stepped = "worker.log(loss=loss)", "optimizer.step()"
+    assert after.count(logged) == resume.count(stepped) == 1
+    after = after.replace(logged, f"{DIES.format(12)}\n{' ' * 16}{logged}")
+    after += "print(torch.load(BEST)['accuracy'] == result.returns[0], len(result.restarts))\n"
+    resume = resume.replace(stepped, f"{stepped}\n{' ' * 12}{DIES.format(6)}")
+    converted, resumed = (told.splitlines()[1:] for told in each_alone(tmp_path, [after, resume]))
+    assert [re.sub(":.*", "", line) for line in converted] == [
+        "[rank 0] epoch 0",
+        "[rank 0] dies",
+        "[rank 0] epoch 1",
+        "[rank 0] epoch 2",
+        "True 1",
+    ]
+    first, second = "{0: (0, 0.025), 1: (0, 0.025)}", "{0: (2, 0.0125), 1: (2, 0.0125)}"
+    assert resumed == ["[rank 0] dies", first, second]
+
+
+def test_plateau_and_early_stop_of_a_run_that_goes_on_are_those_of_an_unbroken_one(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 dies in the second epoch, and the run goes on after the fourth one."""
+    (code,) = (each for each in programs(CONVERT) if "ReduceLROnPlateau(" in each)
+    for written, other in (("lr=0.02", "lr=0.1"), ("resume=True", "resume=True, seed=0")):
+        assert code.count(written) == 1
+        code = code.replace(written, other)
+    code = code.replace('"runs/a-best.pt", 5', '"runs/a-best.pt", 3')
+    dies = code.replace("optimizer.step()\n", f"optimizer.step()\n{' ' * 12}{DIES.format(12)}\n")
+    broken = dies.replace("in (3, 6)", "in (4, 40)")
+    whole = code.replace("in (3, 6)", "in (40,)").replace("runs/a", "runs/b")
+    first, second = (told.splitlines()[1:] for told in each_alone(tmp_path, [broken, whole]))
+    assert first[0] == "[rank 0] dies"
+    assert first[2:] == second
+    assert "{0: (18, " in second[0], "it has stopped early"
+    assert second[0].endswith(", 0.05)}"), "and lowered its rate"
 
 
 def test_readme_is_short_and_runs_a_model_and_a_table() -> None:
@@ -227,6 +297,7 @@ def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None
 
 KNOWN = {
     "AdamW",
+    "CosineAnnealingLR",
     "GradScaler",
     "ObjectRef",
     "ReduceLROnPlateau",
@@ -271,6 +342,10 @@ def test_api_page_has_every_public_name_with_its_summary() -> None:
 def test_reference_has_the_whole_docstring_of_every_public_name() -> None:
     text = write_api.reference()
     assert write_api.REFERENCE.read_text() == text, "run: python docs/write_api.py"
+    _, _, view = text.partition("### `ps.GroupView`\n")
+    attributes = re.findall(r"^- `(\w+)`: ", view.partition("\n### ")[0], re.MULTILINE)
+    assert attributes[:4] == ["clocks", "slowest", "version", "buffered"], "of a protocol"
+    assert "(*args, **kwargs)" not in text
     headings = re.findall(r"^#+ `([\w.]+)`$", text, re.M)
     assert set(headings) >= {f"ps.{name}" for name in paramserve.__all__}
     anchors = {write_api.anchor(each) for each in headings}
@@ -279,7 +354,13 @@ def test_reference_has_the_whole_docstring_of_every_public_name() -> None:
     loader = text.partition("#### `Worker.loader`")[2].partition("####")[0]
     for part in ("epochs: int = 1", "- `dataloader_options`: as", "- `TypeError`: an unknown"):
         assert part in loader
-    for named in ("- `buffers`:", "- `clip_norm`:", "#### `Worker.all_reduce`", "`observe.watch`"):
+    for named in (
+        "#### `Loader.epochs`",
+        "- `buffers`:",
+        "- `clip_norm`:",
+        "#### `Worker.all_reduce`",
+        "`observe.watch`",
+    ):
         assert named in text
 
 

@@ -28,7 +28,7 @@ def test_bench_tables_tiny_measures_every_contestant(tmp_path: Path) -> None:
         {*rivals, "floor"},  # push, several on their way
         {"ours", "floor"},  # row-wise
         rivals,  # few keys
-        *[{"ours"}] * 5,  # look-up, insert, longest request, memory, size
+        *[{"ours"}] * 7,  # look-up, insert, longest request (2), memory, arenas, size
         {"ours", "floor"},  # DLRM
     ]
     assert all(value > 0 for row in rows for value in row["medians"].values())

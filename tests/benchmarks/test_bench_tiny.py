@@ -11,6 +11,7 @@ import pytest
 from tests.needs import needs
 
 from benchmarks import (
+    bench_checkpoints,
     bench_dense_100mb,
     bench_large_step,
     bench_latency,
@@ -20,6 +21,7 @@ from benchmarks import (
     bench_ray_engine,
     bench_start,
     bench_tcp,
+    bench_waiting,
     ours_policies,
     run_all,
 )
@@ -46,6 +48,13 @@ def test_bench_with_rivals_tiny_measures_every_contestant(
             assert {"ours", "floor", "ray", "rpc"} <= set(row["medians"]), row["workload"]
         assert all(value > 0 for value in row["medians"].values())
         assert all(bar["met"] is not None for bar in row["judged"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bench_of_checkpoints_tiny_measures_all(tmp_path: Path) -> None:
+    rows = rows_of(bench_checkpoints, tmp_path)
+    assert all(row["medians"].get("ours") is not None for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +88,20 @@ def test_bench_policies_tiny_measures_every_policy_beside_async(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_bench_waiting_tiny_measures_both_extremes(tmp_path: Path) -> None:
+    rows = rows_of(bench_waiting, tmp_path)
+    assert all({"ours", "off", "always"} == set(row["medians"]) for row in rows)
+    assert all(value > 0 for row in rows for value in row["medians"].values())
+    assert [bar["met"] is not None for row in rows for bar in row["judged"]] == [True]
+
+
+@pytest.mark.slow
 def test_bench_start_tiny_measures_every_contestant(tmp_path: Path) -> None:
     needs("ray")
-    (row,) = rows_of(bench_start, tmp_path)
-    assert {"ours", "floor", "ray"} == set(row["medians"])
+    empty, many, stepped, defined = rows_of(bench_start, tmp_path)
+    assert set(empty["medians"]) == {"ours", "floor", "ray"}
+    assert set(many["medians"]) == set(stepped["medians"]) == {"ours", "floor"}
+    assert set(defined["medians"]) == {"ours"}
 
 
 @pytest.mark.slow

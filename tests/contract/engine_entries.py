@@ -5,6 +5,8 @@ An engine may run them in a thread: no signal handlers here.
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from paramserve.engine.child import Bootstrap
 
 RANKS, INCARNATIONS = 4, 3
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def echo(boot: Bootstrap) -> None:
@@ -122,6 +125,40 @@ def descriptors(boot: Bootstrap) -> None:
     found = [int(name) for name in os.listdir("/dev/fd")]
     kept = [fd for fd in found if fd > 2 and _inheritable(fd)]
     boot.report("kept", repr(kept).encode())
+
+
+def inherited(boot: Bootstrap) -> None:
+    """Report what a process has before its entry has done anything, as JSON."""
+    held = [
+        f"{module}.{name}"
+        for module, names in [*sys.modules.items()]
+        for name, value in [*getattr(names, "__dict__", {}).items()]
+        if _held(value)
+    ]
+    told = {
+        "files": [each for each in map(_file_of, os.listdir("/proc/self/fd")) if each],
+        "tasks": len(os.listdir("/proc/self/task")),
+        "threads": [each.name for each in threading.enumerate()],
+        "held": held,
+        "collector": gc.isenabled(),
+        "torch": "torch" in sys.modules,
+    }
+    boot.report("inherited", json.dumps(told).encode())
+
+
+def _file_of(fd: str) -> str:
+    """What a descriptor is, without the number that the system gives it."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]
+    except OSError:  # the listing's own
+        return ""
+
+
+def _held(value: object) -> bool:
+    """Whether it is a lock, or something around one, that a thread has taken."""
+    inner = getattr(value, "__dict__", {}) if type(value) is not type else {}
+    locks = [value, *(inner.get(name) for name in ("_lock", "_block", "lock"))]
+    return any(isinstance(lock, _LOCKS) and repr(lock).startswith("<locked") for lock in locks)
 
 
 def _inheritable(fd: int) -> bool:

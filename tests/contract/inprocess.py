@@ -185,6 +185,7 @@ class InProcessLink:
         self.address = listener.address
         self.shared = conn.shared
         self.payload_bytes = 0
+        self.more = True
         self._conn = conn
         self._listener = listener
         self._mailbox = mailbox

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.contract.inprocess import InProcessListener
 
+from paramserve.checkpoint.storage import LocalFolder
 from paramserve.config import Credentials, ServerConfig
 from paramserve.consistency.registry import Registered
 from paramserve.messages import Hello
@@ -94,7 +95,9 @@ class InProcessRole(ServerRole):
     ) -> None:
         self.entrance = InProcessListener(self, config.limits)
         loop, dial = _FromAnyThread(self.entrance), dialer(config, credentials)
-        super().__init__(config, new_shard(config, registered), loop, control, dial)
+        shard, folder = new_shard(config, registered), config.checkpoints.folder
+        storage = LocalFolder(folder) if folder else None
+        super().__init__(config, shard, loop, control, dial, storage=storage)
 
 
 class TakesTurns:

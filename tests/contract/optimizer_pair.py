@@ -157,6 +157,7 @@ class Pair:
             load_state={},
             tell_extra_state=self.extra.__setitem__,
             histories={},
+            go_on_drawing=lambda *, first: None,
         )
 
     def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -258,12 +259,24 @@ class Pair:
         """The sides' state dicts, which are equal."""
         found = self.each(lambda side: side.optimizer.state_dict())
         self.outstanding = False
-        for each in found:  # torch's checkpoint functions leave some that are empty
-            each["state"] = {key: entry for key, entry in each["state"].items() if entry}
+        for each in found:
+            kept = {index: self._used(each, index) for index in each["state"]}
+            each["state"] = {index: entry for index, entry in kept.items() if entry}
         for mine in found[:-1]:
             assert_close(mine, found[-1], "state")
         self.compare()
         return found
+
+    def _used(self, found: dict[str, Any], index: int) -> dict[str, Any]:
+        """An entry without a momentum of zeros where that goes on as no momentum does. Torch's
+        checkpoint functions leave some entries empty."""
+        (group,) = (each for each in found["param_groups"] if index in each["params"])
+        entry: dict[str, Any] = found["state"][index]
+        buffer = entry.get("momentum_buffer")
+        sgd = isinstance(self.plain.optimizer, torch.optim.SGD)
+        if sgd and buffer is not None and not group["dampening"] and not buffer.any():
+            entry = {key: value for key, value in entry.items() if key != "momentum_buffer"}
+        return entry
 
     def finish(self) -> None:
         """The end of a training function: the servers have what the model has."""

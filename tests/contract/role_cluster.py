@@ -21,10 +21,14 @@ import numpy as np
 from tests.contract.inprocess import InProcessLink
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
+from paramserve.checkpoint.committing import Committer
+from paramserve.checkpoint.folder import answer_probe
+from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client, Connection
 from paramserve.compiling import load_kernels
 from paramserve.config import (
     NO_CREDENTIALS,
+    CheckpointPlan,
     CoordinatorConfig,
     Credentials,
     Deadlines,
@@ -35,10 +39,20 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import Registered, registered
 from paramserve.consistency.registry import spec as policy_spec
-from paramserve.coordinator import CoordinatorRole
+from paramserve.coordinator import CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
 from paramserve.errors import ConnectTimeout
-from paramserve.messages import Hello, Join, Joined, MarkDead, Ok, Register, Scale
+from paramserve.messages import (
+    AskCheckpoint,
+    Checkpointed,
+    Hello,
+    Join,
+    Joined,
+    MarkDead,
+    Ok,
+    Register,
+    Scale,
+)
 from paramserve.rules import SGD, Adam, Add
 from paramserve.server import ServerRole, process_role
 from paramserve.transport.arena import Arena
@@ -129,6 +143,7 @@ class RoleCluster:
         deadlines: Deadlines = DEADLINES,
         restarts: bool = False,
         registers: Sequence[Any] = (),
+        checkpoints: CheckpointPlan | None = None,
     ) -> None:
         self.kind = kind
         self.ways = kind
@@ -140,6 +155,8 @@ class RoleCluster:
         self.limits = limits if limits is not None else Limits()
         self.deadlines = deadlines
         self.connects = 0
+        self.plan = checkpoints if checkpoints is not None else CheckpointPlan()
+        self._committer: Committer | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="ps-")
         self.directory = self._folder.name
         self._policy = policy_spec(policy if policy is not None else Async())
@@ -160,9 +177,13 @@ class RoleCluster:
             restarts=self._restarts,
             limits=self.limits,
             deadlines=self.deadlines,
+            checkpoints=self.plan,
         )
         path = os.path.join(self.directory, "c.sock")
-        role = CoordinatorRole(Coordination(config), self.coordinating.loop)
+        self._committer, record = open_checkpoints(config)
+        self.coordination = Coordination(config, record)
+        work = self._committer.do if self._committer is not None else None
+        role = CoordinatorRole(self.coordination, self.coordinating.loop, work=work)
         return await listen_unix(path, role, self.limits)
 
     def config(self, shard: int, tcp_bind: str = "") -> ServerConfig:
@@ -176,6 +197,7 @@ class RoleCluster:
             tcp_bind=tcp_bind,
             limits=self.limits,
             deadlines=self.deadlines,
+            checkpoints=self.plan,
         )
 
     def _start(self, shard: int) -> Server:
@@ -200,6 +222,8 @@ class RoleCluster:
 
         role, listeners = self.serving.run(start)
         addresses = tuple(each.address for each in listeners[: 2 if self.kind == "tcp" else 1])
+        if self.plan.folder:
+            answer_probe(LocalFolder(self.plan.folder), "", shard)
         control.call(Register(0, shard, os.getpid(), addresses), Ok, timeout_s=WAIT_S)
         self.on_server(lambda: role.take_notices(control.read_notices()))
         return Server(role, listeners, control)
@@ -306,6 +330,20 @@ class RoleCluster:
         control.close()
         wait_until(lambda: all(rank not in s.role.shard.sessions.live() for s in self.servers))
 
+    def checkpoint(self) -> Checkpointed:
+        """Have a checkpoint written, as a driver asks for it."""
+        control = ControlLink.connect(
+            [self.address],
+            Hello("driver"),
+            credentials=NO_CREDENTIALS,
+            limits=self.limits,
+            timeout_s=WAIT_S,
+        )
+        try:
+            return control.call(AskCheckpoint(0, WAIT_S), Checkpointed, timeout_s=WAIT_S)
+        finally:
+            control.close()
+
     def scale(self, workers: int) -> None:
         """As `Job.scale` tells the coordinator."""
         control = ControlLink.connect(
@@ -352,6 +390,8 @@ class RoleCluster:
         for shard in range(len(self.servers)):
             self.stop(shard)
         self.coordinating.call(self._coordinator.close)
+        if self._committer is not None:
+            self._committer.close()
         self.serving.close()
         self.coordinating.close()
         self._folder.cleanup()

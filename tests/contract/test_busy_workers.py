@@ -33,7 +33,7 @@ def test_worker_that_evaluates_is_waited_for_while_it_lives(make_cluster: MakeCl
         if worker.rank == 0:
             assert waited.wait(10.0)  # the other one has waited as long as for a request
         elif worker.rank == 1:
-            client.steps.all_live = told(client.steps.all_live)
+            client.steps.waits.all_live = told(client.steps.waits.all_live)
         return float(client.push_pull({"w": np.ones(3)}, tick=True)["w"][0])
 
     def told(ask: Callable[..., bool]) -> Callable[..., bool]:
@@ -203,14 +203,14 @@ def test_worker_that_joins_waits_as_long_for_a_busy_worker(make_cluster: MakeClu
 def asked_of(client: Client) -> threading.Event:
     """Set when a client that waits has asked whether those that it waits for live."""
     asked = threading.Event()
-    ask = client.steps.all_live
+    ask = client.steps.waits.all_live
 
     def told(ranks: Collection[int]) -> bool:
         live = ask(ranks)
         asked.set()
         return live
 
-    client.steps.all_live = told
+    client.steps.waits.all_live = told
     return asked
 
 
@@ -244,8 +244,8 @@ def test_wait_says_once_for_whom_it_is_and_how_long(
     in_threads(step_late, lambda: ticket.result(timeout_s))
     (text,) = said
     assert "rank 1 has waited 0 s in tick for a step of rank 0; " in text
-    knob = "deadlines=ps.Deadlines(busy_s=...)" if timeout_s is None else "timeout_s"
-    assert text.endswith(f"up to 10 s, {knob}")
+    knob = "deadlines=ps.Deadlines(busy_s=...)" if timeout_s is None else "timeout_s=..."
+    assert text.endswith(f"it waits up to 10 s (change it with {knob})")
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -275,7 +275,8 @@ def test_rank_0_that_defines_late_is_waited_for_while_it_lives(
         assert asked.wait(10.0)
         loads.define("w", np.zeros(3), rule=ps.Add())
 
-    with pytest.warns(UserWarning, match=r"up to 10 s, deadlines=ps.Deadlines\(busy_s=...\)"):
+    knob = r"\(change it with deadlines=ps.Deadlines\(busy_s=...\)\)"
+    with pytest.warns(UserWarning, match=rf"up to 10 s {knob}$"):
         in_threads(define_late, await_it)
     assert waits.pull("w").tolist() == [0.0] * 3
 

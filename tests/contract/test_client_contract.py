@@ -235,6 +235,47 @@ def test_push_pull_sees_its_own_push(cluster: RoleCluster) -> None:
     assert taken(client) == 0
 
 
+def test_names_of_one_block_are_pushed_and_read_in_any_order_and_number(
+    cluster: RoleCluster,
+) -> None:
+    client = cluster.client()
+    shapes = {"a": (3,), "b": (2, 5), "c": (LARGE,), "d": ()}
+    total = {name: np.zeros(shape) for name, shape in shapes.items()}
+    client.define(total, rule=Add())
+    chance = np.random.default_rng(1)
+    for step in range(40):
+        names = chance.permutation([*shapes])[: 1 + step % 4].tolist()
+        given: dict[str, np.ndarray] = {}
+        for name in names:
+            gradient = chance.integers(9, size=shapes[name]).astype(chance.choice(["f4", "f8"]))
+            if chance.random() < 0.5:
+                given[name] = client.gradient(name)
+                given[name][...] = gradient
+            else:
+                given[name] = gradient if chance.random() < 0.5 else gradient.T.copy().T
+            total[name] = total[name] + gradient
+        values = client.push_pull(given, copy=bool(chance.random() < 0.5))
+        assert list(values) == names
+        for name in names:
+            assert np.array_equal(values[name], total[name])
+    for name, value in client.pull([*reversed(shapes)]).items():
+        assert np.array_equal(value, total[name])
+
+
+def test_views_end_when_their_own_name_is_read(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    block = client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
+    view = client.pull("a", copy=False)
+    client.push("a", np.ones(LARGE)).result()
+    step = client.dense.step("default", (), pull=[block], tick=False)
+    assert (step.result().values[block.id][:LARGE] == 1.0).all()
+    assert (view == 0.0).all()
+    step.release()
+    view.shape = (LARGE // 2, 2)
+    assert client.pull("a", copy=False).shape == (LARGE,)
+    assert taken(client) == 1
+
+
 def test_assign_overwrites_only_its_names(cluster: RoleCluster) -> None:
     client = cluster.client()
     client.define({"a": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
@@ -252,7 +293,7 @@ def test_gradient_is_pushed_without_a_copy(cluster: RoleCluster) -> None:
     for step in range(1, 4):
         gradient = client.gradient("w")
         assert (gradient.shape, gradient.dtype) == ((200, 200), np.float64)
-        assert client.gradient("w").ctypes.data == gradient.ctypes.data
+        assert client.gradient("w") is gradient
         gradient[:] = 1.0
         client.push("w", gradient)
         assert (client.pull("w") == step).all()

@@ -176,7 +176,7 @@ CASES: dict[str, tuple[Callable[[Client], Any], type[Exception], str]] = {
         "with a rule are float32 or float64, got int64",
     ),
     "nan value": (lambda c: c.define("x", np.nan, rule=Add()), NonFinite, "first value of 'x'"),
-    "rule that is none": (lambda c: c.define("x", ONES, rule="SGD"), TypeError, "a rule must be"),
+    "rule that is none": (lambda c: c.define("x", ONES, rule="SGD"), TypeError, "rule=ps.SGD"),
     "rule option": (lambda c: c.define("x", ONES, rule=Lr("0.1")), TypeError, "lr of Lr must be a"),
     "rule class": (lambda c: c.define("x", ONES, rule=SGD), TypeError, "a rule is an object"),
     "unknown rule": (lambda c: c.define("x", ONES, rule=Unknown()), UnknownRule, "'Unknown'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -12,9 +13,11 @@ from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.exchange import Exchange
+from paramserve.config import NO_CREDENTIALS, Deadlines, Limits
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken, Timeout, WorkerFenced
+from paramserve.launch.connect import Handle
 from paramserve.messages import CoordinatorNotice, ServerBeat, ShardRequest, WorkerBeat
 from paramserve.rules import Add
 from paramserve.transport.control import ControlLink
@@ -293,3 +296,39 @@ def test_worker_that_cannot_go_on_gives_no_more_signs_of_life(
     with pytest.raises(Timeout, match=r"rank 1 \(incarnation 2\).* 0 of"):
         pair.comes_again()
     assert beating() == before
+
+
+def test_rank_that_comes_back_behind_the_others_is_told_what_it_leaves_out(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=2, policy=Async())
+    first, mortal = cluster.client(0), cluster.client(1)
+    for client, steps in ((first, 2), (mortal, 3)):
+        client.define("w", np.zeros(8), rule=Add())
+        for _ in range(steps):
+            client.push("w", np.ones(8), weight=None).result()
+            client.tick()
+    handle = Handle.of((), NO_CREDENTIALS, seed=0, limits=Limits(), deadlines=Deadlines())
+    monkeypatch.setattr(handle, "_connect", lambda rank, workers: cluster.client(rank))
+
+    def dies(client: Client) -> None:
+        client.connection.control.close()
+        wait_until(
+            lambda: all(
+                server.role.shard.sessions.members[1].state == "dead" for server in cluster.servers
+            )
+        )
+
+    dies(mortal)
+    with warnings.catch_warnings(action="error"):  # the slowest of the others is behind it
+        back = handle.connect(1)
+    assert back.clock == 2
+    dies(back.client)
+    for _ in range(7):
+        first.tick()
+    words = (
+        r"rank 1 comes back .* had ended at clock 3 of group 'default' and goes on at 9.*--restart"
+    )
+    with pytest.warns(UserWarning, match=words):
+        back = handle.connect(1)
+    assert back.clock == 9

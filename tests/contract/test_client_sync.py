@@ -155,9 +155,15 @@ def test_reader_without_a_rank_does_not_wait_and_cannot_push(team: Team) -> None
     reader = team.cluster.client()
     step(team.ranks[0], np.ones(LARGE))
     assert (reader.pull("w") == 0.0).all()
-    reader.push("w", np.ones(LARGE))
+    no_rank = "client without a rank pushed to group 'default'.*Applied: no.*client.assign"
+    for tick in (False, True):
+        with pytest.raises(NotAMember, match=no_rank):
+            reader.push_pull({"w": np.ones(LARGE)}, tick=tick)
+    with pytest.raises(NotAMember, match=no_rank):
+        reader.push("w", np.ones(LARGE))
     with pytest.raises(NotAMember, match=r"rank -1.*live workers \[0, 1, 2\].*Applied: no"):
         reader.tick().result()
+    assert not reader.steps.unapplied()
     assert team.versions() == [0] * len(team.cluster.servers)
 
 
@@ -235,6 +241,30 @@ def test_nonfinite_gradient_is_refused_with_rank_and_name(
     scale = 1.0 if isinstance(policy, Async) else 1.0 / 3.0
     assert np.allclose(client.pull("b"), scale)
     assert np.allclose(client.pull("a"), scale)
+
+
+@pytest.mark.parametrize("ended", ["tick", "push_pull"])
+def test_lent_gradient_written_to_after_its_push_is_refused_at_the_tick(
+    team: Team, ended: str
+) -> None:
+    team.define()
+    client = team.ranks[1]
+    client.define("b", np.zeros(2), rule=Add())
+    gradient = client.gradient("w")
+    gradient[:] = 1.0
+    ticket = client.push("w", gradient)
+    gradient[-1] = np.nan
+    words = r"gradient of 'w' on rank 1 holds NaN or Inf.*Applied: no"
+    with pytest.raises(NonFinite, match=words):
+        client.tick() if ended == "tick" else client.push_pull({"b": np.ones(2)}, tick=True)
+    with pytest.raises(NonFinite, match=words):
+        ticket.result()
+    assert client.clock() == 0
+    assert not team.values().any()
+    for each in team.ranks:
+        each.push("w", np.ones(LARGE))
+    assert [end.result().version for end in [each.tick() for each in team.ranks]] == [1] * WORKERS
+    assert (team.values() == WORKERS).all()
 
 
 def test_refused_gradient_can_be_corrected_in_its_place(team: Team) -> None:

@@ -14,7 +14,7 @@ from tests.contract.role_cluster import RoleCluster, in_threads
 from paramserve.client import BlockPush, Client
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.errors import RuleFailed, UnknownRule
+from paramserve.errors import NonFinite, RuleFailed, UnknownRule
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
 from paramserve.rules.torch_rule import TorchRule
@@ -140,6 +140,30 @@ def test_hyper_parameters_travel_with_a_push_to_a_rule_that_the_client_does_not_
     slot[:] = 1.0
     other.dense.step("default", [BlockPush(block, slot, None, (4.0,))]).result()
     assert set(owner.pull("w")) == {4.0}
+
+
+def test_nan_written_to_a_gradient_that_waits_for_its_clock_is_in_no_value(make: Make) -> None:
+    cluster = make(Sync(), workers=2)
+    clients = [cluster.client(rank) for rank in range(2)]
+    block = clients[0].define("w", np.zeros(SIZE), rule=ByWorker())
+    lent = clients[0].gradient("w")
+    lent[:] = 1.0
+    clients[0].push("w", lent)
+    tickets = [clients[0].tick()]
+    lent[-1] = np.nan
+    clients[1].push("w", np.ones(SIZE))
+    tickets += [clients[1].tick()]
+    for ticket in tickets:
+        with pytest.raises(NonFinite, match=r"do not write to a gradient after") as error:
+            ticket.result()
+        assert error.value.applied == "no"
+    assert not clients[0].pull("w").any()
+    for client in clients:
+        client.push("w", np.ones(SIZE))
+        tickets += [client.tick()]
+    assert [ticket.result().version for ticket in tickets[2:]] == [1, 1]
+    assert set(clients[0].pull("w")) == {1.0}
+    assert set(clients[0].dense.fetch(block, 1)[0]) == {0.0}
 
 
 def test_sync_rule_sees_the_reduced_gradient(make: Make) -> None:

@@ -66,4 +66,4 @@ def test_compiled_model_pulls_and_collects_as_it_does_without(table: Table) -> N
 
 def test_lent_memory_that_was_not_made_ends_without_an_error() -> None:
     """An interrupt, or a tool that makes objects by itself, can leave one without its slot."""
-    Lent.__new__(Lent).__del__()
+    Lent((1, 1)).__del__()

@@ -12,7 +12,7 @@ import pytest
 import paramserve
 
 HELPER = """
-from paramserve.rules.kernels import inlined
+from paramserve.rules.intrinsics import inlined
 FACTOR = 2.0
 @inlined
 def scaled(x):
@@ -56,6 +56,10 @@ rule.apply(a, a.copy(), (), rule.hyper(), [Run(0, 3, 0)], push)
 print(a[0], known)
 """
 
+LOADS = f"""{PROGRAM}
+assert "numba.np.linalg" not in sys.modules, "Numba's compiler was imported, in 0.3 s"
+"""
+
 
 class Package:
     """A copy of the package, with a kernel whose helper stands in another file."""
@@ -96,14 +100,19 @@ def package(tmp_path: Path) -> Package:
     return made
 
 
-def test_unchanged_kernel_is_loaded_and_not_compiled(package: Package) -> None:
+def test_kernel_is_compiled_anew_after_every_edit_of_what_it_is_made_of(package: Package) -> None:
+    package.edit("registry", "def build(", "# another text\ndef build(")  # no part of it
     assert package.run() == (2.0, False)
-
-
-def test_edit_of_a_helper_in_another_file_compiles_anew(package: Package) -> None:
     package.edit("doubling", "2.0", "3.0")
     assert package.run() == (3.0, True)
     assert len(package.files()) == 1, "code of the old sources is removed"
+    (package.rules / "doubling.py").rename(package.rules / "twice.py")
+    package.edit("helped", "doubling", "twice")
+    assert package.run() == (3.0, True)
+
+
+def test_compiled_kernel_is_loaded_without_the_compiler(package: Package) -> None:
+    assert package.run(LOADS) == (2.0, False)
 
 
 def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:
@@ -114,12 +123,6 @@ def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> Non
     assert package.run(ADDS) == (0.0, True)
 
 
-def test_renamed_helper_module_compiles_anew(package: Package) -> None:
-    (package.rules / "doubling.py").rename(package.rules / "twice.py")
-    package.edit("helped", "doubling", "twice")
-    assert package.run() == (2.0, True)
-
-
 def test_damaged_file_is_compiled_anew(package: Package) -> None:
     (file,) = package.files()
     whole = file.read_bytes()
@@ -127,8 +130,3 @@ def test_damaged_file_is_compiled_anew(package: Package) -> None:
         file.write_bytes(damaged)
         assert package.run()[0] == 2.0
         assert file.read_bytes()[32:] != damaged[32:], "the next process finds it whole"
-
-
-def test_edit_of_what_no_kernel_is_made_of_compiles_nothing(package: Package) -> None:
-    package.edit("registry", "def build(", "# another text\ndef build(")
-    assert package.run() == (2.0, False)

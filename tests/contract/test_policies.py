@@ -544,7 +544,7 @@ def test_worker_that_comes_between_two_changes_steps_by_the_policy_in_between(
     ("policy", "error", "words"),
     [
         ("async", TypeError, "consistency must be one of"),
-        (Async, TypeError, "consistency must be one of"),
+        (Async, TypeError, "call it: ps.Async"),
         (Sync(backup=2), ValueError, "backup of Sync must be below the number of workers, 2"),
         (LocalSteps(every=2), ValueError, "LocalSteps cannot be changed to or from"),
         (ElasticAverage(rho=0.1), ValueError, "ElasticAverage cannot be changed"),

@@ -79,6 +79,7 @@ def in_words(policy: Policy) -> str:
 
 class TestBuiltIn(PolicySuite):
     schedules = 50  # for each of 4 numbers of workers and of these policies: thousands
+    seeds = 3  # tests/sim has thousands
 
     @pytest.fixture(autouse=True, params=POLICIES, ids=in_words)
     def _policy(self, request: pytest.FixtureRequest) -> None:
@@ -108,12 +109,12 @@ class WaitsForMost(Policy):
 
 @dataclass(frozen=True)
 class Majority(Policy):
-    """A clock is decided when more than half of the workers have brought theirs."""
+    """A clock is decided when more than half of the workers have pushed."""
 
     collects: ClassVar[bool] = True
 
     def on_clock(self, group: GroupView) -> Admission:
-        missing = tuple(rank for rank in group.clocks if rank not in group.brought)
+        missing = tuple(rank for rank in group.clocks if rank not in group.arrived)
         return Wait(missing) if 2 * len(missing) >= len(group.clocks) else ADMIT
 
 
@@ -181,7 +182,7 @@ class NeedsThree(Policy):
     collects: ClassVar[bool] = True
 
     def on_clock(self, group: GroupView) -> Admission:
-        return ADMIT if len(group.brought) >= 3 else Wait(tuple(group.clocks))
+        return ADMIT if len(group.arrived) >= 3 else Wait(tuple(group.clocks))
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,8 @@ class Asks(Policy):
     collects: ClassVar[bool] = True
 
     def on_clock(self, group: GroupView) -> Admission:
-        missing = tuple(rank for rank in group.clocks if rank not in group.brought)
-        return Wait(missing, group.waited_s) if missing or not group.brought else ADMIT
+        missing = tuple(rank for rank in group.clocks if rank not in group.arrived)
+        return Wait(missing, group.waited_s) if missing or not group.arrived else ADMIT
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ FAULTS: list[tuple[Policy, Test, str]] = [
     (StarvesRankZero(), DRILLS, r"workers \[0\] were not admitted in the end"),
     (NeverDecides(), DRILLS, "no worker can move; the clock has"),
     (NeedsThree(), DRILLS, "no worker can move; the clock has"),
-    (NeedsThree(), PolicySuite.test_worker_alone_never_waits, "has brought all"),
+    (NeedsThree(), PolicySuite.test_worker_alone_never_waits, "has pushed all"),
     (NeverDecides(), PolicySuite.test_simulated_cluster_keeps_its_invariants, "has not finished"),
     (NeverAdmits(), PolicySuite.test_simulated_cluster_keeps_its_invariants, "has not finished"),
     (DecidesOnNothing(), PolicySuite.test_clock_without_gradients_is_not_decided, "no worker's"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -89,6 +90,22 @@ def test_what_the_driver_has_changed_since_holds(
     assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
 
 
+def test_driver_whose_stdout_changes_forks_from_the_same_process(
+    fleet: LocalFleet, tmp_path: Path
+) -> None:
+    run(fleet, role("echo"))
+    out = os.dup(1)
+    try:
+        with open(tmp_path / "out", "wb") as file:
+            os.dup2(file.fileno(), 1)
+        later = fleet.launch(role("pause"))
+    finally:
+        os.dup2(out, 1)
+        os.close(out)
+    report_of(fleet, "up")
+    assert [parent_of(later.pid)] == parents(fleet)
+
+
 def test_threads_of_a_role_are_set_before_anything_is_imported(fleet: LocalFleet) -> None:
     for threads in ("1", "3", "1", "2"):
         fleet.launch(role("serve", environment={"OMP_NUM_THREADS": threads}))
@@ -105,6 +122,35 @@ def test_module_that_starts_a_thread_is_not_forked(fleet: LocalFleet) -> None:
     for _ in range(2):
         assert int(bodies(run(fleet, wanted))["threads"]) > 1
     assert parents(fleet) == []
+
+
+def test_module_that_initialises_cuda_is_not_forked_and_this_is_told(
+    fleet: LocalFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = Role("with CUDA", "cuda_entry:tell", b"", b"")
+    for _ in range(2):
+        assert int(bodies(run(fleet, wanted))["parent"]) == os.getpid()
+    assert parents(fleet) == []
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "started one by one: importing cuda_entry has initialised CUDA" in caplog.text
+
+
+@pytest.mark.parametrize("imports", [(), ("torch",)], ids=["plain", "torch"])
+def test_fork_inherits_no_file_thread_or_held_lock(
+    fleet: LocalFleet, imports: tuple[str, ...]
+) -> None:
+    streams = ["/dev/null", "pipe", "pipe"]
+    reports, driver = "pipe", "anon_inode"
+    for _ in range(2):
+        told = json.loads(bodies(run(fleet, role("inherited", imports=imports)))["inherited"])
+        assert told == {
+            "files": [*streams, driver, reports],
+            "tasks": 2,
+            "threads": ["MainThread", "driver-watch"],
+            "held": [],
+            "collector": True,
+            "torch": bool(imports),
+        }
 
 
 def test_many_starts_leave_nothing_behind(fleet: LocalFleet) -> None:

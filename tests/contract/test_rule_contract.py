@@ -121,6 +121,24 @@ class TestCustomRule(RuleSuite):
     rule = Heavy()
 
 
+@dataclass(frozen=True)
+class Normed(CustomRule):
+    """Steps of one length for each tensor, whatever its gradient's."""
+
+    lr: float = 0.1
+
+    whole_tensors: ClassVar[bool] = True
+
+    def update(
+        self, value: Array, gradient: Array, state: Mapping[str, Array], push: PushInfo
+    ) -> None:
+        value -= self.lr * gradient / (np.linalg.norm(gradient) + 1e-6)
+
+
+class TestRuleOfWholeTensors(RuleSuite):
+    rule = Normed()
+
+
 class TestTorchRule(RuleSuite):
     @pytest.fixture(autouse=True, params=["Adagrad", "RMSprop", "Adamax"])
     def _rule(self, request: pytest.FixtureRequest) -> None:

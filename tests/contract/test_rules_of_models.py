@@ -243,7 +243,7 @@ def test_rows_and_parameters_are_trained_by_a_torch_optimizer_as_in_torch(
         (TorchSignMomentum, TypeError, "lr"),
         (partial(TorchSignMomentum, lr=0.1), TypeError, "cannot run the step of .*TorchSign"),
         (ps.Adagrad, TypeError, r"rule=Adagrad\(\.\.\.\)"),
-        ("adam", TypeError, "not 'adam'"),
+        ("adam", TypeError, r"rule=ps\.Adam\(\.\.\.\), and not a name"),
         (dict, TypeError, "dict"),
     ],
 )

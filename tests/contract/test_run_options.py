@@ -1,16 +1,20 @@
-"""What `ps.run` is told about its workers reaches the shards."""
+"""What `ps.run` is told about its workers reaches the shards.
+
+Without torch here: workers import what the module of their function has.
+"""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
 
 import paramserve as ps
+from paramserve.errors import UnknownName
 
 
 def adds_one(worker: ps.Worker) -> None:
@@ -34,12 +38,101 @@ def test_worker_weight_weighs_the_mean_of_a_synchronous_clock() -> None:
 
 def test_run_of_which_the_servers_hear_nothing_warns() -> None:
     def trains_a_copy(worker: ps.Worker) -> int:
+        import torch
+
         model = torch.nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return worker.rank
 
-    with pytest.warns(UserWarning, match="trained nothing on the servers.*worker.optimizer"):
+    words = "trained nothing on the servers.*worker.optimizer"
+    with pytest.warns(UserWarning, match=words) as warned:
         assert ps.run(trains_a_copy, workers=1).returns == {0: 0}
+    assert [each.filename for each in warned] == [__file__]
+
+
+def loops(worker: ps.Worker) -> float:
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (inputs,) in worker.loader(rows, batch_size=2):
+        model(inputs).sum().backward()
+        optimizer.step()
+    return float(worker.all_reduce(1.0))
+
+
+def test_run_that_loops_and_reduces_without_an_optimizer_of_its_own_warns() -> None:
+    with pytest.warns(
+        UserWarning, match="the run trained nothing on the servers.*own, if any"
+    ) as w:
+        result = ps.run(loops, workers=1)
+    assert len(w) == 1
+    with pytest.raises(UnknownName, match=r"no other: no worker has called.*worker.optimizer\("):
+        result.state_dict()
+
+
+def test_rank_that_averages_gradients_by_itself_does_not_warn(make_cluster: MakeCluster) -> None:
+    with (
+        warnings.catch_warnings(action="error"),
+        ps.Worker(make_cluster("unix", workers=1).client(0), 0) as worker,
+    ):
+        worker.looped = True
+        worker.all_reduce(np.ones(2))
+
+
+def test_run_that_evaluates_without_gradients_does_not_warn() -> None:
+    def evaluates(worker: ps.Worker) -> float:
+        import torch
+
+        rows = torch.utils.data.TensorDataset(torch.ones(4, 2))
+        with torch.no_grad():
+            total = sum(float(each.sum()) for (each,) in worker.loader(rows, batch_size=2))
+        return float(worker.all_reduce(total))
+
+    with warnings.catch_warnings(action="error"):
+        assert ps.run(evaluates, workers=1).returns == {0: 8.0}
+
+
+def test_connected_rank_that_loops_without_an_optimizer_of_its_own_warns(
+    make_cluster: MakeCluster,
+) -> None:
+    worker = ps.Worker(make_cluster("unix", workers=1).client(0), 0)
+    loops(worker)
+    with pytest.warns(UserWarning, match="rank 0 trained nothing on the servers"):
+        worker.finish()
+
+
+def test_connected_rank_ends_in_order_where_its_cluster_has_ended(
+    make_cluster: MakeCluster,
+) -> None:
+    def lose_cluster(worker: ps.Worker) -> ps.Worker:
+        worker.looped = True
+        worker.client.connection.control.close()
+        return worker
+
+    with ps.Worker(make_cluster("unix", workers=1).client(0), 0) as worker:
+        worker.client.define("w", np.zeros(3))
+        lose_cluster(worker)
+    alone = lose_cluster(ps.Worker(make_cluster("unix", workers=1).client(0), 0))
+    with pytest.warns(UserWarning, match="rank 0 trained nothing on the servers"):
+        alone.finish()
+
+
+def test_run_whose_optimizer_makes_no_step_warns() -> None:
+    def forgets(worker: ps.Worker, steps: int) -> None:
+        import torch
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="'model' was not trained.*no rank has made a step"):
+        ps.run(forgets, args=(0,), workers=1)
+    with warnings.catch_warnings(action="error"):
+        ps.run(forgets, args=(1,), workers=1)
 
 
 def test_run_that_only_reduces_gives_its_result_where_warnings_are_errors() -> None:
@@ -56,6 +149,26 @@ def test_warning_of_a_run_that_trains_nothing_leaves_it_its_result(
     with warnings.catch_warnings(action="error"):
         assert ps.run(lambda worker: worker.rank, workers=1).returns == {0: 0}
     assert "paramserve: the run trained nothing on the servers" in capfd.readouterr().err
+
+
+@dataclass(frozen=True)
+class DropsAll(ps.Policy):
+    def on_push(self, push: ps.Push, group: ps.GroupView) -> ps.Drop:
+        return ps.Drop()
+
+
+def test_run_whose_policy_drops_every_gradient_warns_with_numbers() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = ps.run(adds_one, workers=2, consistency=DropsAll())
+    (told,) = caught
+    assert "no gradient of rank 0, rank 1 to group 'default' was applied: DropsAll" in str(
+        told.message
+    )
+    assert "dropped all 2 as too late or too stale. To fix" in str(told.message)
+    assert told.filename == __file__
+    assert result.dropped == {0: 1, 1: 1}
+    assert "dropped={0: 1, 1: 1}" in repr(result)
 
 
 def test_pushes_that_wait_for_a_tick_at_the_end_warn_with_their_names(

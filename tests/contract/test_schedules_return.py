@@ -127,6 +127,68 @@ def test_schedule_per_epoch_goes_on_after_a_restart(make_cluster: MakeCluster, c
     assert broken == {0: rates, 1: rates[clock:]}
 
 
+FIRST, SECOND, END = 0, 1, -1
+
+
+@pytest.mark.parametrize(
+    ("shards", "policy", "rank", "epoch", "batch"),
+    [
+        ("static", ps.Sync(), 0, 3, SECOND),
+        ("static", ps.Sync(), 0, 4, FIRST),
+        ("static", ps.Sync(), 1, 4, END),
+        ("static", ps.Async(), 0, 2, END),
+        ("dynamic", ps.Sync(), 0, 4, FIRST),
+        ("dynamic", ps.Sync(), 0, 3, END),
+    ],
+)
+def test_loop_over_the_loaders_epochs_goes_on_in_the_epoch_that_is_not_done(
+    make_cluster: MakeCluster, shards: str, policy: Policy, rank: int, epoch: int, batch: int
+) -> None:
+    """Also of a rank that dies between the last step of an epoch and what follows the epoch."""
+    took: list[tuple[int, int, float]] = []
+    ended: list[tuple[int, int]] = []
+
+    def train(worker: ps.Worker) -> None:
+        def may_die(*place: int) -> None:
+            if (worker.rank, *place) == (rank, epoch, batch):
+                kill(worker, rank, worker.clock)
+
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+        dataset = TensorDataset(torch.arange(8.0 * worker.workers))
+        loader = worker.loader(dataset, batch_size=2, shards=shards)
+        for number in loader.epochs(5, start=2):
+            for place, (samples,) in enumerate(loader):
+                may_die(number, place)
+                rate = step(worker, model, optimizer)
+                took.extend((number, int(sample), rate) for sample in samples)
+            may_die(number, END)
+            ended.append((worker.rank, number))
+            scheduler.step()
+
+    _, _, restarts = run(make_cluster, train, policy)
+    assert restarts == 1
+    rates = {2: 0.1, 3: 0.05, 4: 0.025}
+    assert sorted(took) == [(e, sample, rate) for e, rate in rates.items() for sample in range(16)]
+    left_out = [(rank, epoch)] if batch == END else []
+    assert sorted(ended + left_out) == [(each, number) for each in (0, 1) for number in rates]
+
+
+def test_epochs_of_a_loader_are_those_of_range_where_nothing_is_done(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("unix", servers=1, workers=1)
+
+    def train(worker: ps.Worker) -> list[list[int]]:
+        loader = worker.loader(TensorDataset(torch.arange(4.0)), batch_size=2)
+        for wrong in (-1, True, 2.0, None):
+            with pytest.raises((TypeError, ValueError), match="epochs must be"):
+                loader.epochs(wrong)
+        return [[*loader.epochs(3)], [*loader.epochs(3, start=1)], [*loader.epochs(1, start=3)]]
+
+    assert Ranks(cluster, train).start(0).end() == {0: [[0, 1, 2], [1, 2], []]}
+
+
 def test_schedule_per_epoch_goes_on_after_two_restarts_around_the_epochs_end(
     make_cluster: MakeCluster,
 ) -> None:
@@ -209,8 +271,10 @@ def test_schedule_that_wants_a_metric_takes_the_groups_rate_and_warns(
             scheduler.step(1.0 if worker.clock < 5 else -worker.clock)
         return rates
 
-    with pytest.warns(UserWarning, match="rank 1 goes on with the hyper-parameters of group 'mod"):
+    words = "rank 1 goes on with the hyper-parameters of group 'mod"
+    with pytest.warns(UserWarning, match=words) as warned:
         broken, _, _ = run(make_cluster, train)
+    assert {each.filename for each in warned} == {__file__}
     assert broken[0][:3] == [0.1, 0.1, 0.1]
     assert broken[0][7] < 0.1
     assert broken[1] == broken[0][7:]
@@ -234,6 +298,49 @@ def test_other_schedule_than_before_takes_the_groups_rate_and_warns(
     with pytest.warns(UserWarning, match="steps with .'ExponentialLR'., this worker with .*Const"):
         broken, _, _ = run(make_cluster, train, ps.Async())
     assert broken[1][0] == broken[0][6], "of the last step of the incarnation before"
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same_run", "other_run"])
+def test_changed_schedule_holds_in_a_run_that_goes_on_and_not_after_a_restart(
+    make_cluster: MakeCluster, capfd: pytest.CaptureFixture[str], same: bool
+) -> None:
+    """As where a run of twice the steps goes on from a checkpoint, whose cosine is longer, too."""
+
+    def rates(steps: int) -> list[float]:
+        optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = schedulers.CosineAnnealingLR(optimizer, steps)
+        found = []
+        for _ in range(STEPS):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    def train(worker: ps.Worker) -> list[float]:
+        worker.client.steps.run = 1 if same else worker.incarnation
+        model, optimizer = build(worker)
+        scheduler = schedulers.CosineAnnealingLR(optimizer, STEPS * worker.incarnation)
+        found = []
+        while worker.clock < STEPS:
+            kill(worker, 0, 7)
+            found.append(step(worker, model, optimizer))
+            scheduler.step()
+        return found
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        broken, _, _ = run(make_cluster, train, ps.Async())
+    assert len(warned) == same
+    if same:
+        assert broken[0][0] < rates(STEPS)[6], "from the rate of the last step"
+    else:
+        assert broken[0] == pytest.approx(rates(2 * STEPS)[7:])
+    told = [line for line in capfd.readouterr().err.splitlines() if "goes on with the le" in line]
+    assert told == [
+        "paramserve: group 'model' goes on with the learning rates of this run's schedulers, "
+        f"stepped as often as those of the checkpoint: {rates(2 * STEPS)[6]:.4g}, where those gave "
+        f"{rates(STEPS)[6]:.4g}"
+    ] * (not same)
 
 
 def test_schedule_of_an_added_worker_is_that_of_the_others(make_cluster: MakeCluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -265,12 +266,14 @@ def test_export_to_a_place_that_is_none_is_refused(
     table = table_of(make_cluster())
     with pytest.raises(IsADirectoryError):
         table.to_parquet(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    none = rf"^{tmp_path}/none.*No such file or directory.*Applied: no. To fix: "
+    with pytest.raises(FileNotFoundError, match=none) as refused:
         table.to_parquet(tmp_path / "none" / "users.parquet")
-    with pytest.raises(FileNotFoundError):
+    assert refused.value.errno == errno.ENOENT
+    with pytest.raises(FileNotFoundError, match=none):
         table.from_parquet(tmp_path / "none.parquet")
     (tmp_path / "text").write_text("no parquet file")
-    with pytest.raises(pa.ArrowInvalid):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/text is no Parquet file.*To fix: "):
         table.from_parquet(tmp_path / "text")
 
 

@@ -15,7 +15,7 @@ from tests.needs import needs
 
 import paramserve as ps
 from paramserve.client import Client, Table, arrow
-from paramserve.errors import ShapeMismatch
+from paramserve.errors import DefineMismatch, ShapeMismatch
 from paramserve.pytorch import from_embedding
 
 needs("pyarrow.parquet")
@@ -100,7 +100,8 @@ def test_file_that_does_not_fit_leaves_the_name_free(
 ) -> None:
     client = make_cluster(servers=2).client()
     client.load_tables = {"users": file[0]}
-    with pytest.raises(ShapeMismatch, match="5 elements in each row, the table's dim is 7"):
+    told = rf"{file[0]}.*5 elements in each row, the table's dim is 7.*To fix: .*dim=5"
+    with pytest.raises(ShapeMismatch, match=told):
         client.table("users", dim=7, rule=ps.Add())
     table = users_of(client, ps.Add())
     rows = rows_of(table)
@@ -136,4 +137,6 @@ def test_labels_of_the_file_are_there_for_the_client_that_loads_and_others(
     assert rows_of(named(loads)).keys() == set(ps.keys_of(names).tolist())
     without = make_cluster().client()
     without.load_tables = {"users": path}
-    assert users_of(without).pull(names, create=False).tolist() == [[1.0] * DIM] * 2
+    with pytest.raises(DefineMismatch, match=rf"{path} has labels.*labels=True"):
+        users_of(without)
+    assert named(without).labels(names) == names, "a refused define leaves the name free"

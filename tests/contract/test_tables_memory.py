@@ -85,13 +85,27 @@ def test_pull_that_timed_out_gives_its_slots_back_when_it_is_answered(
     with remote.frozen():
         with pytest.raises(PullTimeout, match=r"pull timed out.*Applied: no"):
             table.pull(np.arange(1000), timeout_s=0.01)
-        assert taken(client) >= 2
+        assert taken(client) >= 1
     for _ in range(3):
         assert (table.pull(np.arange(1000)) == 1.0).all()
     client.drain()
     table.pull([1])
     gc.collect()
     assert in_use(client) == 0
+
+
+def test_arenas_of_batches_that_vary_are_as_large_as_the_largest(
+    make_cluster: MakeCluster,
+) -> None:
+    client = make_cluster("unix").client()
+    table, most = client.table("rows", dim=256, rule=Add()), 9000
+    gradients = np.ones((most, 256), np.float32)
+    draws = np.random.default_rng(1)
+    for count in draws.integers(1, most + 1, 60):
+        table.pull(np.arange(count))
+        table.push(np.arange(count), gradients[:count]).result()
+    arenas = sum(arena.nbytes for arena in client.connection.exchange._arenas.values())
+    assert arenas < 1.5 * gradients.nbytes
 
 
 def test_threads_pull_and_push_at_once(cluster: RoleCluster) -> None:

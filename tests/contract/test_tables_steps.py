@@ -558,7 +558,7 @@ def test_rows_that_do_not_fit_into_memory_fail_what_was_kept_for_their_step(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(client.connection.exchange, "take", no_room)
+        patched.setattr(client.connection.exchange, "take_each", no_room)
         with pytest.raises(MemoryError):
             client.tick("users")
     table.push([2], ones(1))

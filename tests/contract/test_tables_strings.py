@@ -152,7 +152,7 @@ def test_table_with_a_name_like_labels_is_the_users_own(
     assert [table.name for table in client.tables()] == ["item", "item.labels"]
     with pytest.raises(ValueError, match="keeps no labels"):
         item.labels(["a"])
-    with pytest.raises(ps.errors.DefineMismatch, match="labels=0, now labels=10000000 came"):
+    with pytest.raises(ps.errors.DefineMismatch, match="labels=False, now labels=True came"):
         cluster.client().table("item", 4, rule=ps.SGD(lr=1.0), labels=True)
     assert len(client.directory.tables()) == 2, "a refused define leaves no labels behind"
 
@@ -205,21 +205,53 @@ def test_table_without_labels_says_how_to_have_them(make_cluster: MakeCluster) -
         users(make_cluster().client()).labels([1])
 
 
+def test_first_use_that_stumbles_says_what_to_do(make_cluster: MakeCluster) -> None:
+    client = make_cluster(servers=2).client()
+    named = users(client, labels=True)
+    with pytest.warns(UserWarning, match=r"integers without one, such as 7:.*\"user\": str.*zeros"):
+        named.pull([7, 8])
+    assert len(named) == 2
+    named.pull([9])  # told once
+    named.pull(["anna"])
+    other = users(make_cluster().client(), labels=True)
+    other.push(ps.keys_of(["anna"]), np.ones((1, DIM))).result()  # hashes need no label
+    other.pull([7])
+    with pytest.raises(
+        TypeError, match=r"To fix: .*\"item\": str}\).*no leading zeros.*integer array"
+    ):
+        named.keys_of([7])
+    for keys in ({"anna"}, {"anna": 1}.keys()):
+        with pytest.raises(TypeError, match=r"came as (set|dict_keys).*list\(keys\)"):
+            named.pull(keys)
+    with pytest.raises(ps.errors.NonFinite, match=r"key -?\d+ \('anna'\) of table 'users'"):
+        named.push(["anna"], np.full((1, DIM), np.nan))
+    with pytest.raises(ps.errors.UnknownName, match=r"no table 'user'; the tables: 'users'\."):
+        client.table("user")
+    with pytest.raises(TypeError, match=r"rule=ps.Adagrad\(...\), and not a name: rule='adagrad'"):
+        client.table("items", 4, rule="adagrad")
+
+
 def test_labels_go_to_parquet_and_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
     pq = needs("pyarrow.parquet")
     client = make_cluster(servers=2).client()
     table = users(client, labels=True)
     table.pull(["anna", "bo"])
     table.pull([7])
-    table.to_parquet(tmp_path / "users.parquet", state=True)
-    read = pq.read_table(tmp_path / "users.parquet")
+    path = str(tmp_path / "users.parquet")
+    table.to_parquet(path, state=True)
+    read = pq.read_table(path)
     assert set(read["label"].to_pylist()) == {"anna", "bo", ""}
     assert dict(zip(read["label"].to_pylist(), read["key"].to_pylist(), strict=True))[""] == 7
     again = users(make_cluster(servers=1).client(), labels=True)
-    assert again.from_parquet(tmp_path / "users.parquet") == 3
+    assert again.from_parquet(path) == 3
     assert again.labels([*ps.keys_of(["bo", "anna"]), 7]) == ["bo", "anna", ""]
     without = users(make_cluster().client())
-    assert without.from_parquet(tmp_path / "users.parquet") == 3
+    for load in (lambda: without.from_parquet(path), lambda: without.from_arrow(read)):
+        with pytest.raises(ps.errors.DefineMismatch, match=r"has labels.*labels=True") as refused:
+            load()
+        assert refused.value.applied == "no"
+    assert len(without) == 0
+    assert without.from_arrow(read.drop_columns(["label"])) == 3
     assert without.to_arrow().column_names == ["key", "value"]
     named = users(make_cluster().client(), labels=True)
     named.from_arrow(read.select(["value", "label"]).rename_columns(["value", "key"]))

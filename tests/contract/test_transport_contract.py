@@ -135,7 +135,7 @@ def test_handlers_refusal_is_raised_by_connect(host: Host) -> None:
     before = open_fds()
     with pytest.raises(WorkerFenced, match="takes no servers"):
         host.connect(Hello("server"))
-    wait_until(lambda: open_fds() == before)
+    wait_until(lambda: open_fds() <= before)  # an earlier test's may end here
     assert (host.handler.opened_by, host.handler.closed_by) == ([], [])
 
 

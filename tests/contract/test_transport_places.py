@@ -112,6 +112,21 @@ def test_abstract_socket_elsewhere_than_on_linux_is_a_clear_error(
 # --- listen: both kinds of socket, and what others are told --------------------------------------
 
 
+def test_may_listen_is_false_only_where_no_process_does(tmp_path: Path) -> None:
+    async def look() -> list[bool]:
+        listeners = await listen(str(tmp_path), "s", "127.0.0.1:0", KNOWN, Echo(), Limits())
+        gone = "unix:@paramserve-gone"
+        unix, place = (each.address for each in listeners)
+        found = []
+        for addresses in ([unix], [gone, place], [gone], ["tcp:no-such-host.invalid:1"]):
+            found.append(await asyncio.to_thread(dial.may_listen, addresses))
+        for each in listeners:
+            each.close()
+        return [*found, await asyncio.to_thread(dial.may_listen, [unix, place])]
+
+    assert asyncio.run(look()) == [True, True, False, True, False]
+
+
 def test_listen_without_directory_or_bind_has_one_abstract_socket() -> None:
     async def run() -> None:
         listeners = await listen("", "s0", "", NO_CREDENTIALS, Echo(), Limits())

@@ -44,7 +44,7 @@ from paramserve.errors import (
     ProtocolError,
 )
 from paramserve.messages import PROTOCOL_VERSION, Hello, Ok, Welcome, encode
-from paramserve.transport import auth, dial, handshake, tls
+from paramserve.transport import auth, dial, handshake, listener, tls
 from paramserve.transport.arena import Arena
 from paramserve.transport.framing import prelude
 from paramserve.transport.link import Link
@@ -232,12 +232,24 @@ def test_bug_in_the_handler_ends_its_connection_and_is_reported(
 # --- TCP: the token ------------------------------------------------------------------------------
 
 
-def test_peer_with_another_token_is_not_authenticated(make_host: MakeHost) -> None:
+def test_peers_with_another_token_are_refused_and_logged_once_a_minute(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     host = make_host("tcp")
-    with pytest.raises(NotAuthenticated, match="refused this side's token"):
-        Link.connect([host.address], Hello("client"), credentials=WRONG, timeout_s=WAIT_S)
-    wait_until(lambda: host.refused == 1)
+    for number in range(1, 5):
+        if number == 4:
+            monkeypatch.setattr(listener, "_TELL_EVERY_S", 0.0)  # as if the minute were over
+        with pytest.raises(NotAuthenticated, match="refused this side's token"):
+            Link.connect([host.address], Hello("client"), credentials=WRONG, timeout_s=WAIT_S)
+        wait_until(lambda number=number: host.refused == number)
     assert host.handler.opened_by == []
+    told = (
+        f"refused a peer from 127.0.0.1 at {host.address}: a client's proof of the token is wrong"
+    )
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
+        told,
+        f"{told}; 2 more from there since the last such line",
+    ]
 
 
 def test_peer_that_says_hello_without_the_token_is_not_read(make_host: MakeHost) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paramserve as ps
 from paramserve import seeding
+from paramserve.pytorch import Embedding
 
 NEVER = -1
 STEPS = 13
@@ -31,22 +32,26 @@ def _restores_generators() -> Iterator[None]:
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("count", torch.zeros(size))
         self.head = nn.Linear(2, 1)
         for param in self.parameters():
             nn.init.constant_(param, 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
         return self.head(self.norm(x))
 
 
-def normalizing(rank: int, clock: int) -> Callable[[ps.Worker], dict[str, torch.Tensor]]:
+def normalizing(
+    rank: int, clock: int, size: int = 1
+) -> Callable[[ps.Worker], dict[str, torch.Tensor]]:
     """Training with BatchNorm whose rank `rank` dies at `clock`; returns the model's values."""
 
     def train(worker: ps.Worker) -> dict[str, torch.Tensor]:
-        model = Normed()
+        model = Normed(size)
         optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
         while worker.clock < STEPS:
             if (worker.rank, worker.clock, worker.incarnation) == (rank, clock, 1):
@@ -66,22 +71,36 @@ def result(cluster: RoleCluster) -> dict[str, np.ndarray]:
         return reader.pull()
 
 
-@pytest.mark.parametrize("clock", [1, 8])
-def test_buffers_of_a_restarted_rank_0_are_those_of_an_unbroken_run(
-    make_cluster: MakeCluster, clock: int
+@pytest.mark.parametrize(("rank", "clock"), [(0, 1), (0, 8), (1, 4)])
+def test_buffers_of_a_restarted_rank_are_those_of_an_unbroken_run(
+    make_cluster: MakeCluster, rank: int, clock: int
 ) -> None:
+    """Each rank's own; rank 0's are the result."""
     whole, broken = (
         make_cluster("unix", servers=2, workers=2, policy=ps.Sync(), restarts=True) for _ in "ab"
     )
-    Ranks(whole, normalizing(0, NEVER)).start(0, 1).end()
-    ranks = Ranks(broken, normalizing(0, clock)).start(0, 1)
-    ranks.end()
-    assert ranks.restarts == [0]
+    own = Ranks(whole, normalizing(0, NEVER)).start(0, 1).end()
+    ranks = Ranks(broken, normalizing(rank, clock)).start(0, 1)
+    for number, state in ranks.end().items():
+        for name, value in state.items():
+            assert torch.equal(value, own[number][name]), (number, name)
+    assert ranks.restarts == [rank]
     expected, found = result(whole), result(broken)
     assert expected["norm.num_batches_tracked"] == STEPS
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert (found[name] == value).all(), name
+
+
+def test_buffers_that_are_too_much_to_be_saved_are_rank_0s_of_the_last_step(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("unix", workers=1, policy=ps.Sync(), restarts=True)
+    ranks = Ranks(cluster, normalizing(0, 5, size=1_200_000)).start(0)
+    (state,) = ranks.end().values()
+    assert ranks.restarts == [0]
+    assert state["norm.num_batches_tracked"] == STEPS
+    assert state["count"].unique().tolist() == [STEPS]
 
 
 def test_buffers_of_the_lowest_live_rank_count_where_rank_0_is_dead(
@@ -227,3 +246,29 @@ def test_restarted_worker_with_two_optimizers_goes_on_from_its_very_last_step(
     broken = Ranks(make_cluster(workers=1, restarts=True), training(3)).start(0).end()
     assert len(whole[0]) == 6
     assert broken[0] == whole[0][3:]
+
+
+def test_restarted_worker_that_only_steps_a_table_draws_what_it_would_have_drawn(
+    make_cluster: MakeCluster,
+) -> None:
+    def training(at: int) -> Callable[[ps.Worker], list[float]]:
+        def train(worker: ps.Worker) -> list[float]:
+            seeding.seed_everything(seeding.rank_seed(worker.seed, worker.rank))
+            users = worker.client.table("users", dim=2, rule=ps.Adagrad(lr=0.1))
+            model = Embedding(users)
+            optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+            drawn = []
+            for _ in worker.loader(TensorDataset(torch.zeros(24, 2)), batch_size=4):
+                if (worker.incarnation, worker.clock) == (1, at):
+                    raise Killed
+                drawn.append(random.random())
+                (drawn[-1] * model(torch.tensor([1, 2]))).sum().backward()
+                optimizer.step()
+            return drawn
+
+        return train
+
+    whole = Ranks(make_cluster(workers=1, restarts=True), training(NEVER)).start(0).end()
+    broken = Ranks(make_cluster(workers=1, restarts=True), training(4)).start(0).end()
+    assert len(whole[0]) == 6
+    assert broken[0] == whole[0][4:]

@@ -43,6 +43,13 @@ def reached(output: str, name: str) -> float:
 
 
 @pytest.mark.slow
+def test_resume_example_ends_as_a_run_that_lost_no_server(alone: dict[str, str]) -> None:
+    output = run([sys.executable, "examples/resume.py", "--data", "digits"], alone)
+    assert "server 0 was killed by SIGKILL: the run goes on from the checkpoint" in output
+    assert "the values are those of a run that lost no server" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_example_trains_with_rank_0_serving(alone: dict[str, str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]

@@ -10,16 +10,18 @@ import pytest
 import paramserve as ps
 import sharded_100mb
 
-SMALL = "--megabytes 1 --steps 2 --servers 1,3 --workers 2"
+SMALL = "--megabytes 1 --steps 2 --workers 2"
 
 
 @pytest.mark.parametrize(
-    ("option", "name", "policy"), [("", "async", ps.Async), ("--sync", "sync", ps.Sync)]
+    ("option", "servers", "name", "policy"),
+    [("", [1, 3], "async", ps.Async), ("--sync", [2], "sync", ps.Sync)],
 )
 def test_sharded_example_measures_every_pair(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     option: str,
+    servers: list[int],
     name: str,
     policy: type,
 ) -> None:
@@ -30,12 +32,13 @@ def test_sharded_example_measures_every_pair(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(ps, "run", run)
-    assert sharded_100mb.main(f"{SMALL} {option}".split()) == 0
+    counts = ",".join(map(str, servers))
+    assert sharded_100mb.main(f"{SMALL} --servers {counts} {option}".split()) == 0
     output = capsys.readouterr().out
     assert f"1 MB of float64, {name}, 2 steps of each worker" in output
-    assert asked == [policy, policy]
+    assert asked == [policy] * len(servers)
     rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
-    assert [(int(row[0]), int(row[1])) for row in rows] == [(1, 2), (3, 2)]
+    assert [(int(row[0]), int(row[1])) for row in rows] == [(count, 2) for count in servers]
     for row in rows:
         updates_per_s, gb_per_s = float(row[2].replace(",", "")), float(row[3])
         assert updates_per_s > 0

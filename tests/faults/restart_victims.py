@@ -45,22 +45,29 @@ def regress(worker: ps.Worker, how: str = "", at: int = 7, times: int = 1) -> tu
     return worker.incarnation, worker.clock
 
 
+def await_file(path: Path, why: str) -> None:
+    """Wait for what another process tells by a file."""
+    until = time.monotonic() + WAIT_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(why)
+        time.sleep(0.01)
+
+
 def counts(worker: ps.Worker, folder: str) -> list[float]:
     """Add ones without waiting. Rank 1 dies, and its successor waits until rank 0 is done."""
-    client, done = worker.client, Path(folder, "done")
+    client, done, died = worker.client, Path(folder, "done"), Path(folder, "died")
     client.define("w", np.zeros(3), rule=ps.Add())
     if worker.rank == 1 and worker.incarnation == 2:
-        until = time.monotonic() + WAIT_S
-        while not done.exists():
-            if time.monotonic() > until:
-                raise TimeoutError("rank 0 waited for rank 1")
-            time.sleep(0.01)
+        await_file(done, "rank 0 waited for rank 1")
     while worker.clock < STEPS:
         if worker.rank == 1 and worker.incarnation == 1 and worker.clock == 5:
             client.drain()
+            died.touch()
             die("kill")
         client.push_pull({"w": np.ones(3)}, tick=True)
     if worker.rank == 0:
-        done.touch()
+        await_file(died, "rank 1 did not begin")
     found: list[float] = client.pull("w").tolist()
+    done.touch()
     return found

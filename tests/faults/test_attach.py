@@ -17,7 +17,7 @@ from torch import nn
 
 import paramserve as ps
 from paramserve.cli import main
-from paramserve.errors import CoordinatorGone, NotAuthenticated, UnknownName
+from paramserve.errors import CoordinatorGone, NotAuthenticated, ServerGone, UnknownName
 from paramserve.launch import connect as connecting
 
 STEPS = 20
@@ -66,12 +66,13 @@ def test_attached_reader_gets_the_model_tables_snapshots_metrics_and_files(
     _, address = servers.serve(workers=1)
     with ps.attach(address, token_file=servers.token) as cluster:
         assert cluster.status().state == "starting"
-        with pytest.raises(UnknownName, match="no group 'model'"):
+        with pytest.raises(UnknownName, match="group 'model' is not there yet"):
             cluster.state_dict()
         snapshots = cluster.snapshots(every=10)
         seen = []
         reading = threading.Thread(target=lambda: seen.extend(snapshots))
         with training(address, servers.token):
+            assert cluster.status().groups["model"].version == STEPS, "with no heartbeat since then"
             reading.start()
             model = tied_model()
             model.load_state_dict(cluster.state_dict())
@@ -79,6 +80,8 @@ def test_attached_reader_gets_the_model_tables_snapshots_metrics_and_files(
             assert cluster.table("users").pull([7]).tolist() == [[1.0, 1.0]]
             status = cluster.status()
             assert (status.state, status.workers) == ("running", {0: "running"})
+            with ps.attach(address, token_file=servers.token) as late:
+                assert late.status().seconds > status.seconds > 0, "from the cluster's start"
             assert status.metrics == {"step": STEPS - 1}
             assert [record.values["step"] for record in cluster.metrics()] == [*range(STEPS)]
 
@@ -98,6 +101,24 @@ def test_attached_reader_gets_the_model_tables_snapshots_metrics_and_files(
         assert not reading.is_alive(), "the iteration ends with the last worker"
         assert [each.version for each in seen] in ([], [STEPS]), "of what is trained meanwhile"
         assert cluster.status().state == "finished"
+        with pytest.raises(UnknownName, match="no group 'modle'; its groups: 'model', 'users'"):
+            list(cluster.snapshots(name="modle"))
+
+
+def test_reader_of_a_cluster_that_ends_in_order_is_told_so(servers: Servers) -> None:
+    first, address = servers.serve(workers=1, until_done=True)
+    with ps.attach(address, token_file=servers.token) as cluster:
+        with ps.connect(address, rank=0, token_file=servers.token) as worker:
+            worker.client.table("users", dim=2, rule=ps.Add()).put([7], np.ones((1, 2)))
+            users = cluster.table("users")
+            assert users.pull([7]).tolist() == [[1.0, 1.0]]
+            assert cluster.status().workers == {0: "running"}
+        first.finish(SOON_S)
+        ended = f"the cluster of the server at {address} has ended .*: all its workers have left"
+        with pytest.raises(ServerGone, match=ended):
+            users.pull([7])
+        with pytest.raises(CoordinatorGone, match=ended):
+            cluster.status()
 
 
 def test_attach_to_what_is_not_there_is_told_at_once(
@@ -134,7 +155,8 @@ def test_cluster_is_read_by_its_name_and_by_the_address_of_its_socket() -> None:
             with ps.attach(address) as other:
                 assert np.asarray(other.state_dict("default")["w"]).tolist() == [7.0, 7.0]
                 assert other.status().state == "running"
-            client.push("w", np.ones(2)).result()
+            version = client.push("w", np.ones(2)).result().version
+            assert named.status().groups["default"].version == version
             named.close()
             assert list(snapshots) == [], "closed with its handle, and there is one more"
             assert named.status().state == "running"

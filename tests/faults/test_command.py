@@ -14,6 +14,8 @@ import pytest
 import torch
 from tests.faults.leftovers import folders
 
+from paramserve.cli import main
+
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SCRIPT = """
 import argparse
@@ -76,7 +78,8 @@ def test_run_trains_and_passes_the_scripts_arguments_on(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert torch.load(out, weights_only=True)["w"].tolist() == [10.0] * 3
     assert done.stdout.splitlines() == [
-        f"worker {rank} returned (['--steps', '5'], [10.0, 10.0, 10.0])" for rank in range(2)
+        *(f"worker {rank} returned (['--steps', '5'], [10.0, 10.0, 10.0])" for rank in range(2)),
+        f"paramserve: 1 tensors of 'default' are in {out}",
     ]
     assert "finished" in done.stderr or "steps" in done.stderr
 
@@ -100,20 +103,32 @@ def test_run_failure_is_told_with_the_traceback_and_exit_code_1(script: Path) ->
     [
         (["script.py"], "is not SCRIPT:FUNCTION"),
         (["missing.py:train"], "there is no file missing.py"),
-        (["script.py:missing"], "it has Counter, train, forever, broken"),
         (["script.py:train", "--workers", "0"], "--workers"),
         (["script.py:train", "--servers", "-1"], "--servers"),
         (["script.py:train", "--consistency", "eventual"], "--consistency"),
         (["script.py:train", "--wrokers", "2"], "--wrokers"),
-        (["script.py:train", "--save", "missing/model.pt"], "no folder for missing/model.pt"),
+        (
+            ["script.py:train", "--save", "missing/model.pt"],
+            "missing/model.pt cannot be written: No",
+        ),
     ],
 )
 def test_run_wrong_argument_is_told_with_exit_code_2(
-    script: Path, args: list[str], text: str
+    script: Path,
+    args: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = call("run", *args, cwd=script.parent)
+    monkeypatch.chdir(script.parent)
+    assert main(["run", *args]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_run_of_a_function_that_is_not_there_tells_those_that_are(script: Path) -> None:
+    done = call("run", "script.py:missing", cwd=script.parent)
     assert done.returncode == 2
-    assert text in done.stderr
+    assert "it has Counter, train, forever, broken" in done.stderr
 
 
 def test_run_ctrl_c_gives_130_and_one_line_within_2_s(script: Path, tmp_path: Path) -> None:
@@ -130,12 +145,13 @@ def test_run_ctrl_c_gives_130_and_one_line_within_2_s(script: Path, tmp_path: Pa
         _, told = running.communicate()
         assert time.monotonic() - began < 2.0
     assert running.returncode == 130
-    assert re.fullmatch(r"paramserve: interrupted after .* 2 of 2 workers\n", told)
+    assert re.fullmatch(r"paramserve: interrupted, last heard after .* 2 of 2 workers\n", told)
     assert folders() == set()
 
 
-def test_version_is_told() -> None:
-    assert re.fullmatch(r"paramserve, version \d+\.\d+\.\d+\n", call("--version").stdout)
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"paramserve, version \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_bench_tiny_prints_its_table() -> None:

@@ -28,7 +28,7 @@ def test_ctrl_c_stops_within_2_s_and_says_in_one_line_how_far_it_got(pipe: str, 
     assert run.process.returncode == 130
     goes_on = "" if then == BLOCK else "; the run goes on until .*"
     assert re.fullmatch(
-        rf"paramserve: interrupted after [\d.]+ s: .*, 2 of 2 workers{goes_on}\n", told
+        rf"paramserve: interrupted, last heard after [\d.]+ s: .*, 2 of 2 workers{goes_on}\n", told
     )
     assert folders() == set()
 

@@ -33,15 +33,23 @@ def _leaves_nothing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def raised_at(pipe: str, error: type[BaseException]) -> Iterator[None]:
-    """Raise this error in the main thread when a worker writes to the pipe."""
+def raised_at(pipe: str, error: type[BaseException], *, elsewhere: bool = False) -> Iterator[None]:
+    """Raise this error in the main thread when a worker writes to the pipe.
+
+    Args:
+        elsewhere: another thread receives the signal, so that no call of the main thread is
+            interrupted, as when it comes just before a call that blocks.
+    """
 
     def strike(number: int, frame: FrameType | None) -> None:
         raise error
 
     def listen() -> None:
         Path(pipe).read_text()
-        os.kill(os.getpid(), signal.SIGALRM)
+        if elsewhere:
+            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)
+        else:
+            os.kill(os.getpid(), signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, strike)
     listener = threading.Thread(target=listen)
@@ -59,6 +67,11 @@ def test_run_that_an_exception_leaves_has_ended(pipe: str, error: type[BaseExcep
         ps.run(victims.sleep_forever, args=(pipe,), workers=2)
 
 
+def test_exception_of_a_signal_that_another_thread_received_ends_the_run(pipe: str) -> None:
+    with pytest.raises(Alarm), raised_at(pipe, Alarm, elsewhere=True):
+        ps.run(victims.sleep_forever, args=(pipe,))
+
+
 def test_run_interrupted_gives_its_values_with_the_interrupt(
     pipe: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,8 +80,9 @@ def test_run_interrupted_gives_its_values_with_the_interrupt(
     assert type(caught.value) is KeyboardInterrupt  # by which the interpreter knows how to exit
     result = caught.value.result  # type: ignore[attr-defined]  # ours
     assert result.stopped
+    assert "is in this exception's attribute `result` (interactively: sys.last" in str(caught.value)
     assert np.abs(result.values["default"]["w"]).sum() > 0
-    assert "paramserve: interrupted after" in capfd.readouterr().err
+    assert "paramserve: interrupted, last heard after" in capfd.readouterr().err
 
 
 def test_run_interrupted_before_it_waits_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +93,7 @@ def test_run_interrupted_before_it_waits_has_ended(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt) as caught:
         ps.run(victims.sleep_forever)
     assert caught.value.result.values == {}  # type: ignore[attr-defined]  # ours
+    assert "attribute `result`" in str(caught.value), "it may have metrics and files of tables"
 
 
 def test_with_block_that_raises_ends_the_job_and_keeps_its_values(pipe: str) -> None:
@@ -119,7 +134,7 @@ def test_interrupted_wait_leaves_the_job_alone(
     assert job.status().workers == {0: "running", 1: "running"}
     assert np.abs(np.asarray(job.state_dict("default")["w"])).sum() > 0
     told = capfd.readouterr().err
-    assert told.startswith("paramserve: interrupted after")
+    assert told.startswith("paramserve: interrupted, last heard after")
     assert told.endswith("; the run goes on until job.stop() or the end of this process\n")
     job.stop()
     assert job.wait().stopped

@@ -27,9 +27,8 @@ from paramserve.launch.roster import OnWorkerDeath
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 WAIT_S = 60.0
-POLICIES = pytest.mark.parametrize(
-    "policy", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"]
-)
+SYNC, ASYNC = ps.Sync(reduce="sum"), ps.Async()
+"""Each kind of end is tried with one of them: the simulated clusters try every pair."""
 
 
 def until(true: Callable[[], object]) -> None:
@@ -79,9 +78,8 @@ def running(workers: int, deaf: bool = False, **options: Any) -> Iterator[Run]:
         job.stop()
 
 
-@POLICIES
-def test_joiner_that_is_killed_fails_the_run(policy: Any) -> None:
-    with running(1, consistency=policy) as run:
+def test_joiner_that_is_killed_fails_the_run() -> None:
+    with running(1, consistency=SYNC) as run:
         run.job.scale(2)
         run.take_part(1)
         with all_end([run.pid(0)]):
@@ -92,8 +90,11 @@ def test_joiner_that_is_killed_fails_the_run(policy: Any) -> None:
             run.job.scale(3)
 
 
-@POLICIES
-@pytest.mark.parametrize("on_worker_death", ["continue", ps.Restart(1)], ids=["continue", "again"])
+@pytest.mark.parametrize(
+    ("on_worker_death", "policy"),
+    [("continue", SYNC), (ps.Restart(1), ASYNC)],
+    ids=["continue", "again"],
+)
 def test_joiner_that_is_killed_is_gone_on_without_or_restarted(
     policy: Any, on_worker_death: OnWorkerDeath
 ) -> None:
@@ -115,9 +116,10 @@ def test_joiner_that_is_killed_is_gone_on_without_or_restarted(
             assert [each.rank for each in result.restarts] == [1]
 
 
-@POLICIES
 @pytest.mark.parametrize(
-    "on_worker_death", ["stop", "continue", ps.Restart(1)], ids=["stop", "continue", "again"]
+    ("on_worker_death", "policy"),
+    [("stop", ASYNC), ("continue", SYNC), (ps.Restart(1), SYNC)],
+    ids=["stop", "continue", "again"],
 )
 def test_retiring_worker_that_is_killed_is_no_failure(
     policy: Any, on_worker_death: OnWorkerDeath

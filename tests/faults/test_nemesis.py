@@ -21,11 +21,20 @@ import psutil
 import pytest
 from tests.faults.drivers import ROOT
 from tests.faults.leftovers import folders
-from tests.faults.nemesis import GOES_ON_S, MARKER, STARTS_WITHIN_S, Event, Nemesis, left_of, plan
+from tests.faults.nemesis import (
+    ENDS,
+    GOES_ON_S,
+    MARKER,
+    STARTS_WITHIN_S,
+    Event,
+    Nemesis,
+    left_of,
+    plan,
+)
 from tests.faults.nemesis_victims import ANSWERED, LOGGED, SENT, Config, Outcome
 
 NAMED = os.environ.get("PARAMSERVE_NEMESIS", "")
-SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(7))
+SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(len(ENDS)))
 MORE_SEEDS = [] if NAMED else list(range(100, 112))
 EVENTS = 5
 MORE_EVENTS = 20

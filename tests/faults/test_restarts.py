@@ -28,7 +28,9 @@ def unbroken() -> ps.Result:
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(how: str) -> None:
+def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(
+    how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole = unbroken()
     broken = ps.run(
         victims.regress,
@@ -43,6 +45,9 @@ def test_restart_sync_run_is_bitwise_that_of_an_unbroken_one(how: str) -> None:
     (restart,) = broken.restarts
     assert (restart.rank, restart.clock, restart.repeated) == (1, 7, 0)
     assert isinstance(restart.error, WorkerFailed)
+    ended = {"kill": "was killed by SIGKILL", "raise": "raised ZeroDivisionError: on purpose"}
+    told = f"paramserve: worker 1 {ended[how]}; it is started again (1 of 1)\n"
+    assert capfd.readouterr().err.count(told) == 1
     assert not whole.restarts
     assert not broken.failures
 

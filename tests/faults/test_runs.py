@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.faults import victims
-from tests.faults.leftovers import folders, nothing_left
+from tests.faults.leftovers import folders
 
 import paramserve as ps
 from paramserve.errors import (
     ClientClosed,
+    CoordinatorGone,
     RunTimeout,
     UnknownName,
     WorkerFailed,
@@ -47,25 +48,12 @@ def test_run_staleness_of_a_short_run_is_complete() -> None:
     assert result.staleness == {0: Staleness(pushes=3, mean=0.0, max=0)}
 
 
-def test_run_of_a_function_without_parameters_has_no_values() -> None:
-    result = ps.run(lambda worker: worker.rank * 10, workers=2)
-    assert result.returns == {0: 0, 1: 10}
-    assert result.values == {}
-    with pytest.raises(UnknownName, match="no group 'model'"):
-        result.state_dict()
-
-
 def test_run_metrics_are_all_there_by_rank_and_clock() -> None:
     result = ps.run(victims.regress, kwargs={"steps": 30}, workers=2, consistency=ps.Async())
     for rank in range(2):
         clocks = [record.clock for record in result.metrics if record.rank == rank]
         assert clocks == list(range(1, 31))
     assert all(record.values["norm"] > 0 for record in result.metrics)
-
-
-def test_run_without_a_seed_tells_the_one_it_chose() -> None:
-    result = ps.run(lambda worker: worker.seed)
-    assert result.returns[0] == result.seed
 
 
 def test_worker_that_returns_early_lets_the_rest_go_on() -> None:
@@ -76,11 +64,15 @@ def test_worker_that_returns_early_lets_the_rest_go_on() -> None:
 
 def test_worker_surroundings_have_thread_settings_and_no_torch() -> None:
     result = ps.run(victims.surroundings, threads_per_worker=3)
-    environment, argv, modules = result.returns[0]
+    seed, environment, argv, modules = result.returns[0]
+    assert seed == result.seed, "which the run chose"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         assert environment[name] == "3"
     assert argv == ["worker 0"]
     assert not {"torch", "ray", "pytest"} & set(modules)
+    assert result.values == {}
+    with pytest.raises(UnknownName, match="no group 'model'"):
+        result.state_dict()
 
 
 # --- ends that are no success --------------------------------------------------------------------
@@ -89,16 +81,17 @@ def test_worker_surroundings_have_thread_settings_and_no_torch() -> None:
 def test_worker_that_raises_fails_the_run_with_its_traceback() -> None:
     with pytest.raises(WorkerFailed) as caught:
         ps.run(victims.fail_on, args=(1, 3), workers=2)
+    result = caught.value.result
+    assert result is not None
+    assert result.stopped
+    assert result.values["default"]["w"].min() >= 3.0  # rank 0 may have gone on
+    assert result.groups["default"].version >= 3
     text = str(caught.value)
     assert "worker 1 raised LookupError: no batch 3" in text
     assert text.count("no batch 3") == text.count("Applied:") == text.count("To fix:") == 1
     assert "victims.py" in text
-    assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
-
-
-def test_worker_that_exits_fails_the_run() -> None:
-    with pytest.raises(WorkerFailed, match="exited with code 0 before its function returned"):
-        ps.run(victims.exit_early)
+    pickled = pickle.loads(pickle.dumps(caught.value))
+    assert (pickled.failed, pickled.result) == (caught.value.failed, None)
 
 
 def test_return_value_that_cannot_travel_fails_the_run() -> None:
@@ -126,10 +119,10 @@ def test_timeout_stops_the_run_and_names_who_is_not_done() -> None:
         ps.run(victims.sleep_forever, timeout_s=1.5)
 
 
-def test_wait_raises_the_same_error_each_time() -> None:
+def test_worker_that_exits_fails_the_run_and_wait_raises_it_each_time() -> None:
     job = ps.start(victims.exit_early)
     for _ in range(2):
-        with pytest.raises(WorkerFailed):
+        with pytest.raises(WorkerFailed, match="exited with code 0 before its function returned"):
             job.wait()
     with pytest.raises(WorkerFailed):
         job.state_dict()
@@ -141,9 +134,17 @@ def test_wait_raises_the_same_error_each_time() -> None:
 # --- while it runs --------------------------------------------------------------------------------
 
 
-def test_stop_keeps_the_values_of_that_moment(pipe: str) -> None:
-    job = ps.start(victims.regress, args=(pipe, 10), workers=2)
+CONNECTS_WITHIN_S = 60.0
+
+
+def test_stop_keeps_the_values_of_that_moment_though_the_runs_folder_is_gone(pipe: str) -> None:
+    job = ps.start(victims.regress, args=(pipe, 10), workers=2, servers=2)
     assert Path(pipe).read_text() == "here\n"
+    deadline = time.monotonic() + CONNECTS_WITHIN_S
+    while job._reader is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (folder,) = folders()
+    shutil.rmtree(Path(tempfile.gettempdir()) / folder)
     job.stop()
     result = job.wait()
     assert result.stopped
@@ -160,47 +161,39 @@ def test_stop_before_the_servers_are_up_ends_at_once() -> None:
     job = ps.start(victims.sleep_forever)
     job.stop()
     assert job.wait().values == {}
+    assert list(job.snapshots()) == [], "stopped before it could have had a group"
 
 
-def test_snapshots_come_in_order_at_every_kth_version() -> None:
+def test_snapshots_come_in_order_at_every_kth_version_to_each_reader() -> None:
+    """One of the readers takes the first only, until the run has ended."""
     job = ps.start(victims.regress, kwargs={"steps": 200}, workers=2)
-    seen = list(job.snapshots(every=20, name="default"))
-    result = job.wait()
-    versions = [snapshot.version for snapshot in seen]
-    assert versions == sorted(set(versions))
-    assert {version % 20 for version in versions} == {0}
-    assert versions[-1] == 200
-    np.testing.assert_array_equal(seen[-1].state["w"], result.values["default"]["w"])
-    assert [snapshot.seconds for snapshot in seen] == sorted(s.seconds for s in seen)
-
-
-def test_snapshots_that_are_not_taken_are_dropped_and_training_goes_on() -> None:
-    job = ps.start(victims.regress, kwargs={"steps": 200}, workers=2)
-    snapshots = job.snapshots(every=1, name="default", keep=2)
-    first = next(snapshots)
-    job.wait()
-    rest = list(snapshots)
-    assert [snapshot.version for snapshot in rest] == [199, 200]
-    assert rest[-1].dropped >= 200 - first.version - 2
-
-
-def test_snapshots_two_readers_do_not_disturb_each_other() -> None:
-    job = ps.start(victims.regress, kwargs={"steps": 100}, workers=2)
-    found: dict[int, list[int]] = {}
+    seen: dict[int, list[ps.Snapshot]] = {}
 
     def read(every: int) -> None:
-        found[every] = [s.version for s in job.snapshots(every=every, name="default")]
+        seen[every] = list(job.snapshots(every=every, name="default"))
 
-    threads = [threading.Thread(target=read, args=(every,)) for every in (10, 25)]
+    threads = [threading.Thread(target=read, args=(every,)) for every in (20, 25)]
     for thread in threads:
         thread.start()
+    slow = job.snapshots(every=1, name="default", keep=2)
+    first = next(slow)
+    result = job.wait()
+    with pytest.raises(ClientClosed, match=r"run has finished .* Applied: no. .* job.wait"):
+        job.handle()
     for thread in threads:
         thread.join()
-    job.wait()
-    assert found[10][-1] == 100
-    assert found[25][-1] == 100
-    assert {version % 10 for version in found[10]} == {0}
-    assert {version % 25 for version in found[25]} == {0}
+    for every, found in seen.items():
+        versions = [snapshot.version for snapshot in found]
+        assert versions == sorted(set(versions))
+        assert {version % every for version in versions} == {0}
+        assert versions[-1] == 200
+        np.testing.assert_array_equal(found[-1].state["w"], result.values["default"]["w"])
+        assert [snapshot.seconds for snapshot in found] == sorted(s.seconds for s in found)
+    rest = list(slow)
+    assert [snapshot.version for snapshot in rest] == [199, 200]
+    assert rest[-1].dropped >= 200 - first.version - 2
+    with pytest.raises(UnknownName, match="no group 'defualt'; its groups: 'default'"):
+        list(job.snapshots(name="defualt"))
 
 
 def test_running_job_can_be_read_and_connected_to(pipe: str) -> None:
@@ -216,9 +209,19 @@ def test_running_job_can_be_read_and_connected_to(pipe: str) -> None:
         assert elsewhere.connection.id != client.connection.id
         assert elsewhere.pull("w").shape == (victims.SIZE,)
     assert job.status().workers == {0: "running", 1: "running"}
+    handle = job.handle()
+    far = pickle.loads(pickle.dumps(handle))
+    assert handle.status().workers == far.status().workers == {0: "running", 1: "running"}
     job.stop()
     with pytest.raises(ClientClosed):
         client.pull("w")
+    for ask in (handle.status, handle.metrics, handle.state_dict):
+        with pytest.raises(ClientClosed, match=r"run was stopped .* Applied: no. .* job.wait"):
+            ask()
+    with pytest.raises(CoordinatorGone, match=r"has ended, or cannot be reached.* job.wait"):
+        far.status()
+    for each in (handle, far):
+        each.close()
 
 
 def test_two_runs_at_a_time_do_not_meet() -> None:
@@ -266,27 +269,25 @@ def test_exit_handler_that_takes_too_long_is_cut_and_told(
 # --- records --------------------------------------------------------------------------------------
 
 
-def logs_and_ends(worker: ps.Worker, how: str) -> None:
-    """Rank 1's first incarnation ends right after what it has logged."""
+def logs_and_ends(worker: ps.Worker) -> None:
+    """The first incarnations of ranks 1 and 2 end right after what they have logged."""
     worker.log(incarnation=worker.incarnation)
-    if worker.rank == 1 and worker.incarnation == 1:
-        raise SystemExit(3) if how == "exit" else ZeroDivisionError("on purpose")
+    if worker.rank and worker.incarnation == 1:
+        raise SystemExit(3) if worker.rank == 1 else ZeroDivisionError("on purpose")
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
-def test_records_of_a_worker_that_raises_are_in_the_result(how: str) -> None:
-    """No heartbeat is due before it ends."""
+def test_records_of_workers_that_raise_and_exit_are_in_the_result() -> None:
+    """No heartbeat is due before they end."""
     deadlines: Any = ps.Deadlines(heartbeat_s=8.0, stall_s=30.0)
     result = ps.run(
         logs_and_ends,
-        args=(how,),
-        workers=2,
+        workers=3,
         on_worker_death=ps.Restart(1),
         deadlines=deadlines,
         timeout_s=60,
     )
     found = sorted((each.rank, each.values["incarnation"]) for each in result.metrics)
-    assert found == [(0, 1.0), (1, 1.0), (1, 2.0)]
+    assert found == [(0, 1.0), (1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)]
 
 
 LIMITS = ps.Limits(header_bytes_max=1 << 16, log_records_max=300)
@@ -358,19 +359,3 @@ def test_result_with_extra_state_loads_strictly() -> None:
     result = job.wait()
     model.load_state_dict(result.state_dict())
     assert model[0].history == {"scale": [1.0, 2.0]}, "rank 0's, of the end"
-
-
-CONNECTS_WITHIN_S = 60.0
-
-
-def test_values_survive_the_removal_of_the_runs_folder(pipe: str) -> None:
-    with nothing_left():
-        job = ps.start(victims.regress, args=(pipe, 10), workers=2, servers=2)
-        Path(pipe).read_text()
-        deadline = time.monotonic() + CONNECTS_WITHIN_S
-        while job._reader is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        (folder,) = folders()
-        shutil.rmtree(Path(tempfile.gettempdir()) / folder)
-        job.stop()
-        assert np.abs(job.wait().values["default"]["w"]).sum() > 0

@@ -22,7 +22,9 @@ from tests.faults.servers import SOON_S, Servers, new_token
 from tests.network.roles import Doubled
 
 import paramserve as ps
+from paramserve.cli import main
 from paramserve.cli.certificates import make_certificates
+from paramserve.client import timeouts
 from paramserve.errors import (
     ConnectTimeout,
     CoordinatorGone,
@@ -32,13 +34,15 @@ from paramserve.errors import (
     ServerGone,
     UnknownRule,
 )
+from paramserve.launch import connect as connecting
+from paramserve.launch import serve as serving
 from paramserve.launch.connect import Handle
 from paramserve.launch.serve import _Log
 from paramserve.messages import Member, Members
 from paramserve.transport.auth import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
-SERVERS_THERE = "all 1 servers are there: workers may come"
+SERVERS_THERE = "the server is there: workers may come"
 POLICIES = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 
@@ -228,6 +232,30 @@ def test_stopped_server_is_gone_for_its_workers(servers: Servers) -> None:
             worker.client.pull("w")
 
 
+def test_killed_server_is_the_one_that_workers_are_told_of(servers: Servers) -> None:
+    first, address = servers.serve(servers=2, workers=2)
+    second, lost = servers.serve(join=address)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for rank in range(2):
+            worker = ps.connect(address, rank=rank, token_file=servers.token)
+            stack.callback(worker.client.close, leave=False)
+            workers.append(worker)
+        for worker in workers:
+            worker.client.define("w", np.zeros(20_000), rule=ps.Add())
+        second.signal(signal.SIGKILL)
+        kind, text = first.error(SOON_S)  # until it has ended: what follows meets closed links
+        assert kind == "ServerGone"
+        assert f"the server of shard 1 at {lost}" in text
+        told = f"the server of shard 1 at {lost} has ended or is lost"
+        with pytest.raises(ServerGone, match=told):
+            workers[0].client.push("w", np.ones(20_000)).result()
+        with pytest.raises(ServerGone, match=told):
+            workers[1].client.pull("w")
+        with pytest.raises(ServerGone, match=told):  # once more: the first loss stays the reason
+            workers[1].client.push("w", np.ones(20_000)).result()
+
+
 # --- ranks ---------------------------------------------------------------------------------------
 
 
@@ -315,7 +343,9 @@ def test_tls_is_spoken_by_all_or_refused(servers: Servers, tmp_path: Path) -> No
 # --- another cluster at the same address ---------------------------------------------------------
 
 
-def test_handle_of_an_ended_cluster_is_told_so(servers: Servers) -> None:
+def test_handle_of_an_ended_cluster_is_told_so(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, address = servers.serve()
     handle = Handle.of(
         (f"tcp:{address}",),
@@ -328,6 +358,7 @@ def test_handle_of_an_ended_cluster_is_told_so(servers: Servers) -> None:
         client.define("w", np.zeros(3))
     first.signal(signal.SIGTERM)
     first.finish(SOON_S)
+    monkeypatch.setattr(connecting, "HANDLE_CONNECT_S", 0.5)
     with pytest.raises(CoordinatorGone, match="a handle lives as long as its cluster"):
         handle.connect()
 
@@ -384,6 +415,53 @@ def test_address_without_a_listener_is_told_in_time(servers: Servers) -> None:
         ps.connect(f"127.0.0.1:{free_port()}", rank=0, token_file=servers.token, timeout_s=0.2)
 
 
+def test_wait_for_a_cluster_says_what_is_missing_and_ends_with_it(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timeouts, "SAY_S", 0.1)
+    empty = f"127.0.0.1:{free_port()}"
+    told = rf"rank 0 has waited 0 s for the cluster at {empty}: nothing listens there \(.*; it wa"
+    with (
+        pytest.warns(UserWarning, match=told) as warned,
+        pytest.raises(ConnectTimeout, match=r"no process answered.*; waited 0\.3 s"),
+    ):
+        ps.connect(empty, rank=0, token_file=servers.token, timeout_s=0.3)
+    assert [each.filename for each in warned] == [__file__], "once, with the user's line"
+
+    _, address = servers.serve(servers=2, workers=1)
+    missing = r"1 of 2 servers have registered, those of shards \[1\] have not"
+    with (
+        pytest.warns(
+            UserWarning, match=rf"{missing}; it waits up to 0 s \(change it with timeout_s="
+        ),
+        pytest.raises(ConnectTimeout, match=rf"{missing}; waited 0\.3 s"),
+    ):
+        ps.connect(address, rank=0, token_file=servers.token, timeout_s=0.3)
+    monkeypatch.setattr(connecting, "HANDLE_CONNECT_S", 0.2)
+    with pytest.raises(ConnectTimeout, match=rf"{missing}.*start the missing servers"):
+        ps.attach(address, token_file=servers.token)
+    assert main(["status", address, "--token-file", servers.token]) == 0
+    assert "1 of 2 servers, 1 worker\n" in capsys.readouterr().out
+
+
+def test_server_that_waits_for_the_first_one_says_so(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "SAY_S", 0.0)
+    monkeypatch.setattr(serving, "ATTEMPT_S", 0.1)
+    empty = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectTimeout, match="start the cluster's first server"):
+        ps.serve(
+            "127.0.0.1:0",
+            token_file=servers.token,
+            join=empty,
+            deadlines=ps.Deadlines(start_s=0.3),
+        )
+    (told,) = caplog.messages
+    assert told.startswith(f"no server answers at {empty} yet (")
+    assert "waits up to 0 s (change it with deadlines=ps.Deadlines(start_s=...))" in told
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -437,8 +515,10 @@ def test_first_server_names_the_one_that_is_killed_before_or_after_all_workers(
     if trained:
         with ps.connect(address, rank=0, token_file=servers.token) as worker:
             worker.client.define("w", np.zeros(4), rule=ps.Add())
+            second.signal(signal.SIGSTOP)
+    # After that it ends with bytes unread, which resets its connection as the network may.
     second.close()
-    kind, text = first.error()
+    kind, text = first.error(SOON_S)
     assert kind == "ServerGone"
     assert f"the server of shard 1 at {at} has ended or is lost" in text
 
@@ -466,9 +546,10 @@ def test_serve_says_who_comes_is_refused_and_leaves(tmp_path: Path) -> None:
         finally:
             process.kill()
     lines = [line.partition(" paramserve: ")[2] for line in told.splitlines()]
-    assert lines[:2] == ["all 1 servers are there: workers may come", "rank 0 has come"]
+    assert lines[:2] == ["the server is there: workers may come", "rank 0 has come"]
     assert lines[2].startswith("refused: rank 0 is taken by a live worker")
-    assert lines[3:] == ["rank 0 has left"]
+    ended = "all workers have left: the cluster ends, as until_done asks"
+    assert lines[3:] == ["rank 0 has left", ended]
 
 
 def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFixture) -> None:
@@ -476,16 +557,41 @@ def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFi
     log = _Log(servers=1, workers=3)
     absent = Member(2, 0, 0, "expected")
     for number, (state, incarnation) in enumerate(
-        [("live", 1), ("restarting", 1), ("live", 2), ("live", 2), ("dead", 2)]
+        [("live", 1), ("restarting", 1), ("live", 2), ("live", 2), ("dead", 2), ("live", 3)]
     ):
         member = Member(1, 5, incarnation, state)
         log.on_members(Members(number, (Member(0, 4, 1, "live"), member, absent)))
     log.tell_missing()
+    log.tell_missing_servers([])
+    log.tell_missing_servers([0])
     assert caplog.messages == [
         "rank 0 has come",
         "rank 1 has come",
         "rank 1 counts as dead, and may come again",
         "rank 1 has come (incarnation 2)",
         "rank 1 counts as dead (incarnation 2)",
-        "not done yet. still there: 0; never came: 2",
+        "rank 1 has come after it had died: it goes on where the others are, not where it was "
+        "(incarnation 3); restart_s (--restart) would keep its place for a while",
+        "not done yet. still there: 0, 1; never came: 2",
+        "0 of 1 servers have registered: workers wait for those of shards [0]",
     ]
+
+
+def test_log_of_the_end_names_the_ranks_that_died(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paramserve")
+    log = _Log(servers=1, workers=2)
+    log.on_members(Members(1, (Member(0, 4, 1, "left"), Member(1, 5, 1, "dead"))))
+    log.tell_done()
+    assert "all workers have left but rank 1, which died" in caplog.messages[-1]
+    assert "--restart" in caplog.messages[-1]
+
+
+def test_server_until_done_ends_with_an_error_where_all_workers_have_died(
+    servers: Servers,
+) -> None:
+    first, address = servers.serve(workers=1, until_done=True)
+    worker = ps.connect(address, rank=0, token_file=servers.token)
+    worker.client.close(leave=False)
+    kind, text = first.error(SOON_S)
+    assert kind == "WorkerFailed"
+    assert "no worker has returned, rank 0 died, and the values end" in text

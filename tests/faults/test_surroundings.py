@@ -31,6 +31,7 @@ except Exception as error:
     told = f"{{type(error).__name__}}: {{error}}"
 Path(sys.argv[1]).write_bytes(told.encode("utf-8", "backslashreplace"))
 """
+SLOW = pytest.mark.slow
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -52,20 +53,25 @@ def outcome(
     return told.read_text()
 
 
-@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "streams", ["<&- >&- 2>&-", *(pytest.param(each, marks=SLOW) for each in (">&-", "2>&-"))]
+)
 def test_run_with_closed_streams(tmp_path: Path, streams: str) -> None:
     assert outcome(tmp_path, streams=streams) == "{0: 7}"
 
 
-def test_run_with_a_path_object_among_the_import_paths(tmp_path: Path) -> None:
-    assert outcome(tmp_path, before="sys.path.insert(0, Path('elsewhere'))") == "{0: 7}"
-
-
-def test_run_with_paths_that_the_locale_cannot_decode(tmp_path: Path) -> None:
+def test_run_with_paths_of_any_kind(tmp_path: Path) -> None:
+    """Some that the locale cannot decode, and a path object among the import paths."""
     folder = tmp_path / "für"
     folder.mkdir()
     (folder / "beside.py").write_text("def fail(): raise LookupError('beside')\n")
-    told = outcome(folder, train="import beside; beside.fail()", **ASCII, TMPDIR=str(folder))
+    told = outcome(
+        folder,
+        before="sys.path.insert(0, Path('elsewhere'))",
+        train="import beside; beside.fail()",
+        **ASCII,
+        TMPDIR=str(folder),
+    )
     assert told.startswith("WorkerFailed: worker 0 raised LookupError: beside")
     assert "beside.py" in told
 
@@ -73,14 +79,10 @@ def test_run_with_paths_that_the_locale_cannot_decode(tmp_path: Path) -> None:
 def test_worker_that_dies_where_sigchld_is_ignored_is_told_by_its_signal(
     tmp_path: Path,
 ) -> None:
+    """Here one of those that have no name."""
     told = outcome(
         tmp_path,
         before="signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
-        train="import os; os.kill(os.getpid(), signal.SIGKILL)",
+        train="import os; os.kill(os.getpid(), signal.SIGRTMIN + 1)",
     )
-    assert "worker 0 was killed by SIGKILL" in told
-
-
-def test_worker_that_a_real_time_signal_kills_is_told_with_its_number(tmp_path: Path) -> None:
-    told = outcome(tmp_path, train="import os; os.kill(os.getpid(), signal.SIGRTMIN + 1)")
     assert "worker 0 was killed by signal 35 before its function returned" in told

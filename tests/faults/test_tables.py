@@ -57,7 +57,15 @@ def started(rows: int, gate: Path, **options: Any) -> Iterator[ps.Job]:
         job.stop()
 
 
-def test_run_saves_tables_as_files_that_another_cluster_takes_back(tmp_path: Path) -> None:
+def first_rows(worker: ps.Worker) -> list[list[float]]:
+    """What the first pull of each rank finds."""
+    users = worker.client.table("users", dim=DIM, rule=ps.Add(), init=ps.Zeros())
+    return users.pull([0, 10, 11], create=False).tolist()  # type: ignore[no-any-return]
+
+
+def test_run_saves_tables_as_files_that_another_cluster_and_another_run_take_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "made" / "tables"
     result = ps.run(embed, workers=2, servers=2, consistency=ps.Async(), save_tables=folder)
     assert result.table_files == {"users": str(folder / "users.parquet")}
@@ -69,6 +77,9 @@ def test_run_saves_tables_as_files_that_another_cluster_takes_back(tmp_path: Pat
     assert (summary.rows, summary.created, summary.evicted, summary.unadmitted) == (11, 11, 0, 11)
     assert summary.memory_bytes > 11 * 4 * DIM
     assert result.groups["users"].staleness.pushes == 4
+    assert result.state_dict("default")["w"].tolist() == [0.0, 0.0]
+    with pytest.raises(UnknownName, match="'users' is a table, and no group of tensors"):
+        result.state_dict("users")
     with ps.Cluster(servers=1) as cluster:
         users = cluster.client().table("users", dim=DIM, rule=ps.Adagrad(lr=0.1, eps=0.0))
         assert users.from_parquet(result.table_files["users"], state=True) == 11
@@ -78,33 +89,14 @@ def test_run_saves_tables_as_files_that_another_cluster_takes_back(tmp_path: Pat
         second = -0.1 * (1 + 1 / np.sqrt(2))
         np.testing.assert_allclose(users.pull([10]), [[second] * DIM], rtol=1e-6)
 
-
-def first_rows(worker: ps.Worker) -> list[list[float]]:
-    """What the first pull of each rank finds."""
-    users = worker.client.table("users", dim=DIM, rule=ps.Add(), init=ps.Zeros())
-    return users.pull([0, 10, 11], create=False).tolist()  # type: ignore[no-any-return]
-
-
-def test_run_begins_with_the_rows_that_another_one_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ps.run(embed, workers=2, consistency=ps.Async(), save_tables=tmp_path)
-    (tmp_path / "words.parquet").write_bytes((tmp_path / "users.parquet").read_bytes())
-    result = ps.run(first_rows, workers=3, servers=2, load_tables=tmp_path)
-    one = -0.1 * sum(1 / np.sqrt(1 + n) for n in range(3))
+    (folder / "words.parquet").write_bytes((folder / "users.parquet").read_bytes())
+    loaded = ps.run(first_rows, workers=3, servers=2, load_tables=folder)
+    expected = [[one] * DIM, [-0.1] * DIM, [0.0] * DIM]
     for rank in range(3):
-        expected = [[one] * DIM, [-0.1] * DIM, [0.0] * DIM]
-        np.testing.assert_allclose(result.returns[rank], expected, rtol=1e-6)
+        np.testing.assert_allclose(loaded.returns[rank], expected, rtol=1e-6)
     assert "load_tables was not loaded for 'words'" in caplog.text
-
-
-def test_run_without_save_tables_says_where_the_rows_went() -> None:
-    result = ps.run(embed, workers=1, consistency=ps.Async())
-    assert result.table_files == {}
-    assert result.tables["users"].rows == 10
-    assert result.state_dict("default")["w"].tolist() == [0.0, 0.0]
-    with pytest.raises(UnknownName, match="'users' is a table, and no group of tensors"):
-        result.state_dict("users")
+    summary = loaded.tables["users"]
+    assert (loaded.table_files, summary.rows, summary.created) == ({}, 11, 11)
 
 
 def test_job_reads_and_writes_tables_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -124,12 +116,16 @@ def test_job_reads_and_writes_tables_while_the_run_goes_on(tmp_path: Path) -> No
     assert pq.read_table(file).num_rows == 11
     with pytest.raises(ClientClosed, match="'users' cannot be read: the run has ended"):
         job.table("users")
+    with pytest.raises(ClientClosed, match=r"the run has finished .*job\.wait\(\).*save_tables="):
+        users.pull([1])
 
 
-def test_run_that_fails_writes_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="no more"):
+def test_run_that_fails_writes_tables_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="no more") as caught:
         ps.run(embed, args=("", True), workers=1, consistency=ps.Async(), save_tables=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    result = caught.value.result
+    assert result is not None
+    assert pq.read_table(result.table_files["users"]).num_rows == result.tables["users"].rows == 10
 
 
 def test_run_that_is_stopped_writes_tables_as_they_are(tmp_path: Path) -> None:
@@ -142,5 +138,8 @@ def test_run_that_is_stopped_writes_tables_as_they_are(tmp_path: Path) -> None:
 
 def test_run_whose_tables_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "users.parquet").mkdir()
-    with pytest.raises(ParamServeError, match=r"table 'users' was not written to .*users\.parquet"):
+    told = r"table 'users' was not written to .*users\.parquet"
+    with pytest.raises(ParamServeError, match=told) as caught:
         ps.run(embed, workers=1, consistency=ps.Async(), save_tables=tmp_path)
+    assert caught.value.result is not None
+    assert caught.value.result.values["default"]["w"].tolist() == [0.0, 0.0]

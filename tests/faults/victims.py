@@ -67,9 +67,9 @@ def count_by_rank(worker: ps.Worker) -> int:
     return worker.clock
 
 
-def surroundings(worker: ps.Worker) -> tuple[dict[str, str], list[str], list[str]]:
-    """The environment, argv and loaded modules of a worker."""
-    return dict(os.environ), sys.argv, sorted(sys.modules)
+def surroundings(worker: ps.Worker) -> tuple[int, dict[str, str], list[str], list[str]]:
+    """The seed, environment, argv and loaded modules of a worker."""
+    return worker.seed, dict(os.environ), sys.argv, sorted(sys.modules)
 
 
 def fail_on(worker: ps.Worker, rank: int, step: int) -> int:

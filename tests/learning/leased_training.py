@@ -39,6 +39,8 @@ class Counts(nn.Module):
 def count(
     worker: Any,
     *,
+    name: str = "model",
+    consistency: Any = None,
     epochs: int = 2,
     own: bool = False,
     num_workers: int = 0,
@@ -52,6 +54,7 @@ def count(
     """Step with each batch of a leased loader.
 
     Args:
+        name: of the group, whose policy is `consistency` if that is not the run's.
         own: over a `DataLoader` of one's own.
         dies_at: step of rank 1, from 1, that is its first incarnation's last: with `overlap` the
             process ends while that step is on its way, else before it.
@@ -64,7 +67,9 @@ def count(
     """
     model = Counts()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    worker.optimizer(model, optimizer, overlap=overlap, weight=None if weighted else 1.0)
+    weight = None if weighted else 1.0
+    settings = {"name": name, "consistency": consistency}
+    worker.optimizer(model, optimizer, overlap=overlap, weight=weight, **settings)
     options = {"batch_size": 4, "epochs": epochs, **options}
     if own:
         sampler = worker.sampler(Numbers(), shards="dynamic", **options)
@@ -90,3 +95,8 @@ def count(
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
     return sizes
+
+
+def count_in_turn(worker: Any, cases: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """Count with one loader after the other, each for a group of its own."""
+    return {name: count(worker, name=name, **options) for name, options in cases.items()}

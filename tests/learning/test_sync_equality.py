@@ -110,44 +110,27 @@ def test_sync_equals_torch_on_the_joined_batch(run: ps.Result, kind: str, seed: 
 
 
 def test_sync_same_run_again_is_bitwise_equal() -> None:
-    first, second, other = (
+    first, second = (
         ps.run(
             training.train_from_loader,
             workers=2,  # the order of three is in the tests above
             servers=2,
             consistency=ps.Sync(reduce="mean"),
-            seed=seed,
+            seed=11,
             threads_per_worker=1,
             timeout_s=100,
         )
-        for seed in (11, 11, 12)
+        for _ in range(2)
     )
     assert first.returns == second.returns
-    assert first.returns != other.returns, "the seed must count, or the rest shows nothing"
     values = first.state_dict()
     assert values.keys() == second.state_dict().keys()
     for name, value in values.items():
         assert torch.equal(second.state_dict()[name], value), name
 
 
-def test_sync_one_and_two_servers_are_bitwise_equal() -> None:
-    """The model lies on one server, or two share it."""
-    for kind, seed in CASES:
-        first = run_with(1).state_dict(training.run_name(kind, seed))
-        second = run_with(2).state_dict(training.run_name(kind, seed))
-        for name, value in first.items():
-            assert torch.equal(second[name], value), (kind, seed, name)
-
-
-def test_sync_weight_and_clip_norm_equal_torch_on_the_joined_batch() -> None:
-    result = ps.run(
-        training.train_weighted,
-        workers=WORKERS,
-        servers=2,
-        consistency=ps.Sync(reduce="mean"),
-        threads_per_worker=1,
-        timeout_s=100,
-    )
+def test_sync_weight_and_clip_norm_equal_torch_on_the_joined_batch(run: ps.Result) -> None:
+    trained = run.state_dict("weighted")
     model = training.ConvNet(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ranks = [training.weighted_batches(rank) for rank in range(WORKERS)]
@@ -160,4 +143,4 @@ def test_sync_weight_and_clip_norm_equal_torch_on_the_joined_batch() -> None:
         assert norm > 0.2, "the test is about clipping"
         optimizer.step()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(result.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)

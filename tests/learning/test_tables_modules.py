@@ -80,12 +80,52 @@ def trained(worker: ps.Worker, model: Net) -> dict[str, Any]:
     return {"rows": rows, "dense": dense}
 
 
+def listening() -> Iterator[str]:
+    """The addresses that this process listens on with TCP, as the kernel writes them."""
+    links = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    inodes = {link[8:-1] for link in _there(links) if link.startswith("socket:[")}
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:  # TCP_LISTEN
+                    yield fields[1].partition(":")[0]
+
+
+def _there(links: Iterator[str]) -> Iterator[str]:
+    while True:
+        try:
+            yield next(links)
+        except StopIteration:
+            return
+        except OSError:
+            return
+
+
+def meet(worker: ps.Worker) -> None:
+    """Rank 0, whose store is the group's, comes too early for its patience, and is told so; then
+    all make the process group."""
+    if worker.rank == 0:
+        with pytest.raises(ps.errors.Timeout, match=r"waited 0\.5 s for rank 1 of 2 to call"):
+            worker.process_group(timeout_s=0.5)
+        assert not dist.is_initialized()
+    worker.barrier()
+    group = worker.process_group()
+    assert worker.process_group() is group
+    assert dist.get_backend() == "gloo"
+    total = torch.full((3,), float(worker.rank + 1))
+    dist.all_reduce(total)
+    assert total.tolist() == [1.0 + 2.0] * 3
+    assert "GLOO_SOCKET_IFNAME" in os.environ
+    assert set(listening()) == {"0100007F"}, "127.0.0.1, of the store or of gloo"
+
+
 def train(worker: ps.Worker, dense: str) -> dict[str, Any]:
     model = on_tables(worker)
     optimizer = dense_optimizer(model)
     called: nn.Module = model
     if dense == "local":
-        worker.process_group()
+        meet(worker)
         called = DistributedDataParallel(model)
         with pytest.raises(ValueError, match="would do so again"):
             worker.optimizer(called, optimizer)
@@ -188,57 +228,3 @@ def test_run_of_tables_alone_learns() -> None:
     for name in ("users", "tags"):
         assert result.groups[name].policy == "Async"
         assert result.groups[name].steps == 150 * WORKERS
-
-
-# --- the process group ---------------------------------------------------------------------------
-
-
-def listening() -> Iterator[str]:
-    """The addresses that this process listens on with TCP, as the kernel writes them."""
-    links = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    inodes = {link[8:-1] for link in _there(links) if link.startswith("socket:[")}
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/self/net/{table}") as lines:
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:  # TCP_LISTEN
-                    yield fields[1].partition(":")[0]
-
-
-def _there(links: Iterator[str]) -> Iterator[str]:
-    while True:
-        try:
-            yield next(links)
-        except StopIteration:
-            return
-        except OSError:
-            return
-
-
-def meet(worker: ps.Worker) -> tuple[list[str], int, str]:
-    group = worker.process_group()
-    assert worker.process_group() is group
-    total = torch.full((3,), float(worker.rank + 1))
-    dist.all_reduce(total)
-    assert "GLOO_SOCKET_IFNAME" in os.environ
-    return sorted(set(listening())), int(total[0]), dist.get_backend()
-
-
-def test_process_group_is_of_all_workers_and_listens_on_loopback_only() -> None:
-    result = ps.run(meet, workers=3, servers=1, threads_per_worker=1, timeout_s=60)
-    for rank in range(3):
-        addresses, total, backend = result.returns[rank]
-        assert total == 1 + 2 + 3
-        assert backend == "gloo"
-        assert addresses == ["0100007F"], "127.0.0.1, of the store or of gloo"
-
-
-def meet_without_one(worker: ps.Worker) -> None:
-    if worker.rank == 0:
-        with pytest.raises(ps.errors.Timeout, match=r"waited 1\.0 s for rank 1 of 2 to call"):
-            worker.process_group(timeout_s=1.0)
-        assert not dist.is_initialized()
-
-
-def test_process_group_names_who_did_not_come() -> None:
-    ps.run(meet_without_one, workers=2, servers=1, threads_per_worker=1, timeout_s=60)

@@ -73,6 +73,7 @@ class NormNet(nn.Module):
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
     return SimpleNamespace(
+        client=SimpleNamespace(connection=SimpleNamespace(before=0, restarts=False)),
         rank=rank,
         workers=workers,
         seed=seed,
@@ -81,6 +82,8 @@ def part_of(rank: int, workers: int, seed: int) -> Any:
         retiring=False,
         go_on_drawing=lambda: None,
         passes={},
+        compare_size=lambda arguments, size: None,
+        trains_alone=False,
     )
 
 
@@ -89,7 +92,8 @@ def run_name(kind: str, seed: int) -> str:
 
 
 def train_all(worker: Any) -> None:
-    """One after the other, every optimizer with every seed, each as a group of its own."""
+    """One after the other, every optimizer with every seed, each as a group of its own; then
+    weighted gradients."""
     for kind, build in OPTIMIZERS.items():
         for seed in SEEDS:
             model = ConvNet(seed if worker.rank == 0 else 99)
@@ -99,6 +103,7 @@ def train_all(worker: Any) -> None:
                 optimizer.zero_grad()
                 F.nll_loss(model(images), labels).backward()
                 optimizer.step()
+    train_weighted(worker)
 
 
 def train_from_loader(worker: Any) -> list[float]:
@@ -122,6 +127,7 @@ def train_weighted(worker: Any) -> None:
     optimizer = worker.optimizer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
+        name="weighted",
         weight=lambda: sizes[-1],
         clip_norm=0.2,
     )

@@ -58,9 +58,13 @@ def server(
     deadlines: dict[str, float] | None = None,
     tls: tuple[str, str, str] | None = None,
     rules: bool = False,
+    checkpoint: str | None = None,
+    every_s: float | None = None,
     **options: Any,
 ) -> None:
     """`ps.serve` until it is told to end. `rules`: with `Doubled`."""
+    if checkpoint is not None:
+        options["checkpoint"] = ps.Checkpoint(checkpoint, every_s=every_s)
     ps.serve(
         bind,
         token_file=token,

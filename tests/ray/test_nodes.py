@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import pytest
 from tests.contract.test_engine_contract import (
@@ -22,8 +23,10 @@ from tests.contract.test_engine_contract import (
     status_of,
     until_ended,
 )
+from tests.faults import checkpoint_victims
 from tests.ray.nodes import NODES
 
+import paramserve as ps
 from paramserve.engine.base import Fleet, Process, Role
 from paramserve.engine.on_ray import Needs, OnRay
 from paramserve.engine.on_ray.process import KILLED, RayProcess
@@ -275,6 +278,32 @@ def test_lost_node_ends_its_processes_and_a_restart_finds_another(
         finally:
             fleet.close()
             ray_cluster.remove_node(spare)
+
+
+def test_run_whose_server_was_on_a_lost_node_goes_on_elsewhere(
+    ray_cluster: Cluster, extra: Any, tmp_path: Path
+) -> None:
+    job = ps.start(
+        checkpoint_victims.regress,
+        args=(600,),
+        workers=2,
+        seed=5,
+        engine=OnRay(server=Needs(resources={"lent": 1}), place_s=30),
+        checkpoint=ps.Checkpoint(tmp_path / "runs", every_s=0.5),
+    )
+    while not ((told := job.status().checkpoints) and told.written):
+        time.sleep(0.01)
+    spare = ray_cluster.add_node(num_cpus=1, resources={"lent": 1}, labels={"zone": "spare"})
+    try:
+        ray_cluster.remove_node(extra, allow_graceful=False)
+        result = job.wait()
+    finally:
+        job.stop()
+        ray_cluster.remove_node(spare)
+    (back,) = result.rollbacks
+    assert set(result.returns.values()) == {back.clocks["default"]}
+    whole = ps.run(checkpoint_victims.regress, args=(600,), workers=2, seed=5)
+    np.testing.assert_array_equal(result.values["default"]["w"], whole.values["default"]["w"])
 
 
 def test_restart_without_another_node_is_given_up(ray_cluster: Cluster, extra: Any) -> None:

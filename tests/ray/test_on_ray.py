@@ -88,6 +88,22 @@ def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_refs_in_lists_and_closures_are_read_by_the_workers() -> None:
+    import ray
+
+    whole = ray.put(100)
+
+    def learn(worker: ps.Worker, parts: list[ray.ObjectRef[int]]) -> float:
+        mine = ray.get(parts[worker.rank], timeout=20) + ray.get(whole, timeout=20)
+        return worker.all_reduce(float(mine), "sum")
+
+    parts = [ray.put(rank) for rank in range(2)]
+    result = ps.run(learn, args=(parts,), workers=2, engine=ps.OnRay())
+    assert result.returns == {0: 201.0, 1: 201.0}
+    with pytest.raises(TypeError, match=r"argument 0 \(list: it holds ObjectRef.*captured 'whole'"):
+        ps.run(learn, args=(parts,), workers=2)
+
+
 @pytest.mark.slow
 def test_async_run_on_several_nodes_learns() -> None:
     engine = ps.OnRay(servers="spread", workers="apart", worker=ps.Needs(num_cpus=0.5))
@@ -195,10 +211,9 @@ def test_handle_connects_in_tasks_and_actors_and_says_when_it_is_over() -> None:
     with ps.Cluster(servers=2, engine=ps.OnRay(servers="spread")) as cluster:
         client, handle = cluster.client(), cluster.handle()
         client.define("w", np.zeros(4), rule=ps.Add())
-        ray.get([push.remote(handle) for _ in range(3)])
         pusher = Pusher.remote(handle)
-        ray.get([pusher.push.remote() for _ in range(2)])
-        assert client.pull("w").tolist() == [5.0] * 4
+        ray.get([push.remote(handle), *(pusher.push.remote() for _ in range(2))])
+        assert client.pull("w").tolist() == [3.0] * 4
     with pytest.raises(ClientClosed, match="was closed"):
         handle.connect()
     with pytest.raises(CoordinatorGone):

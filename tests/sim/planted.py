@@ -60,7 +60,7 @@ from paramserve.messages import (
     SetPolicy,
     Step,
 )
-from paramserve.rules import PushInfo
+from paramserve.rules import Add, PushInfo
 from paramserve.testing import Faults, SimulatedCluster, slow
 
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
@@ -355,10 +355,18 @@ def retiring_worker_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[Simu
 
 
 def nan_not_seen(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Nobody looks whether a gradient is finite."""
-    monkeypatch.setattr(stepping, "finite", lambda parts: True)
-    monkeypatch.setattr(collecting, "finite", lambda parts: True)
-    monkeypatch.setattr(collecting, "addable", lambda parts, weight: True)
+    """Neither a shard nor a rule looks whether a gradient is finite."""
+
+    def apply(rule: Add, value: Any, gradient: Any, state: Any, hyper: Any, *rest: Any) -> None:
+        runs, push, out = rest
+        for start, stop, _, _ in runs:
+            value[start:stop] += push.scale * gradient[start:stop]
+        if out is not None:
+            out[:] = value
+
+    monkeypatch.setattr(stepping, "largest", lambda parts, step=None: 0.0)
+    monkeypatch.setattr(collecting, "largest", lambda parts, step=None: 0.0)
+    monkeypatch.setattr(Add, "apply", apply)
     return SimulatedCluster
 
 
@@ -461,7 +469,7 @@ def compensated_from_the_newest_read(monkeypatch: pytest.MonkeyPatch) -> type[Si
     """A gradient is corrected by the change since the newest read, not since its own."""
 
     def of(self: Reads, rank: int, version: int) -> Any:
-        kept = self._kept.get(rank)
+        kept = self.kept.get(rank)
         return kept[-1][1] if kept else {}
 
     monkeypatch.setattr(Reads, "of", of)
@@ -486,7 +494,7 @@ def read_again_with_the_version_of_before(
     class OldVersion(GroupMachine):
         def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
             answer = super().read_again(session, request, done)
-            return answer._replace(message=done)
+            return structs.replace(answer, message=done)
 
     return with_group(monkeypatch, OldVersion)
 
@@ -510,7 +518,7 @@ def values_of_a_later_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCl
 
     class KeepsNone(ShardSession):
         def record(self, answer: Answer) -> None:
-            super().record(answer._replace(exact=False))
+            super().record(structs.replace(answer, exact=False))
 
     monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)
     return SimulatedCluster

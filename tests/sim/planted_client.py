@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paramserve.client.exchange import Exchange, _decode
+from paramserve.client.exchange import Exchange
 from paramserve.client.links import Links, ReachedShard
 from paramserve.core.client_session import ClientSession, Sent
-from paramserve.messages import Done, Refused, ShardRequest
+from paramserve.messages import Done, Refused, ShardReply, ShardRequest
 from paramserve.transport.link import Link
 
 
@@ -74,11 +74,10 @@ def payload_of_a_repeated_answer_left_unread(monkeypatch: pytest.MonkeyPatch) ->
     """What follows an answer that was taken before is neither read nor skipped."""
     take = Exchange._take
 
-    def keeps(exchange: Exchange, shard: ReachedShard, link: Link, header: bytes) -> None:
-        reply: Any = _decode(header)
+    def keeps(exchange: Exchange, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
         if type(reply) is Done and shard.session.sent(reply.seq) is None:
             return
-        take(exchange, shard, link, header)
+        take(exchange, shard, link, reply)
 
     monkeypatch.setattr(Exchange, "_take", keeps)
 

@@ -15,7 +15,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core import collectives
-from paramserve.core.collectives import Collectives, _Ended, reduced
+from paramserve.core.collectives import Collectives, _Ended, _Open, reduced
 from paramserve.core.coordination import Called, CoordinatorEvent
 from paramserve.core.events import ClientGone, DeadlineReached
 from paramserve.core.group import GroupMachine
@@ -245,10 +245,26 @@ def collective_waits_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 def own_value_overwritten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The value of the last rank is lost."""
 
-    def lost(call: AllReduce, values: list[bytes]) -> bytes:
-        return reduced(call, values[:-1] or values)
+    def lost(calls: list[AllReduce]) -> tuple[bytes, str]:
+        return reduced(calls[:-1] or calls)
 
     monkeypatch.setattr(collectives, "reduced", lost)
+    return SimulatedCluster
+
+
+def last_rank_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The last rank gets its own value, whichever calls those made that have returned."""
+    monkeypatch.setattr(Collectives, "_returned_without", lambda self, opened: [])
+    return SimulatedCluster
+
+
+def refused_while_others_live(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank is refused where one has returned, although others live."""
+
+    def without(self: Collectives, opened: _Open) -> list[int]:
+        return sorted(self._membership.returned - opened.sent.keys())
+
+    monkeypatch.setattr(Collectives, "_returned_without", without)
     return SimulatedCluster
 
 
@@ -277,5 +293,7 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (value_of_the_last_collective, Async(), COLLECTIVE),
     (collective_waits_for_the_dead, Async(), COLLECTIVE),
     (own_value_overwritten, Sync(reduce="sum"), COLLECTIVE),
+    (last_rank_is_left_alone, Async(), COLLECTIVE),
+    (refused_while_others_live, Async(), COLLECTIVE),
 )
 """What is planted, under which policy, in which scenario."""

@@ -9,8 +9,7 @@ from tests.sim.planted import DEATHS, PATIENCE_S, Plant, with_group, with_shard
 
 from paramserve.client import steps as steps_module
 from paramserve.client.links import Slot
-from paramserve.client.steps import Steps
-from paramserve.client.ticket import Ticket
+from paramserve.client.steps import Prepared, Steps
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core import collecting
@@ -70,11 +69,11 @@ def acknowledge_before_apply(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
     """A step is acknowledged when it is collected, before its clock is decided."""
 
     class Hasty(Shard):
-        def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
-            answer, step = super()._dispatch(session, request), request.message
-            if answer is None and isinstance(step, Step) and step.push:
+        def _execute(self, session: ShardSession, request: Request) -> None:
+            super()._execute(session, request)
+            step = request.message
+            if session.held is not None and isinstance(step, Step) and step.push:
                 self._effects.replies.append((session.client, Answer(Done(step.seq))))
-            return answer
 
     return with_shard(Hasty)
 
@@ -82,11 +81,12 @@ def acknowledge_before_apply(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A client that has lost patience uses the slots of its call for the next one."""
     held: dict[Operation, tuple[Steps, list[Slot]]] = {}
-    bind, sending = Steps._bind, SimulatedClient.sending
+    prepare, sending = Steps._prepare, SimulatedClient.sending
 
-    def keep(steps: Steps, ticket: Ticket, operation: Operation, *rest: Any) -> None:
-        held[operation] = steps, rest[0]
-        bind(steps, ticket, operation, *rest)
+    def keep(steps: Steps, *parts: Any) -> Prepared:
+        sent = prepare(steps, *parts)
+        held[sent.operation] = steps, sent.captured
+        return sent
 
     def lose_patience(operation: Operation) -> None:
         if not operation.complete:
@@ -97,7 +97,7 @@ def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClus
             client.later(PATIENCE_S, lose_patience, operation)
         return sending(client, requests, operation)
 
-    monkeypatch.setattr(Steps, "_bind", keep)
+    monkeypatch.setattr(Steps, "_prepare", keep)
     monkeypatch.setattr(SimulatedClient, "sending", send)
     return SimulatedCluster
 
@@ -111,18 +111,19 @@ def let_go(steps: Steps, slots: list[Slot]) -> None:
 def slot_freed_at_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A slot is free when one shard has answered, though the other has not."""
     held: dict[Operation, tuple[Steps, list[Slot]]] = {}
-    bind, answered = Steps._bind, Operation.answered
+    prepare, answered = Steps._prepare, Operation.answered
 
-    def keep(steps: Steps, ticket: Ticket, operation: Operation, *rest: Any) -> None:
-        held[operation] = steps, rest[0]
-        bind(steps, ticket, operation, *rest)
+    def keep(steps: Steps, *parts: Any) -> Prepared:
+        sent = prepare(steps, *parts)
+        held[sent.operation] = steps, sent.captured
+        return sent
 
     def take(operation: Operation, shard: int, reply: Done | Refused) -> None:
         if operation in held:
             let_go(*held.pop(operation))
         answered(operation, shard, reply)
 
-    monkeypatch.setattr(Steps, "_bind", keep)
+    monkeypatch.setattr(Steps, "_prepare", keep)
     monkeypatch.setattr(Operation, "answered", take)
     return SimulatedCluster
 

@@ -1,5 +1,6 @@
 """As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`; with `SOAK=--tables`
-the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors.
+the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors. Of
+clusters that write checkpoints, are lost and go on, it runs `RESUMES=1000` seeds.
 
 It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
 that seed again.
@@ -16,6 +17,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 from tests.sim.policies import POLICIES, TABLE_POLICIES
+from tests.sim.resumes import CASES, resumed
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
 from paramserve.testing.mixed import SimulatedMixed
@@ -42,6 +44,16 @@ class Chunk(NamedTuple):
     """The seed behind the last."""
 
 
+class Lost(NamedTuple):
+    """Seeds of clusters that are lost and go on from a checkpoint."""
+
+    case: str
+    """A key of `resumes.CASES`."""
+    first: int
+    stop: int
+    """The seed behind the last."""
+
+
 def kind_of(tables: bool, second: str) -> type[SimulatedCluster]:
     """What is simulated: with a second group, the table is that."""
     if not tables:
@@ -49,8 +61,25 @@ def kind_of(tables: bool, second: str) -> type[SimulatedCluster]:
     return SimulatedMixed if second else SimulatedTables
 
 
-def run(chunk: Chunk) -> tuple[int, int, str]:
-    """Run the seeds [first, stop) of a policy: seeds and events run, and the first violation."""
+def run(chunk: Chunk | Lost) -> tuple[int, int, str]:
+    """Run the seeds [first, stop) of a policy or case: seeds and events run, and the first
+    violation."""
+    return run_lost(chunk) if isinstance(chunk, Lost) else run_policy(chunk)
+
+
+def run_lost(chunk: Lost) -> tuple[int, int, str]:
+    events = 0
+    for seed in range(chunk.first, chunk.stop):
+        try:
+            events += resumed(seed, **CASES[chunk.case]).clock.events
+        except Exception as error:  # what breaks the simulator is found as well
+            again = f"again: tests.sim.resumes.resumed({seed}, **CASES[{chunk.case!r}])"
+            told = f"{chunk.case}: {type(error).__name__}: {error}\n{again}"
+            return seed - chunk.first + 1, events, told
+    return chunk.stop - chunk.first, events, ""
+
+
+def run_policy(chunk: Chunk) -> tuple[int, int, str]:
     kind, name, first = kind_of(chunk.tables, chunk.second), chunk.policy, chunk.first
     events = 0
     for seed in range(first, chunk.stop):
@@ -95,9 +124,18 @@ def chunks(
     ]
 
 
+def lost(first: int, seeds: int) -> list[Lost]:
+    """`seeds` seeds in all, shared by the cases, each from `first` on."""
+    end = first + -(-seeds // len(CASES))
+    return [
+        Lost(case, low, min(low + CHUNK, end)) for low in range(first, end, CHUNK) for case in CASES
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="make soak")
     parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
+    parser.add_argument("--resumes", type=int, default=0, help="of clusters that are lost, besides")
     parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
     parser.add_argument("--second", choices=sorted(POLICIES), default="", help="a second group's")
@@ -107,15 +145,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(argv)
-    if given.seeds < 1 or given.first < 0:
-        parser.error("--seeds is at least 1, --first at least 0")
+    if min(given.seeds, given.resumes, given.first) < 0 or given.seeds + given.resumes < 1:
+        parser.error("--seeds, --resumes and --first are at least 0, one of the former at least 1")
     only = given.tables and not given.second
     names = [given.policy] if given.policy else list(TABLE_POLICIES if only else POLICIES)
     table = names[0] if only else given.second
     if given.tables and table not in TABLE_POLICIES:
         parser.error(f"a table's policy is one of {', '.join(TABLE_POLICIES)}")
     shape = given.servers, given.workers, given.tables, given.second, given.slow_readers
-    work = chunks(names, given.first, given.seeds, *shape)
+    work: list[Chunk | Lost] = [*chunks(names, given.first, given.seeds, *shape)]
+    work += lost(given.first, given.resumes)
     began = told = time.monotonic()
     seeds = events = 0
     with get_context("spawn").Pool(given.processes) as pool:

@@ -234,13 +234,21 @@ def test_seeds_samples_shared_by_lease_are_all_used(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_seeds_ranks_agree_in_collectives(policy: str) -> None:
-    agreed, again = 0, 0
+    agreed, again, refused = 0, 0, 0
     for seed in range(20):
         found = replay(seed, consistency=POLICIES[policy], others=(), collectives=True).history
         agreed += len(found.agreed)
         again += sum(each.again for each in found.agreed)
+        refused += sum(each.refused for each in found.company)
     assert agreed > 100, "else the checker had little to judge"
     assert again > 10
+    assert refused > 3
+
+
+def test_seeds_server_that_is_looked_for_after_a_reset_goes_on() -> None:
+    faults = Faults(stall=0.08, stall_s=0.4, reset=0.08)
+    looked = [replay(seed, faults=faults).coordinator.looked for seed in range(12)]
+    assert sum(looked) > 4
 
 
 SCRIPT = (

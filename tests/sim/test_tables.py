@@ -17,6 +17,7 @@ from paramserve.core.table import routing
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import RowGradient
+from paramserve.rules.compiled import compiled
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
 from paramserve.testing.row_counting import KEYS, SimulatedTables, replay
 
@@ -136,11 +137,10 @@ def rows_are_read_to_the_places_of_others(
 def nan_is_looked_for_in_the_first_row_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
-    def finite(block: KeyedBlock, gradient: RowGradient, *args: object) -> bool:
-        return bool(np.isfinite(gradient.values[:1]).all())
+    def largest(block: KeyedBlock, gradient: RowGradient, *args: object) -> float:
+        return float(compiled().largest(gradient.values[:1].reshape(-1)))
 
-    monkeypatch.setattr(KeyedBlock, "finite", finite)
-    monkeypatch.setattr(KeyedBlock, "below", finite)
+    monkeypatch.setattr(KeyedBlock, "largest", largest)
     return SimulatedTables
 
 

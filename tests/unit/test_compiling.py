@@ -13,7 +13,7 @@ from paramserve.compiling import load_kernels, loaded
 from paramserve.rules import SGD, Adam, Add
 
 F4, F8, I8 = np.dtype("float32"), np.dtype("float64"), np.dtype("int64")
-SAYS = "paramserve: compiling kernels, once per installation; some seconds\n"
+SAYS = "paramserve: compiling kernels for float32 Add, once per installation; some seconds\n"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Harness:
         ]
         self._last = [0, 0]
 
-    def _dial(self, addresses: Sequence[str]) -> OtherServer:
+    def _dial(self, addresses: Sequence[str], wanted: Callable[[], bool]) -> OtherServer:
         assert addresses == ("shard 0",), "the lead"
         return self.others
 

@@ -29,6 +29,8 @@ class RecordsCalls:
         self.workers = 3
         self.incarnation = 1
         self.repeated = 0
+        self.retiring = False
+        self.resumed: dict[str, int] = {}
         self.clocks = {"default": 4, "model": 7}
         self.connection = self.steps = self
         self.calls: list[Any] = []
@@ -50,6 +52,9 @@ class RecordsCalls:
 
     def unapplied(self) -> str:
         return ""
+
+    def tell_saved(self) -> None:
+        """Nothing was saved."""
 
     def drain(self) -> None:
         self.calls.append("drain")

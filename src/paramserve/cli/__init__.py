@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 import cloudpickle
 
 from paramserve import __version__
-from paramserve.cli.cluster import COMMANDS, load_object, save
+from paramserve.cli.checkpoints import Place, checkpoints
+from paramserve.cli.cluster import COMMANDS, check_out, load_object, save
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.consistency.registry import split
@@ -67,15 +70,31 @@ def cli() -> None:
     "--save",
     "out",
     type=click.Path(dir_okay=False),
-    help="Where to write the model at the end, for torch.load; also after Ctrl-C.",
+    help="Where to write the model at the end, for torch.load; also after Ctrl-C or a failure.",
 )
-@click.option("--load-state", type=click.Path(), help="A model's file that the workers start from.")
+@click.option(
+    "--load-state",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A model's file that the workers start from.",
+)
 @click.option(
     "--load-tables",
-    type=click.Path(file_okay=False),
+    type=click.Path(exists=True, file_okay=False),
     help="A folder of --save-tables whose rows the tables begin with.",
 )
 @click.option("--save-tables", type=click.Path(file_okay=False), help="A folder for keyed tables.")
+@click.option(
+    "--checkpoint",
+    type=Place(file_okay=False),
+    help="A folder, or its URL, for checkpoints: one each minute, from which the run goes on if a "
+    "server dies.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on from the newest in --checkpoint, if there is one."
+)
+@click.option(
+    "--resume-from", type=Place(exists=True), help="Go on from this checkpoint, or folder."
+)
 def run(
     target: str,
     script_args: tuple[str, ...],
@@ -85,6 +104,8 @@ def run(
     rules: tuple[str, ...],
     engine: str,
     out: str | None,
+    resume: bool,
+    resume_from: str | None,
     **options: Any,
 ) -> None:
     """Run FUNCTION of SCRIPT on workers: it is called as FUNCTION(worker).
@@ -95,8 +116,8 @@ def run(
     from paramserve.launch import run as run_function
     from paramserve.launch.packing import WithArguments
 
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder for {out}", param_hint="--save")
+    if out is not None:
+        out = check_out(out, "--save")
     own_rules, policies = split(given := [load_object(each) for each in rules])
     policy = policy_of(consistency, given)
     path, function = load_function(target, script_args)
@@ -109,19 +130,25 @@ def run(
             policies=policies,
             engine=_engine(engine),
             progress=not quiet,
+            resume=resume_from if resume_from is not None else resume,
             **options,
         )
     except KeyboardInterrupt as interrupt:  # it is told already; click would add an empty line
-        if out is not None and (done := getattr(interrupt, "result", None)) is not None:
-            _save(done, out)
+        _save_rest(getattr(interrupt, "result", None), out)
         raise click.exceptions.Exit(INTERRUPTED) from None
-    if out is not None:
-        _save(result, out)
+    except ParamServeError as failed:
+        _save_rest(failed.result, out)
+        raise
     for rank, returned in result.returns.items():
         if returned is not None:
             click.echo(f"worker {rank} returned {returned!r}")
     for error in result.failures.values():
         click.echo(str(error), err=True)
+    if out is not None and not result.values:
+        click.echo(f"paramserve: {out} was not written: the run has defined no values", err=True)
+        raise click.exceptions.Exit(1)
+    if out is not None:
+        click.echo(f"paramserve: {_save(result, out)} in {out}")
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
@@ -150,7 +177,7 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
-for command in (*COMMANDS, plan):
+for command in (*COMMANDS, plan, checkpoints):
     cli.add_command(command)
 
 
@@ -163,16 +190,40 @@ def bench(tiny: bool) -> None:
     measure(tiny=tiny)
 
 
-def _save(result: Result, path: str) -> None:
-    """Write the model: the group "model" or the only one, else each group by its name."""
+def _save(result: Result, path: str) -> str:
+    """Write the model: the group "model" or the only one, else each group by its name.
+
+    Returns:
+        What was written.
+    """
     names = list(result.values)
     name = "model" if "model" in names else names[0] if len(names) == 1 else None
-    if not names:
-        click.echo(f"paramserve: {path} was not written: the run has defined no values", err=True)
-    elif name is not None:
-        save(path, result.state_dict(name))
+    if name is not None:
+        save(path, state := result.state_dict(name))
+        return f"{len(state)} tensors of {name!r} are"
+    save(path, {each: result.state_dict(each) for each in names})
+    return f"{' and '.join(map(repr, names))} are"
+
+
+def _save_rest(result: Result | None, path: str | None) -> None:
+    """Write what there is of the model of a run that has not come to its end. What goes wrong is
+    told, and hides nothing."""
+    if path is None:
+        return
+    if result is None:
+        told = "was not written: the servers could not be read"
+    elif not result.values:
+        told = "was not written: the run has defined no values"
     else:
-        save(path, {each: result.state_dict(each) for each in names})
+        try:
+            _save(result, path)
+            told = "has the model as it was when the run ended early"
+        except ParamServeError as error:  # it names the file, and where the model is instead
+            click.echo(f"paramserve: {error}", err=True)
+            return
+        except OSError as error:
+            told = f"was not written: {error}"
+    click.echo(f"paramserve: {path} {told}", err=True)
 
 
 def _on_worker_death(name: str) -> Any:
@@ -232,13 +283,39 @@ def load_script(script: Path, argv: Sequence[str]) -> ModuleType:
     return module
 
 
+@contextmanager
+def _own_warnings_in_one_line() -> Iterator[None]:
+    """Show a warning that is about no line of the user's as "paramserve: ..."."""
+    library = str(Path(click.__file__).parent)
+
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if filename.startswith(library):  # what called this package is the command
+                click.echo(f"paramserve: {message}", err=True)
+            else:
+                before(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        outcome = cli.main(
-            args=list(argv) if argv is not None else None,
-            prog_name="paramserve",
-            standalone_mode=False,
-        )
+        with _own_warnings_in_one_line():
+            outcome = cli.main(
+                args=list(argv) if argv is not None else None,
+                prog_name="paramserve",
+                standalone_mode=False,
+            )
     except click.ClickException as error:
         error.show()
         return error.exit_code

@@ -6,8 +6,10 @@ import importlib
 import logging
 import os
 import secrets
+import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paramserve.cli.checkpoints import Place
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.config import TLS, Deadlines, Limits
 from paramserve.consistency.registry import split
@@ -75,17 +78,47 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     "restart_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Sync waits this long for a worker that died to come again.",
+    help="Under every policy: how long a worker that died may take to come again and go on where "
+    "it was; Sync waits for it. Without it, it goes on at the clock of the others.",
 )
-@click.option("--until-done", is_flag=True, help="End when all workers have come and left.")
+@click.option(
+    "--until-done",
+    is_flag=True,
+    help="End when all workers have come and left. One that died counts as having left, with "
+    "--restart after these seconds.",
+)
+@click.option(
+    "--checkpoint",
+    type=Place(file_okay=False),
+    metavar="DIR",
+    help="A folder that all servers see, or its URL: begin with its newest checkpoint, and write "
+    "more.",
+)
+@click.option(
+    "--checkpoint-every",
+    "every_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Between two checkpoints; 60 if it is left out.",
+)
 @with_tls
-def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
+def serve(
+    rules: tuple[str, ...],
+    consistency: str,
+    checkpoint: str | None,
+    every_s: float | None,
+    **options: Any,
+) -> None:
     """Run a server, the first one or one that joins it, until it is stopped.
 
-    The first one is told --servers, --workers and --consistency for the whole cluster. On stderr it
-    logs which members come, leave, die and are refused.
+    The first one is told --servers, --workers, --consistency and --checkpoint for the whole
+    cluster. On stderr it logs which members come, leave, die and are refused.
     """
+    from paramserve.launch.checkpoints import Checkpoint
     from paramserve.launch.serve import serve as run
+
+    if every_s is not None and checkpoint is None:
+        raise click.UsageError("--checkpoint-every needs --checkpoint")
 
     tls = tls_of(options)
     own_rules, policies = split(given := [load_object(each) for each in rules])
@@ -96,6 +129,7 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
         policies=policies,
         consistency=policy_of(consistency, given),
         tls=tls,
+        checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,
         ready=lambda address: click.echo(f"paramserve: serving at {address}"),
         **options,
     )
@@ -108,7 +142,8 @@ def serve(rules: tuple[str, ...], consistency: str, **options: Any) -> None:
 @click.option("--watch", "every_s", type=click.FloatRange(min=0.1), metavar="SECONDS")
 @with_tls
 def status(address: str, token_file: str | None, every_s: float | None, **options: Any) -> None:
-    """Show a running cluster: its servers, workers, clocks, versions and staleness.
+    """Show a running cluster: its last checkpoint, servers, workers, clocks, versions and
+    staleness.
 
     On a terminal as tables, elsewhere as plain columns.
     """
@@ -120,7 +155,8 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
     from paramserve.transport.auth import credentials_of
 
     credentials = credentials_of(token_file, tls_of(options))
-    overview = Overview((full_address(address),), credentials, Limits(), Deadlines(), records=False)
+    at = (full_address(address),)
+    overview = Overview(at, credentials, Limits(), Deadlines(), records=False, served=True)
     if hasattr(sys.stdout, "reconfigure"):  # a locale may lack what rich draws
         sys.stdout.reconfigure(errors="replace")
     terminal = Console() if sys.stdout.isatty() else None
@@ -199,6 +235,8 @@ def get(
 
     if out is None and tables is None:
         raise click.UsageError("say what to write: --out FILE, --tables FOLDER, or both")
+    if out is not None:
+        out = check_out(out, "--out")
     with attach(address, token_file=token_file, tls=tls_of(options)) as cluster:
         if out is not None:
             save(out, state := cluster.state_dict(group))
@@ -207,20 +245,74 @@ def get(
             click.echo(f"paramserve: table {name!r} is in {path}")
 
 
-def save(path: str, state: Mapping[str, Any]) -> None:
-    """Write a state dict for `torch.load`.
+def check_out(path: str, option: str) -> str:
+    """The whole path of a file that `save` can write.
 
     Raises:
-        ParamServeError: torch is not installed. OSError: the file cannot be written.
+        click.BadParameter: its folder is missing, or takes no file. ParamServeError: torch is not
+            installed, or cannot be imported.
     """
+    folder = os.path.dirname(os.path.realpath(path))
     try:
-        from paramserve.pytorch.loading import save_state
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise click.BadParameter(
+            f"{path} cannot be written: {error.strerror}: {folder}. Make this folder, or name a "
+            "file in one that you may write to",
+            param_hint=option,
+        ) from error
+    try:
+        from paramserve.pytorch import loading  # noqa: F401 - what imports torch
     except ModuleNotFoundError as error:
         raise ParamServeError(
-            f"a model is written by {error.name}, which is not installed",
+            f"{option} {path}: a model is written by {error.name}, which is not installed",
             fix="pip install 'paramserve[torch]'",
         ) from error
-    save_state(path, state)
+    except (ImportError, OSError) as error:  # a library of torch's is missing or broken
+        raise ParamServeError(
+            f"{option} {path}: a model is written by torch, which cannot be imported: {error}",
+            fix="install torch again",
+        ) from error
+    return os.path.abspath(path)
+
+
+def save(path: str, state: Mapping[str, Any]) -> None:
+    """Write a state dict for `torch.load`; where that fails, to the present folder or to that for
+    temporary files.
+
+    Raises:
+        ParamServeError: the file could not be written; the text says where the state is.
+    """
+    from paramserve.pytorch.loading import save_state
+
+    name, failed = Path(path), list[str]()
+    folders: Sequence[Callable[[], str]] = (
+        lambda: str(name.parent),
+        os.getcwd,
+        tempfile.gettempdir,
+    )
+    for folder in folders:
+        file = name.name if not failed else f"{name.stem}-{secrets.token_hex(4)}{name.suffix}"
+        try:
+            target = Path(folder()) / file  # there may be no such folder any more
+            save_state(target, state)
+        except (OSError, RuntimeError) as error:  # torch raises either where a disk is full
+            cause = error if isinstance(error, OSError) else error.__context__
+            words = cause.strerror if isinstance(cause, OSError) else str(error)
+            failed.append(words or type(error).__name__)
+        else:
+            break
+    else:
+        raise ParamServeError(
+            f"the model was not written: to {path}: {failed[0]}; to the present folder: "
+            f"{failed[1]}; to the folder for temporary files: {failed[2]}",
+            fix="make room; of a run that has ended, the values are lost",
+        )
+    if failed:
+        raise ParamServeError(
+            f"the model was not written to {path}: {failed[0]}. It is in {target}",
+            fix=f"mv {shlex.quote(str(target))} {shlex.quote(path)}",
+        )
 
 
 @click.command()

@@ -49,7 +49,7 @@ def policy_of(
     policies = {**{name: each for name, each in own.items() if _is_policy(each)}, **BUILT_IN}
     try:
         written = in_python(text)
-        found = _made(_parsed(text, written, policies), known)
+        found = _made(_parsed(text, written, policies, option), known)
         if _is_policy(found):
             found = found()
     except (SyntaxError, ValueError, TypeError) as error:
@@ -63,13 +63,15 @@ def _is_policy(thing: Any) -> bool:
     return isinstance(thing, type) and issubclass(thing, Policy)
 
 
-def _parsed(text: str, written: str, policies: Mapping[str, Any]) -> ast.expr:
+def _parsed(text: str, written: str, policies: Mapping[str, Any], option: str) -> ast.expr:
     """A policy's expression; where it begins with a word that names none, that is what is told."""
     word = text.strip().partition(":")[0].partition("(")[0]
     if word.isidentifier() and written == text and word not in policies:
         known = ", ".join((*SHORT, *sorted(policies)))
         near = get_close_matches(word, (*SHORT, *policies), n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
+        if not near and "(" in text and option == "--consistency":  # which has --rules beside it
+            meant = f"; import your own with --rules module:{word}"
         raise ValueError(f"no policy is called {word!r}{meant}; known: {known}")
     return ast.parse(written, mode="eval").body
 

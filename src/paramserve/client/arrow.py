@@ -6,7 +6,7 @@ row is, is the servers' business (`Table.scan`, `Table.put`); this says how it l
     key    int64
     value  fixed_size_list<float32>[dim]
     state  fixed_size_list<float32>[width], if asked for and the rule has any
-    count  uint32, updates of the row, if the state was asked for
+    count  uint32, updates of the row, if the state was asked for; 0 where the rule counts none
     label  string, what the key was made of, if the table keeps labels; empty where it is not known
 
 Taken over are also strings as keys, columns of other integers and floats, and rows that are lists
@@ -38,6 +38,7 @@ from paramserve.core import differences
 from paramserve.core.table.options import BEYOND
 from paramserve.core.table.parts import Records
 from paramserve.errors import (
+    DefineMismatch,
     DtypeMismatch,
     NonFinite,
     ParamServeError,
@@ -45,6 +46,7 @@ from paramserve.errors import (
     TableFull,
     rebuild,
 )
+from paramserve.messages import BlockSpec
 
 if TYPE_CHECKING:
     from paramserve.client.table import Table
@@ -76,23 +78,24 @@ class Told(Struct):
     rule: RuleSpec
 
 
-def schema_of(table: Table, width: int) -> Any:
-    """The columns of a table; one that keeps labels has them as well.
+def schema_of(block: BlockSpec, width: int, *, labels: bool = False) -> Any:
+    """The columns of a table.
 
     Args:
         width: of the state; -1: without it.
+        labels: whether to have those of its keys as well.
     """
     pa = pyarrow()
-    columns = [("key", pa.int64()), ("value", pa.list_(pa.float32(), table.dim))]
+    spec, rule = block.table, block.rule
+    assert spec is not None
+    assert rule is not None, "a table has one"
+    columns = [("key", pa.int64()), ("value", pa.list_(pa.float32(), spec.dim))]
     if width > 0:
         columns.append(("state", pa.list_(pa.float32(), width)))
     if width >= 0:
         columns.append(("count", pa.uint32()))
-    spec, rule = table.block.table, table.block.spec.rule
-    assert spec is not None
-    assert rule is not None, "a table has one"
-    told = Told(FORMAT, table.name, table.dim, spec.dtype, spec.seed, rule)
-    if table.known_labels() is not None:
+    told = Told(FORMAT, block.group_name, spec.dim, spec.dtype, spec.seed, rule)
+    if labels:
         columns.append(("label", pa.string()))
     fields = [pa.field(name, kind, nullable=False) for name, kind in columns]
     return pa.schema(fields, metadata={METADATA: msgspec.json.encode(told)})
@@ -100,24 +103,47 @@ def schema_of(table: Table, width: int) -> Any:
 
 def batches(table: Table, schema: Any, width: int, timeout_s: float | None) -> Iterator[Any]:
     """The rows of a table, shard by shard, as record batches."""
-    pa = pyarrow()
     rows, labels = part_rows(table.dim, width), table.known_labels()
     for found in table.scan(rows, state=width >= 0, timeout_s=timeout_s):
-        columns = [pa.array(found.keys), _list_array(pa, found.values)]
-        if width > 0:
-            columns.append(_list_array(pa, found.state))
-        if width >= 0:
-            columns.append(pa.array(found.counts))
-        if labels is not None:
-            columns.append(pa.array(labels.of(found.keys), pa.string()))
-        yield pa.record_batch(columns, schema=schema)
+        yield batch_of(schema, found, width, None if labels is None else labels.of(found.keys))
+
+
+def batch_of(schema: Any, found: Records, width: int, labels: list[str] | None = None) -> Any:
+    """Some rows as a record batch, with the columns of `schema_of`."""
+    pa = pyarrow()
+    columns = [pa.array(found.keys), _list_array(pa, found.values)]
+    if width > 0:
+        columns.append(_list_array(pa, found.state))
+    if width >= 0:
+        columns.append(pa.array(found.counts))
+    if labels is not None:
+        columns.append(pa.array(labels, pa.string()))
+    return pa.record_batch(columns, schema=schema)
+
+
+def write_parquet(
+    path: str | os.PathLike[str], schema: Any, given: Callable[[], Iterable[Any]]
+) -> int:
+    """Write record batches to a file; how many rows.
+
+    Args:
+        given: gives them, once it is known that the file can be written.
+    """
+    rows = 0
+    # Learnt floats seldom repeat, and no reader filters by their least and greatest.
+    options = {"use_dictionary": False, "write_statistics": ["key"]}
+    with replacing(path) as file, _parquet().ParquetWriter(file, schema, **options) as writer:
+        for batch in given():
+            writer.write_batch(batch)
+            rows += batch.num_rows
+    return rows
 
 
 def to_arrow(table: Table, *, state: bool, timeout_s: float | None) -> Any:
     """See `Table.to_arrow`."""
     pa = pyarrow()
     width = state_width(table) if state else -1
-    schema = schema_of(table, width)
+    schema = _schema_of(table, width)
     return pa.Table.from_batches(batches(table, schema, width, timeout_s), schema)
 
 
@@ -125,18 +151,13 @@ def to_parquet(
     table: Table, path: str | os.PathLike[str], *, state: bool, timeout_s: float | None
 ) -> int:
     """See `Table.to_parquet`."""
-    pyarrow()
-    parquet = import_module("pyarrow.parquet")
     width = state_width(table) if state else -1
-    schema = schema_of(table, width)
-    rows = 0
-    # Learnt floats seldom repeat, and no reader filters by their least and greatest.
-    options = {"use_dictionary": False, "write_statistics": ["key"]}
-    with replacing(path) as file, parquet.ParquetWriter(file, schema, **options) as writer:
-        for batch in batches(table, schema, width, timeout_s):
-            writer.write_batch(batch)
-            rows += batch.num_rows
-    return rows
+    schema = _schema_of(table, width)
+    return write_parquet(path, schema, lambda: batches(table, schema, width, timeout_s))
+
+
+def _schema_of(table: Table, width: int) -> Any:
+    return schema_of(table.block.spec, width, labels=table.known_labels() is not None)
 
 
 @contextlib.contextmanager
@@ -154,7 +175,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
     beside = os.path.join(os.path.dirname(target), f".paramserve-{secrets.token_hex(8)}.part")
     try:
-        with open(beside, "xb") as file:
+        with _opened(beside, target) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -163,6 +184,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
+
+
+def _opened(beside: str, target: str) -> IO[bytes]:
+    try:
+        return open(beside, "xb")
+    except OSError as error:
+        raise saying(
+            error,
+            f"{target} cannot be written: {_why(error)}, in the folder {os.path.dirname(target)}. "
+            "Applied: no. To fix: make the folder, or name one that this process may write to",
+        ) from error
 
 
 def part_rows(dim: int, width: int) -> int:
@@ -220,12 +252,12 @@ def from_parquet(
     table: Table, path: str | os.PathLike[str], put: Put, *, state: bool | None
 ) -> int:
     """See `Table.from_parquet`."""
-    pyarrow()
-    parquet = import_module("pyarrow.parquet")
+    parquet, name = _parquet(), os.fspath(path)
+    schema = _schema(name)
     # Read ahead, the file would end up in memory whole.
     options = {"buffer_size": BUFFER_BYTES, "pre_buffer": False}
-    with parquet.ParquetFile(os.fspath(path), **options) as file:
-        taking = Taking(table, file.schema_arrow, state)
+    with parquet.ParquetFile(name, **options) as file:
+        taking = Taking(table, schema, state, name)
         rows = part_rows(table.dim, taking.width)
         parts = file.iter_batches(batch_size=rows, columns=list(taking.columns))
         return taking.take(parts, put)
@@ -238,17 +270,53 @@ def check_file(path: str) -> None:
         OSError: it cannot be read. ValueError: it is no Parquet file, or lacks a column.
         ParamServeError: pyarrow is not installed.
     """
-    pa = pyarrow()
-    try:
-        schema = import_module("pyarrow.parquet").read_schema(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}") from error
+    schema = _schema(path)
     missing = [name for name in ("key", "value") if name not in schema.names]
     if missing:
         raise ValueError(
             f"{path} has no column {missing[0]!r}; columns: {', '.join(schema.names)}. To fix: "
             "name the columns as table.to_parquet(path) does"
         )
+
+
+def _parquet() -> Any:
+    pyarrow()
+    return import_module("pyarrow.parquet")
+
+
+def _schema(path: str) -> Any:
+    """The columns of a file.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no Parquet file.
+        ParamServeError: pyarrow is not installed.
+    """
+    pa = pyarrow()
+    try:
+        return _parquet().read_schema(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{path} is no Parquet file: {error}. Applied: no. To fix: give a file that "
+            "table.to_parquet(path) or save_tables= wrote; rows of another one, such as CSV, read "
+            "into a frame with the columns key and value, and give it to table.from_arrow(frame)"
+        ) from error
+    except OSError as error:
+        raise saying(
+            error,
+            f"{path} cannot be read: {_why(error)}. Applied: no. To fix: give the path of a "
+            "Parquet file with rows of a table, as table.to_parquet(path) writes it",
+        ) from error
+
+
+def saying(error: OSError, text: str) -> OSError:
+    """An error of the same class and number, with a text of its own."""
+    told = type(error)(text)
+    told.errno = error.errno
+    return told
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def fill(table: Table, path: str) -> int:
@@ -259,8 +327,7 @@ def fill(table: Table, path: str) -> int:
         ParamServeError: the file cannot be read here. The rest as `Table.from_parquet`.
     """
     try:
-        schema = import_module("pyarrow.parquet").read_schema(path)
-        told = told_by(schema)
+        told = told_by(_schema(path))
         ours = table.block.spec.rule
         assert ours is not None
         same = told is None or _kind(told.rule) == _kind(ours)
@@ -304,15 +371,18 @@ class Taking:
     Args:
         schema: of the data.
         state: as `Table.from_arrow` has it.
+        path: of the file that they are in, for errors; empty: they are in none.
     Raises:
         ValueError: a column is missing, the state is another rule's, or the format is a later one.
-        ShapeMismatch, DtypeMismatch: a column does not fit. In all cases nothing was applied.
+        ShapeMismatch, DtypeMismatch: a column does not fit. DefineMismatch: they have labels, and
+            the table keeps none. In all cases nothing was applied.
     """
 
-    def __init__(self, table: Table, schema: Any, state: bool | None) -> None:
+    def __init__(self, table: Table, schema: Any, state: bool | None, path: str = "") -> None:
         spec = table.block.table
         assert spec is not None
         self._table = table
+        self._of = f" of {path}" if path else ""
         self._below = BEYOND[spec.dtype]
         self._schema = schema
         self.done = 0
@@ -325,6 +395,8 @@ class Taking:
         if self._labels is not None and "label" in schema.names:
             self._column("label", _is_text, "strings")
             self.columns += ("label",)
+        elif told is not None and "label" in schema.names:
+            raise _without_labels(table, told, path)
         if self.width >= 0:
             self._check_rule(told)
             self._column("count", _is_integer, "integers")
@@ -406,7 +478,8 @@ class Taking:
         if len(found) != 1:
             times = f"{len(found)} times" if found else "not there"
             raise ValueError(
-                f"the column {name!r} is {times}; columns: {', '.join(self._schema.names)}. "
+                f"the column {name!r}{self._of} is {times}; columns: "
+                f"{', '.join(self._schema.names)}. "
                 f"Applied: no. To fix: name the columns as {self._table!r}.to_arrow() does"
             )
         kind = self._schema.field(found[0]).type
@@ -418,7 +491,7 @@ class Taking:
         kind = self._column(name, _is_rows, f"lists of {size} floating point numbers")
         have = getattr(kind, "list_size", size)  # of lists of any length it is looked at later
         if have != size:
-            raise self._unlike(name, f"has {have} elements in each row, {what} is {size}")
+            raise self._unlike(name, f"has {have} elements in each row, {what} is {size}", have)
 
     def _state_width(self, state: bool | None) -> int:
         """Of the state that is to be taken over, or -1."""
@@ -485,7 +558,8 @@ class Taking:
             lengths = column.value_lengths().to_numpy()
             other = lengths[lengths != size]
             if other.size:
-                raise self._unlike(name, f"has a row of {int(other[0])} elements, not {size}")
+                have = int(other[0])
+                raise self._unlike(name, f"has a row of {have} elements, not {size}", have)
         found: Array = flat.to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):  # what overflows is refused as Inf
             return np.array(found, np.float32).reshape(-1, size)
@@ -503,20 +577,32 @@ class Taking:
 
     def _wrong(self, name: str, what: str) -> DtypeMismatch:
         return DtypeMismatch(
-            f"the column {name!r} for {self._table!r} {what}",
+            f"the column {name!r}{self._of} for {self._table!r} {what}",
             fix="cast it, and fill or leave out nulls",
         )
 
-    def _unlike(self, name: str, what: str) -> ShapeMismatch:
+    def _unlike(self, name: str, what: str, have: int) -> ShapeMismatch:
+        made = f"dim={have}" if name == "value" else "the rule that the rows were trained with"
         return ShapeMismatch(
-            f"the column {name!r} for {self._table!r} {what}",
-            fix="use a table of that size",
+            f"the column {name!r}{self._of} for {self._table!r} {what}",
+            fix=f"make the table with {made}, or load rows of its own size",
         )
 
     def _non_finite(self, what: str) -> NonFinite:
         return NonFinite(
             f"{what}; it was meant for {self._table!r}", fix="look at where the rows come from"
         )
+
+
+def _without_labels(table: Table, told: Told, path: str) -> DefineMismatch:
+    """The error for rows with labels that would lose them."""
+    read = f"pyarrow.parquet.read_table({path!r})" if path else "data"
+    return DefineMismatch(
+        f"{path or 'the data'} has labels, the strings behind the keys of table {told.table!r}, "
+        f"and {table!r} keeps none",
+        fix=f"make it with labels=True, as in client.table({table.name!r}, ..., labels=True); to "
+        f"load the rows without them, table.from_arrow({read}.drop_columns(['label']))",
+    )
 
 
 def _kind(rule: RuleSpec) -> tuple[str, Any]:

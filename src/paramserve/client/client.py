@@ -15,9 +15,11 @@ from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
 from paramserve.client.labels import are_labels, check_not_labels, labels_at_most
 from paramserve.client.row_reads import RowRead, TableRead
+from paramserve.client.saving import Saving
 from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
+from paramserve.client.waits import Waits
 from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
@@ -43,6 +45,7 @@ class Client:
         steps: how far it is in each group, and by whose terms it steps.
         directory: what is defined, as it knows it.
         dense: pushes and reads by block, as `paramserve.pytorch` makes them.
+        saving: what its worker saves for the next incarnation.
         load_tables: files of the rows that tables begin with, by name; the client that defines such
             a table loads it, before any other one finds it.
     """
@@ -50,21 +53,24 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         deadlines = connection.deadlines
-        self.steps = Steps(
-            connection.exchange,
-            connection.rank,
+        exchange, rank = connection.exchange, connection.rank
+        waits = Waits(
+            exchange,
+            rank,
             deadlines.request_s,
-            GroupTraits(connection.consistency),
             busy_s=deadlines.busy_s,
             stall_s=deadlines.stall_s,
             all_live=connection.all_live,
+            met=connection.met,
         )
+        self.steps = Steps(exchange, rank, waits, GroupTraits(connection.consistency))
         self.steps.first = connection.rank < connection.first
         self.steps.resume(connection.found, returned=connection.returned)
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)
         self.load_tables: Mapping[str, str] = {}
+        self.saving = Saving(connection, self.steps)
         self._groups = Groups(connection, self.steps, self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,12 +102,12 @@ class Client:
     def timeout_s(self) -> float:
         """Deadline of every call that names none, in seconds; may be changed. Until then, live
         workers that do not step are waited for longer, `Deadlines.busy_s`."""
-        return self.steps.timeout_s
+        return self.steps.waits.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        self.connection.timeout_s = self.steps.timeout_s = value
-        self.steps.busy_s = 0.0  # the caller's limit is one for all
+        self.connection.timeout_s = self.steps.waits.timeout_s = value
+        self.steps.waits.busy_s = 0.0  # the caller's limit is one for all
 
     # --- parameters by name ----------------------------------------------------------------------
 
@@ -179,6 +185,7 @@ class Client:
             Ticket of the outcome.
         Raises:
             UnknownName, ShapeMismatch, DtypeMismatch, NonFinite: nothing was applied.
+            NotAMember: under Sync, this client has no rank. Nothing was applied or kept.
             ValueError: the weight, or another one was given in this step. Nothing was applied.
         """
         return self.dense.push(name, gradient, weight)
@@ -401,6 +408,7 @@ class Client:
     def clock(self, group: str = "default") -> int:
         """Steps that this client has ended on a group, with those of older incarnations of its
         rank."""
+        self.steps.clock_read = True
         return self.steps.clocks.get(group, 0)
 
     def set_consistency(self, name: str, policy: Policy, *, timeout_s: float | None = None) -> int:
@@ -465,7 +473,7 @@ class Client:
         self.connection.check()
         limit = self.connection.limit(timeout_s)
         if not self.connection.lock.acquire(timeout=limit):  # Another thread's call is under way.
-            raise self.steps.timed_out("drain", None, limit)
+            raise self.steps.waits.timed_out("drain", None, limit)
         try:
             self.steps.drain(timeout_s)
         finally:

@@ -32,6 +32,8 @@ class ClientClocks:
         """Clocks that this client had no part in, because the others went on without it."""
         self.retiring = False
         """Whether the run wants this worker to end."""
+        self.clock_read = False
+        """Whether the program has asked how far its rank is: it can go on from there."""
         self._told_pending = deque[str]()
         """Groups where a shard has said that this rank is no member; taken before the next step, by
         the thread that holds the client's lock."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,9 @@ import numpy.typing as npt
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.steps import Steps
-from paramserve.core.collectives import BARRIER, COMBINE
-from paramserve.errors import Timeout
-from paramserve.messages import AllReduce, AllReduced
+from paramserve.core.collectives import BARRIER, COMBINE, call_of
+from paramserve.errors import Timeout, warn_user
+from paramserve.messages import AllReduce, AllReduced, Missing
 
 Array = npt.NDArray[Any]
 
@@ -28,78 +27,119 @@ class Packed(NamedTuple):
 
     array: Array
     restore: Callable[[Array], Any]
+    number: bool = False
+    """Whether it is one number, of Python or of numpy."""
+
+
+NOTHING = Packed(np.zeros(0), lambda result: None)
+"""The value of a barrier."""
 
 
 class Collectives:
-    """The collectives of one worker, one after the other."""
+    """The collectives of one worker, one after the other.
+
+    Attributes:
+        arrays: whether a value of more than one element was reduced, as a gradient is.
+    """
 
     def __init__(self, connection: Connection, steps: Steps) -> None:
         self._connection = connection
         self._steps = steps
+        self.arrays = False
         self._seen = 0
         """Number of the last one whose result is known here."""
 
     def barrier(self, place: int, timeout_s: float | None) -> None:
         """See `Worker.barrier`."""
-        self._call(BARRIER, np.zeros(0), place, timeout_s)
+        self._call(BARRIER, NOTHING, place, timeout_s)
 
     def all_reduce(self, value: Any, op: str, place: int, timeout_s: float | None) -> Any:
         """See `Worker.all_reduce`."""
         if op not in COMBINE:
             raise ValueError(f"op must be one of {', '.join(COMBINE)}, not {op!r}")
         packed = pack(value, op)
-        told = self._call(op, packed.array, place, timeout_s)
-        result = np.frombuffer(told, packed.array.dtype).reshape(packed.array.shape)
+        self.arrays = self.arrays or packed.array.size > 1
+        told = self._call(op, packed, place, timeout_s)
+        result = np.frombuffer(told.value, told.dtype).reshape(packed.array.shape)
         return packed.restore(result.copy())
 
-    def _call(self, op: str, array: Array, place: int, timeout_s: float | None) -> bytes:
+    def least(self, number: int, parts: int, place: int) -> int:
+        """The smallest of all ranks' numbers for this loader over parts of their own, or what they
+        have agreed on before this rank came; see `AllReduce.parts`."""
+        told = self._call("min", pack(number, "min"), place, None, parts)
+        return int(np.frombuffer(told.value, told.dtype)[0])
+
+    def _call(
+        self, op: str, packed: Packed, place: int, timeout_s: float | None, parts: int = 0
+    ) -> AllReduced:
         self._connection.check()
-        what = "worker.barrier()" if op == BARRIER else "worker.all_reduce()"
+        array = packed.array
+        what = call_of(op)
         value = array.tobytes()
         began, waited_s, said = self._steps.now(), 0.0, False
-        limit_s = timeout_s if timeout_s is not None else self._steps.timeout_s
+        clocks: dict[int, int] = {}
+        limit_s = timeout_s if timeout_s is not None else self._steps.waits.timeout_s
         while True:
             wait_s = min(ASK_S, max(limit_s - waited_s, 0.0))
             last = waited_s + wait_s >= limit_s
             message = AllReduce(
-                0, op, array.dtype.name, array.shape, value, self._seen, place, wait_s, last
+                0,
+                op,
+                array.dtype.name,
+                array.shape,
+                value,
+                self._seen,
+                place,
+                wait_s,
+                last,
+                packed.number,
+                parts,
             )
             reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
             if reply.ended:
                 self._seen = reply.number
-                return reply.value
+                return reply
             waited_s = self._steps.now() - began
+            for each in reply.missing:
+                clocks.setdefault(each.rank, each.clock)
             if timeout_s is None:
-                busy = all(state == "live" for _, state in reply.missing)
-                limit_s = self._steps.patience_s if busy else self._steps.timeout_s
-            knob = "timeout_s" if timeout_s is not None else timeouts.knob_of(busy)
+                busy = all(each.state == "live" for each in reply.missing)
+                limit_s = self._steps.waits.patience_s if busy else self._steps.waits.timeout_s
+            knob = "timeout_s=..." if timeout_s is not None else timeouts.knob_of(busy)
             if waited_s >= limit_s:
-                raise self._timed_out(what, reply.missing, waited_s, knob)
+                raise self._timed_out(what, _ranks(reply.missing, clocks), waited_s, knob)
             if waited_s >= timeouts.SAY_S and not said:
                 said = True
-                warnings.warn(
+                warn_user(
                     f"rank {self._connection.rank} has waited {waited_s:.0f} s in {what} for "
-                    f"{_ranks(reply.missing)}; it waits up to {limit_s:.0f} s, {knob}",
-                    stacklevel=4,
+                    f"{_ranks(reply.missing, clocks)}; it {timeouts.up_to(limit_s, knob)}"
                 )
 
-    def _timed_out(
-        self, what: str, missing: Sequence[tuple[int, str]], waited_s: float, knob: str
-    ) -> Timeout:
+    def _timed_out(self, what: str, ranks: str, waited_s: float, knob: str) -> Timeout:
         return Timeout(
-            f"{what} timed out: rank {self._connection.rank} waited {waited_s:.1f} s for "
-            f"{_ranks(missing)} of {self._connection.workers} workers",
+            f"{what} timed out: rank {self._connection.rank} waited {waited_s:.1f} s for {ranks} "
+            f"of {self._connection.workers} workers",
             fix=f"make this call at the same point on all ranks, or raise {knob}",
         )
 
 
-def _ranks(missing: Sequence[tuple[int, str]]) -> str:
-    shown = [
-        f"rank {rank}" + (f" ({state})" if state != "live" else "")
-        for rank, state in missing[: timeouts.RANKS_SHOWN_MAX]
-    ]
+def _ranks(missing: Sequence[Missing], clocks: Mapping[int, int]) -> str:
+    """The ranks that are waited for, and what they have done.
+
+    Args:
+        clocks: where each was when it was asked for first.
+    """
+    shown = [_rank(each, clocks[each.rank]) for each in missing[: timeouts.RANKS_SHOWN_MAX]]
     more = len(missing) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "") or "the coordinator"
+
+
+def _rank(each: Missing, clock: int) -> str:
+    told = [each.state] if each.state != "live" else []
+    if each.group and each.state != "expected":
+        gone_on = f", {clock} when the wait began" if clock != each.clock else ""
+        told.append(f"at clock {each.clock} of group {each.group!r}{gone_on}")
+    return f"rank {each.rank}" + (f" ({', '.join(told)})" if told else "")
 
 
 def pack(value: Any, op: str) -> Packed:
@@ -115,14 +155,17 @@ def pack(value: Any, op: str) -> Packed:
         array = _plain(np.asarray(value), op)
         kind = array.dtype if op == "mean" and value.dtype.kind != "f" else value.dtype
         kind = np.dtype(np.int64) if kind.kind == "b" else kind
-        return Packed(array, lambda result: result.astype(kind)[()])
+
+        def restore(result: Array) -> Any:
+            return result.astype(kind if result.dtype == array.dtype else result.dtype)[()]
+
+        return Packed(array, restore, isinstance(value, np.generic))
     if isinstance(value, int | float):
-        number = float if op == "mean" else type(value) if type(value) in (int, float) else int
         try:
             plain = _plain(np.asarray(value, float if isinstance(value, float) else np.int64), op)
         except OverflowError:
             raise ValueError(f"worker.all_reduce takes ints of 64 bits, not {value}") from None
-        return Packed(plain, lambda result: number(result.item()))
+        return Packed(plain, lambda result: result.item(), number=True)
     raise TypeError(
         f"worker.all_reduce takes a number, an array or a tensor, not {type(value).__name__}"
     )

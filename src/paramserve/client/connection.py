@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from paramserve.client import timeouts
 from paramserve.client.exchange import Connect, Exchange, again
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, NO_RANK, Credentials, Deadlines, Limits
-from paramserve.errors import ClientClosed, ParamServeError, Timeout
+from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, Timeout, warn_user
 from paramserve.messages import (
     AskStatus,
     Hello,
@@ -24,17 +26,71 @@ from paramserve.messages import (
     Joined,
     Leave,
     Ok,
+    OpenCollective,
     Reconnect,
     ServerBeat,
     Status,
 )
+from paramserve.transport import forks
 from paramserve.transport.control import ControlLink
 from paramserve.transport.link import Link
 
+T = TypeVar("T")
+
 NO_RECORDS = 1 << 62
 """Past the number of every record of `worker.log`."""
+LEAST_S = 1e-3
+"""A wait of 0 s, as a message says it, would mean something else."""
 CLOSE_S = 1.0
 """How long `close` waits for what was sent, and for the coordinator's goodbye."""
+
+
+class _Arrival:
+    """A wait for a cluster to be there, with one limit for its parts.
+
+    Args:
+        tells: whether the user is told after `SAY_S` what each part waits for.
+    """
+
+    def __init__(self, rank: int, addresses: Sequence[str], limit_s: float, tells: bool) -> None:
+        self._who = f"rank {rank}" if rank != NO_RANK else "the client"
+        self._where = ", ".join(address.removeprefix("tcp:") for address in addresses)
+        self._limit_s = limit_s
+        self._tells = tells
+        self._until = time.monotonic() + limit_s
+
+    def attempt(self, part: Callable[[float], T]) -> T:
+        """What a part of the wait gives that is tried for so many seconds."""
+        left_s = self._left_s
+        try:
+            try:
+                return part(min(left_s, timeouts.SAY_S) if self._tells else left_s)
+            except ConnectTimeout as error:
+                if not self._tells or left_s <= timeouts.SAY_S:
+                    raise
+                self._tell(error)
+            return part(self._left_s)
+        except ConnectTimeout as error:
+            error.failed = f"{error.failed.partition('; waited')[0]}; waited {self._limit_s:.1f} s"
+            raise
+
+    @property
+    def _left_s(self) -> float:
+        return max(self._until - time.monotonic(), 0.0)
+
+    def _tell(self, error: ConnectTimeout) -> None:
+        cause = error.__cause__
+        if cause is None:
+            seen = error.failed
+        elif isinstance(cause, ConnectionRefusedError | FileNotFoundError):
+            seen = f"nothing listens there ({cause})"
+        else:
+            seen = f"no answer from there ({cause})"
+        waited_s = self._limit_s - self._left_s
+        warn_user(
+            f"{self._who} has waited {waited_s:.0f} s for the cluster at {self._where}: {seen}; it "
+            f"{timeouts.up_to(self._limit_s, 'timeout_s=...')}"
+        )
 
 
 class Connection:
@@ -52,12 +108,14 @@ class Connection:
         deadlines: how long each wait may take.
         returned: whether the others have gone on without this rank.
         first: how many workers the cluster was started for.
+        before: how many the checkpoint is of that it has gone on from; 0: of none.
         found: what the shards had done when it joined, in shard order, if it has to go on from
             there; else nothing.
         control: to the coordinator.
         exchange: with the shards.
         lock: held by each call that changes what the client knows of its session.
-        closed: whether it was left or lost.
+        closed: whether it was left or lost, or belongs to the process that this one was forked
+            from.
     Raises:
         ServerGone, Timeout: the shards did not say how far this rank was. The links are closed.
     """
@@ -83,6 +141,7 @@ class Connection:
         self.deadlines = deadlines
         self.returned = joined.returned
         self.first = joined.first
+        self.before = joined.before
         self.found: list[ServerBeat] = []
         self.control = control
         self.lock = threading.RLock()
@@ -104,6 +163,7 @@ class Connection:
         except BaseException:
             self._heartbeat.stop()
             raise
+        forks.watch(self)
 
     def _ask_all(self, limit_s: float) -> list[ServerBeat]:
         """What all shards have done so far."""
@@ -132,6 +192,8 @@ class Connection:
         timeout_s: float | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines | None = None,
+        tells: bool = False,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Self:
         """Join a cluster.
 
@@ -141,27 +203,39 @@ class Connection:
             rank: of a worker; -1 for a client that no worker waits for.
             workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
             timeout_s: until the coordinator answers and all servers are up.
+            tells: whether the user is told, after 10 s, what is waited for.
+            wanted: asked before the coordinator is tried again: whether it is to be.
         Raises:
-            ConnectTimeout: no coordinator answered in time.
-            ParamServeError: the rank is taken, the cluster has another number of workers, or is
-                not complete in time. The rank stays as it was.
+            ConnectTimeout: no coordinator answered in time: the error has a cause; or not all
+                servers have registered: it has none. The rank stays as it was.
+            ParamServeError: the rank is taken, or the cluster has another number of workers. The
+                rank stays as it was.
         """
         limits = limits if limits is not None else Limits()
         deadlines = deadlines if deadlines is not None else Deadlines()
         limit = timeout_s if timeout_s is not None else deadlines.start_s
         if isinstance(addresses, str):
             addresses = (addresses,)
-        control = ControlLink.connect(
-            addresses,
-            Hello("join"),
-            credentials=credentials,
-            limits=limits,
-            timeout_s=limit,
-            lost_s=deadlines.lost_s,
-        )
+        arrival = _Arrival(rank, addresses, limit, tells)
+
+        def reach(limit_s: float) -> ControlLink:
+            return ControlLink.connect(
+                addresses,
+                Hello("join"),
+                credentials=credentials,
+                limits=limits,
+                timeout_s=limit_s,
+                lost_s=deadlines.lost_s,
+                wanted=wanted,
+            )
+
+        def join(limit_s: float) -> Joined:
+            call = Join(0, rank, os.getpid(), workers, max(limit_s, LEAST_S))
+            return control.call(call, Joined, timeout_s=limit_s)
+
+        control = arrival.attempt(reach)
         try:
-            join = Join(0, rank, os.getpid(), workers)
-            joined = control.call(join, Joined, timeout_s=limit)
+            joined = arrival.attempt(join)
             return cls(
                 control,
                 joined,
@@ -189,14 +263,25 @@ class Connection:
         states = self._states()
         return all(states.get(rank) in ("live", "retiring") for rank in ranks)
 
+    def met(self, ranks: Collection[int]) -> OpenCollective | None:
+        """The collective in which all of these ranks wait for this one; None: there is none, or the
+        coordinator cannot be asked."""
+        told = self._status() if ranks else None
+        if told is None or told.collective is None or self.rank not in told.collective.missing:
+            return None
+        return told.collective if set(told.collective.waiting).issuperset(ranks) else None
+
     def _states(self) -> dict[int, str]:
         """Of each rank, as the coordinator knows it; nothing where it cannot be asked."""
+        told = self._status()
+        return {each.rank: each.state for each in told.members} if told is not None else {}
+
+    def _status(self) -> Status | None:
         try:
             call = AskStatus(0, after_record=NO_RECORDS)
-            told = self.control.call(call, Status, timeout_s=self.timeout_s)
+            return self.control.call(call, Status, timeout_s=self.timeout_s)
         except ParamServeError:
-            return {}
-        return {each.rank: each.state for each in told.members}
+            return None
 
     @property
     def timeout_s(self) -> float:
@@ -224,11 +309,12 @@ class Connection:
         """Seconds that calls of this client have waited for the servers' answers."""
         return self.exchange.waited_s
 
-    def reports(self) -> list[ServerBeat]:
-        """What each shard has done so far, in shard order: versions, clocks, staleness."""
+    def reports(self, timeout_s: float | None = None) -> list[ServerBeat]:
+        """What each shard has done so far, in shard order: versions, clocks, staleness; what came
+        in time."""
         self.check()
         with self.lock:
-            return self.exchange.reports(self.timeout_s)
+            return self.exchange.reports(self.limit(timeout_s))
 
     def log(self, clock: int, values: dict[str, float]) -> None:
         """Record numbers of a clock; they reach the driver with the next heartbeat."""
@@ -247,17 +333,24 @@ class Connection:
         Raises:
             ClientClosed, or the reason why it was closed.
         """
+        if self.closed:
+            raise self._ended()
+
+    def _ended(self) -> ParamServeError:
         if os.getpid() != self._pid:
-            raise ClientClosed(
+            return ClientClosed(
                 f"client {self.id} was made in process {self._pid}, before a fork",
                 fix="connect anew in the child process",
             )
-        if self.closed:
-            if self._reason is not None:
-                raise again(self._reason)
-            raise ClientClosed(
-                f"client {self.id} was closed", fix="make a new one with cluster.client()"
-            )
+        if self._reason is not None:
+            return again(self._reason)
+        return ClientClosed(
+            f"client {self.id} was closed", fix="make a new one with cluster.client()"
+        )
+
+    def abandon(self) -> None:
+        """This process is a fork of the client's: no call may use its copy."""
+        self.closed = True
 
     def close(
         self,
@@ -269,17 +362,16 @@ class Connection:
         """Leave the cluster. Idempotent. In a forked child this only marks the child's copy.
 
         Args:
-            reason: why the cluster is lost: calls under way and later ones raise this. None: they
-                raise `ClientClosed`.
+            reason: why the cluster is lost: calls under way and later ones raise this. One that is
+                `ClientClosed`: it has ended in order. None: they raise a `ClientClosed` that says
+                no more.
             leave: False: end without a word, as a process that dies; a worker counts as dead.
             drain: waits for so many seconds until what was sent is answered.
         """
         if self.closed:
             return
-        if os.getpid() != self._pid:
-            self.closed = True
-            return
-        if reason is None and leave and drain is not None:
+        in_order = reason is None or isinstance(reason, ClientClosed)
+        if in_order and leave and drain is not None:
             # An error here was raised before, or is lost with the run that this client belongs to.
             with contextlib.suppress(ParamServeError, ConnectionError):
                 drain(CLOSE_S)

@@ -8,7 +8,9 @@ are put together here until `tick` ends the step, because a clock's gradients tr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from paramserve.client.directory import Directory
 from paramserve.client.exchange import done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.keyed import Keyed, joined
-from paramserve.client.names import as_pairs
+from paramserve.client.names import Selection, as_pairs
 from paramserve.client.step_parts import (
     NOTHING_STAGED,
     BlockPush,
@@ -30,13 +32,15 @@ from paramserve.client.step_parts import (
 )
 from paramserve.client.steps import Steps, fail_staged, offset_of
 from paramserve.client.table import TablePush
-from paramserve.client.ticket import Ticket
+from paramserve.client.ticket import Ticket, finish
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
 from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
-from paramserve.messages import Assign, Fetch
+from paramserve.messages import Assign, DropCut, Fetch, TakeCut
 
 Array = npt.NDArray[Any]
+
+_block_of: Callable[[BlockPush], Block] = attrgetter("block")
 
 
 class Dense:
@@ -49,9 +53,7 @@ class Dense:
     def __init__(
         self, connection: Connection, steps: Steps, directory: Directory, keyed: Keyed
     ) -> None:
-        self.gradients = Gradients(
-            connection.exchange, directory.names, steps.refuses, connection.rank
-        )
+        self.gradients = Gradients(connection.exchange, steps.refuses, connection.rank)
         self._connection = connection
         self._steps = steps
         self._directory = directory
@@ -59,8 +61,6 @@ class Dense:
         self._exchange = connection.exchange
         self._names = directory.names
         self._lock = connection.lock
-        self._viewed: dict[int, Ticket] = {}
-        """By block: the ticket whose values a pull with copy=False left in their slot."""
 
     # --- by block --------------------------------------------------------------------------------
 
@@ -69,7 +69,8 @@ class Dense:
 
         It is the caller's until it goes into a `step`; until then this gives the same one again.
         """
-        self._connection.check()
+        if self._connection.closed:
+            self._connection.check()
         with self._lock:
             return self.gradients.slot(block)
 
@@ -104,35 +105,41 @@ class Dense:
                 number out of its range. In all cases nothing was applied. What `tables` had kept
                 for this tick goes with a gradient that is refused: its tickets say so.
         """
-        self._connection.check()
+        if self._connection.closed:
+            self._connection.check()
         if not 0.0 < weight < math.inf or not 0.0 <= clip_norm < math.inf:
             raise ValueError(f"weight must be > 0, clip_norm >= 0, not {weight} and {clip_norm}")
-        blocks = [*[each.block for each in push], *pull]
+        blocks = [*map(_block_of, push), *pull]
         for block in blocks:
             if block.group_name != group:
                 theirs = block.group_name
                 raise ValueError(f"block {block.id} is in group {theirs!r}, not in {group!r}")
-            _check_tensors(block)
+            if block.table is not None:
+                _check_tensors(block)
         with self._lock:
             first = blocks[0] if blocks else self._directory.defined_in(group)
-            self._steps.begin(requests=len(tables) + 1)
             before: list[StepParts] = []
-            if tables:
-                before = self._keyed.parts(tables, tick=tick, weight=weight, skip=skip)
+            if not tables:
+                self._steps.begin()
+            else:
+                self._steps.begin(requests=len(tables) + 1)
+                rows = self._keyed.checked(tables)
+                before = self._keyed.parts(rows, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
+            largest = -1.0
             try:
                 if skip:
                     self.gradients.drop(push)
                 else:
-                    pushes, finite = self.gradients.take(push)
-                    skip = not finite
+                    pushes, largest = self.gradients.take(push)
+                    skip = largest == math.inf
             except BaseException as error:
                 self._keyed.unsent(before, error)
                 raise
             if clip_norm and not skip and not self._steps.traits_of(first).collects:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
-            options = StepOptions(tick, weight, skip, clip_norm, note)
+            options = StepOptions(tick, weight, skip, clip_norm, note, largest)
             parts = StepParts("step", first, pushes, pull, options)
             tickets = self._steps.send([*before, parts])
             return joined(tickets) if before else tickets[0]
@@ -149,20 +156,38 @@ class Dense:
         return found
 
     def fetch(
-        self, block: Block, field: int, *, timeout_s: float | None = None
+        self, block: Block, field: int, *, cut: int = 0, timeout_s: float | None = None
     ) -> tuple[Array, tuple[int, ...]]:
         """Read a block's values (field 0) or rule state (1, 2, ...), [block.size], and the update
-        counts of its pieces."""
+        counts of its pieces; with `cut`, its values of that cut."""
         self._connection.check()
         _check_tensors(block)
         with self._lock:
             slot = self._exchange.take(block.nbytes)
             requests = [
-                Fetch(0, block.id, field, slot.arena, offset_of(block, slot, shard))
+                Fetch(0, block.id, field, slot.arena, offset_of(block, slot, shard), cut)
                 for shard in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
             return slot.array(block).copy(), done(operation)[0].counts
+
+    @contextmanager
+    def cut(self, blocks: Iterable[Block] = (), *, timeout_s: float | None = None) -> Iterator[int]:
+        """Take a cut of the groups of some blocks, all if none are given; its number, for `fetch`.
+
+        Every shard has of each client's pushes exactly the same ones in it. It is let go at the
+        end. Nothing waits for its reader.
+
+        Raises:
+            Overloaded: none could be taken in time.
+        """
+        self._connection.check()
+        groups = tuple({block.group: None for block in blocks})
+        with self._lock:
+            number = self._steps.ask_all("cut", TakeCut(0, groups), timeout_s)[0].taken
+        yield number
+        with self._lock:  # after an error the shards let go of it by themselves
+            self._steps.ask_all("cut", DropCut(0, number), timeout_s)
 
     def store(
         self,
@@ -207,26 +232,37 @@ class Dense:
         self._connection.check()
         check_weight(weight)
         with self._lock:
-            blocks, arrays = self._resolve(name, gradient)
-            if self._steps.collects(blocks[0]):
+            selection, arrays = self._to_push(name, gradient)
+            block = selection.blocks[0]
+            if self._steps.collects(block):
                 self._steps.raise_unread()
-                return self._stage(blocks, arrays, weight)
+                return self._stage(selection, arrays, weight)
             self._steps.begin()
-            pushes, finite = self.gradients.capture(blocks, arrays)
-            options = StepOptions(weight=1.0 if weight is None else weight, skip=not finite)
-            return self._steps.send([StepParts("push", blocks[0], pushes, (), options)])[0]
+            pushes, largest = self.gradients.capture(selection, arrays)
+            said = 1.0 if weight is None else weight
+            options = StepOptions(False, said, largest == math.inf, largest=largest)
+            return self._steps.send([StepParts("push", block, pushes, (), options)])[0]
 
     def _stage(
-        self, blocks: Sequence[Block], arrays: Mapping[str, Array], weight: float | None
+        self,
+        selection: Selection,
+        arrays: Sequence[Array],
+        weight: float | None,
+        at_once: bool = False,
     ) -> Ticket:
-        """Keep gradients until their group's tick."""
-        group = blocks[0].group_name
+        """Keep gradients until their group's tick.
+
+        Args:
+            at_once: the same call ticks.
+        """
+        block = selection.blocks[0]
+        group = block.group_name
         self._steps.check_same_weight(group, weight)
         staged = self._steps.staged.get(group)
         if staged is None:
             staged = Staged()
-        self.gradients.stage(blocks, arrays, staged.gradients)
-        return self._steps.stage(blocks[0], staged, weight)
+        self.gradients.stage(selection, arrays, staged.gradients, at_once)
+        return self._steps.stage(block, staged, weight)
 
     def push_pull(
         self,
@@ -237,86 +273,116 @@ class Dense:
         timeout_s: float | None,
     ) -> dict[str, Array]:
         """See `Client.push_pull`."""
-        self._connection.check()
-        check_weight(weight)
+        if self._connection.closed:
+            self._connection.check()
+        if weight is not None:
+            check_weight(weight)
+        steps = self._steps
         with self._lock:
-            blocks, arrays = self._resolve(gradients, None)
-            self._steps.begin(timeout_s)
-            collects = self._steps.collects(blocks[0])
+            selection, arrays = self._to_push(gradients, None)
+            blocks = selection.blocks
+            steps.begin(timeout_s)
+            collects = steps.collects(blocks[0])
             if collects:
-                self._stage(blocks, arrays, weight)
+                self._stage(selection, arrays, weight, tick)
             if collects and not tick:
-                tickets = self._send_pulls(blocks, timeout_s)
+                tickets = self._send_pulls(selection, timeout_s)
             elif collects:
-                self._drop_views(blocks)
-                tickets = [(self._end_step("push", blocks[0], blocks), blocks)]
+                tickets = [self._end_step("push", blocks[0], blocks)]
             else:
-                pushes, finite = self.gradients.capture(blocks, arrays)
-                self._drop_views(blocks)
-                options = StepOptions(tick, 1.0 if weight is None else weight, not finite)
-                parts = StepParts("push", blocks[0], pushes, blocks, options)
-                tickets = [(self._steps.send([parts])[0], blocks)]
-        return self._read_pulls(tickets, list(gradients), None, copy, timeout_s)
+                pushes, largest = self.gradients.capture(selection, arrays)
+                said = 1.0 if weight is None else weight
+                options = StepOptions(tick, said, largest == math.inf, largest=largest)
+                parts = StepParts("push", blocks[0], pushes, blocks, options, by_name=True)
+                tickets = steps.send([parts])
+        return self._read(tickets, selection, None, copy, timeout_s)
 
     def pull(
         self, names: str | Sequence[str] | None, out: Any, copy: bool, timeout_s: float | None
     ) -> Any:
         """See `Client.pull`."""
         self._connection.check()
-        wanted = [names] if isinstance(names, str) else names
+        alone = names if isinstance(names, str) else None
         with self._lock:
-            blocks = self._directory.find(wanted)
-            if wanted is None:
-                wanted = [piece.name for block in blocks for piece in block.pieces]
-                self._names.blocks(wanted)
-            targets = {names: out} if isinstance(names, str) and out is not None else out
+            selection = self._select(names)
+            targets: Any = out if alone is None or out is None else {alone: out}
             if targets is not None:
-                self._check_targets(targets, wanted)
-            tickets = self._send_pulls(blocks, timeout_s)
-        found = self._read_pulls(tickets, wanted, targets, copy, timeout_s)
-        return found[names] if isinstance(names, str) else found
+                self._check_targets(targets, selection.names)
+            tickets = self._send_pulls(selection, timeout_s)
+        found = self._read(tickets, selection, targets, copy, timeout_s)
+        return found if alone is None else found[alone]
 
-    def _send_pulls(
-        self, blocks: Sequence[Block], timeout_s: float | None
-    ) -> list[tuple[Ticket, list[Block]]]:
+    def _select(self, names: str | Sequence[str] | None) -> Selection:
+        """Resolve names, all of them for None; the coordinator is asked about unknown ones."""
+        wanted: Sequence[str] | None = [names] if isinstance(names, str) else names
+        if wanted is None:
+            wanted = [piece.name for block in self._directory.find(None) for piece in block.pieces]
+        else:
+            wanted = tuple(wanted)
+            selection = self._names.selections.get(wanted)
+            if selection is not None:
+                return selection
+            self._directory.find(wanted)
+        return self._names.select(wanted)
+
+    def _send_pulls(self, selection: Selection, timeout_s: float | None) -> list[Ticket]:
         """One pull for each group; the caller holds the lock."""
-        self._drop_views(blocks)
-        groups: dict[int, list[Block]] = {}
-        for block in blocks:
-            groups.setdefault(block.group, []).append(block)
-        tickets: list[tuple[Ticket, list[Block]]] = []
+        tickets: list[Ticket] = []
         try:
-            for each in groups.values():
+            for blocks in selection.groups:
                 self._steps.begin(timeout_s, "pull")
-                parts = StepParts("pull", each[0], (), each)
-                tickets.append((self._steps.send([parts])[0], each))
+                parts = StepParts("pull", blocks[0], (), blocks, by_name=True)
+                tickets += self._steps.send([parts])
         except ParamServeError:
             self._forget(tickets)
             raise
         return tickets
 
-    def _forget(self, tickets: Sequence[tuple[Ticket, list[Block]]]) -> None:
+    def _forget(self, tickets: Sequence[Ticket]) -> None:
         with self._lock:
-            for ticket, _ in tickets:
+            for ticket in tickets:
                 self._steps.forget(ticket)
 
-    def _read_pulls(
+    def _read(
         self,
-        tickets: Sequence[tuple[Ticket, list[Block]]],
-        names: Sequence[str],
+        tickets: Sequence[Ticket],
+        selection: Selection,
         targets: Mapping[str, Array] | None,
         copy: bool,
         timeout_s: float | None,
     ) -> dict[str, Array]:
+        """Wait for reads, and hand their values over."""
+        tensors: dict[int, list[Array]] = {}
         found: dict[str, Array] = {}
-        wanted = frozenset(names)
-        for index, (ticket, blocks) in enumerate(tickets):
-            try:
-                found |= self._values(ticket, blocks, wanted, targets, copy, timeout_s)
-            except BaseException:
-                self._forget(tickets[index:])
-                raise
-        return {name: found[name] for name in names}
+        given = targets if targets is not None else {}
+        viewed = False
+        try:
+            for ticket in tickets:
+                finish(ticket, timeout_s)
+                for block, slot in ticket.places:
+                    tensors[block.id] = slot.tensors(block)
+            for name, number, index in selection.places:
+                value = tensors[number][index]
+                if name in given:
+                    found[name] = given[name]
+                    np.copyto(given[name], value)
+                elif copy:
+                    found[name] = value.copy()
+                else:
+                    found[name] = view = value[...]
+                    view.flags.writeable = False
+                    viewed = True
+            if viewed:
+                with self._lock:
+                    for ticket in tickets:
+                        self._steps.view(ticket)
+        except BaseException:
+            self._forget(tickets)
+            raise
+        if not viewed:
+            for ticket in tickets:
+                ticket.release()
+        return found
 
     def _check_targets(self, targets: object, wanted: Sequence[str]) -> None:
         if not isinstance(targets, Mapping):
@@ -330,8 +396,9 @@ class Dense:
         """See `Client.gradient`."""
         self._connection.check()
         with self._lock:
-            block = self._directory.find([name])[0]
-            return self.gradients.lend(block, self._names.piece(name))
+            if name not in self._names:
+                self._directory.find([name])
+            return self.gradients.lend(*self._names.only(name))
 
     def assign(
         self,
@@ -342,15 +409,14 @@ class Dense:
         """See `Client.assign`."""
         self._connection.check()
         with self._lock:
-            blocks, arrays = self._resolve(name, value)
-            for block in blocks:
-                flat = np.empty(block.size, block.dtype)
-                active = []
-                for piece in self._names.pieces(block):
-                    if piece.name in arrays:
-                        piece.view(flat)[...] = arrays[piece.name]
-                        active.append(piece.index)
-                self.store(block, 0, flat, active=tuple(active), timeout_s=timeout_s)
+            pairs = as_pairs(name, value)
+            selection = self._one_group(pairs)
+            arrays = selection.arrays(pairs)
+            for part in selection.parts:
+                flat = np.empty(part.block.size, part.block.dtype)
+                for piece, array in zip(part.pieces, part.pick(arrays), strict=True):
+                    piece.view(flat)[...] = array
+                self.store(part.block, 0, flat, active=part.indices, timeout_s=timeout_s)
 
     def tick(self, group: str, weight: float | None) -> Ticket:
         """See `Client.tick`."""
@@ -375,63 +441,37 @@ class Dense:
         staged = self._steps.staged.pop(block.group_name, NOTHING_STAGED)
         said = staged.weight if weight is None else weight
         try:
-            pushes, finite = self.gradients.staged(staged.gradients)
-            options = StepOptions(True, 1.0 if said is None else said, not finite)
-            parts = StepParts(what, block, pushes, pull, options, staged=staged.tickets)
+            pushes, largest = self.gradients.staged(staged.gradients)
+            said = 1.0 if said is None else said
+            options = StepOptions(True, said, largest == math.inf, largest=largest)
+            parts = StepParts(
+                what, block, pushes, pull, options, staged=staged.tickets, by_name=True
+            )
             return self._steps.send([parts])[0]
         except BaseException as error:
             fail_staged(block.group_name, staged.tickets, error)
             raise
 
-    def _resolve(
+    def _to_push(
         self, name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
-    ) -> tuple[list[Block], dict[str, Array]]:
-        """Blocks and checked arrays for a push or an assign."""
+    ) -> tuple[Selection, list[Array]]:
+        """What is named, and the checked gradients in the order of the names."""
         pairs = name if type(name) is dict and value is None else as_pairs(name, value)
-        blocks = self._names.known(tuple(pairs))
-        if blocks is None:
-            blocks = self._directory.find(list(as_pairs(pairs, None)))
-            if len({block.group for block in blocks}) > 1:
-                groups = sorted({block.group_name for block in blocks})
-                raise ValueError(f"one call goes to one group; these names are in {groups}")
-            for block in blocks:  # a client that only reads does without
+        selection = self._names.selections.get(tuple(pairs))
+        if selection is None or not selection.pushable:
+            selection = self._one_group(as_pairs(pairs, None))
+            for block in selection.blocks:  # a client that only reads does without
                 load_kernels(block.dtype)
-            self._names.remember(tuple(pairs), blocks)
-        return blocks, {each: self._names.checked(each, pairs[each]) for each in pairs}
+            selection.pushable = True
+        return selection, selection.arrays(pairs)
 
-    def _values(
-        self,
-        ticket: Ticket,
-        blocks: Sequence[Block],
-        names: frozenset[str],
-        targets: Mapping[str, Array] | None,
-        copy: bool,
-        timeout_s: float | None,
-    ) -> dict[str, Array]:
-        """Wait for a pull and hand its values over."""
-        outcome = ticket.result(timeout_s)
-        found: dict[str, Array] = {}
-        viewed = False
-        for block in blocks:
-            flat = outcome.values[block.id]
-            for piece in self._names.pieces(block):
-                if piece.name in names:
-                    target = None if targets is None else targets.get(piece.name)
-                    found[piece.name] = piece.read(flat, target, copy)
-                    viewed = viewed or (target is None and not copy)
-        if viewed:
-            with self._lock:
-                self._viewed.update((block.id, ticket) for block in blocks)
-        else:
-            ticket.release()
-        return found
-
-    def _drop_views(self, blocks: Sequence[Block]) -> None:
-        if self._viewed:
-            for block in blocks:
-                ticket = self._viewed.pop(block.id, None)
-                if ticket is not None and ticket not in self._viewed.values():
-                    ticket.release()
+    def _one_group(self, pairs: Mapping[str, npt.ArrayLike]) -> Selection:
+        """What is named in a call that goes to one group."""
+        selection = self._select(tuple(pairs))
+        if len(selection.groups) > 1:
+            groups = sorted({block.group_name for block in selection.blocks})
+            raise ValueError(f"one call goes to one group; these names are in {groups}")
+        return selection
 
 
 def _check_tensors(block: Block) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from msgspec import structs
 
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
-from paramserve.client.labels import check_not_labels
+from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
 from paramserve.compiling import load_kernels
@@ -31,6 +30,7 @@ from paramserve.errors import (
     ServerGone,
     Timeout,
     UnknownName,
+    warn_user,
 )
 from paramserve.messages import (
     BlockSpec,
@@ -48,6 +48,9 @@ from paramserve.messages import (
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import as_rule, described_by
 from paramserve.rules.rows import row_layout
+
+SHOWN_MAX = 20
+"""Tables in an error."""
 
 
 class Directory:
@@ -218,7 +221,8 @@ class Directory:
     def _await(self, call: PlaceBlock) -> Block:
         """Wait until rank 0 has defined a block: while it lives, as long as for its steps."""
         steps = self._steps
-        began, limit_s, waited_s, said = steps.now(), steps.timeout_s, 0.0, False
+        began, limit_s, waited_s, said = steps.now(), steps.waits.timeout_s, 0.0, False
+        before = 0
         while True:
             wait_s = min(timeouts.SAY_S, max(limit_s - waited_s, 0.0))
             try:
@@ -226,18 +230,22 @@ class Directory:
             except DefineTimeout as error:
                 waited_s = steps.now() - began
                 busy = self._connection.all_live([0])
-                limit_s = steps.patience_s if busy else steps.timeout_s
+                limit_s = steps.waits.patience_s if busy else steps.waits.timeout_s
                 knob = timeouts.knob_of(busy)
                 if waited_s >= limit_s:
                     error.failed = error.failed.replace(f"{wait_s:.1f} s", f"{waited_s:.1f} s")
                     error.fix = f"look at rank 0, which defines it, or raise {knob}"
                     raise
+                met = steps.waits.met([0])
+                if met is not None and met.number == before:
+                    rank = self._connection.rank
+                    raise timeouts.cannot_end(rank, "define", met, waited_s) from None
+                before = met.number if met is not None else 0
             if not said and waited_s >= timeouts.SAY_S:
                 said = True
-                warnings.warn(
+                warn_user(
                     f"rank {self._connection.rank} has waited {waited_s:.0f} s for rank 0 to "
-                    f"define group {call.group!r}; it waits up to {limit_s:.0f} s, {knob}",
-                    stacklevel=4,
+                    f"define group {call.group!r}; it {timeouts.up_to(limit_s, knob)}"
                 )
 
     def _know(self, block: Block) -> Block:
@@ -305,7 +313,12 @@ class Directory:
         """
         block = self.any_in(group)
         if block is None:
-            raise UnknownName(f"group {group!r} is not defined", fix="define parameters in it")
+            names = sorted({each.group_name for each in self._exchange.blocks.values()})
+            known = ", ".join(map(repr, names)) if names else "none"
+            raise UnknownName(
+                f"group {group!r} is not defined; there are: {known}",
+                fix="name one of these, or define parameters in it",
+            )
         return block
 
     # --- tables ----------------------------------------------------------------------------------
@@ -355,18 +368,18 @@ class Directory:
         Raises:
             UnknownName: there is none.
         """
-        unknown = UnknownName(
-            f"there is no table {name!r}",
-            fix="define it first: client.table(name, dim=..., rule=...)",
+        with contextlib.suppress(UnknownName):
+            for spec in self._look_up((name,)):
+                if spec.table is not None and spec.group_name == name:
+                    return self._know(Block(spec))
+        known = [block.group_name for block in self.tables()]
+        shown = [repr(each) for each in known if not are_labels(each)]
+        more = f" and {len(shown) - SHOWN_MAX} more" if shown[SHOWN_MAX:] else ""
+        listed = f"{', '.join(shown[:SHOWN_MAX])}{more}" if shown else "none"
+        raise UnknownName(
+            f"there is no table {name!r}; the tables: {listed}",
+            fix="give one of these, or define it first: client.table(name, dim=..., rule=...)",
         )
-        try:
-            found = self._look_up((name,))
-        except UnknownName:
-            raise unknown from None
-        for spec in found:
-            if spec.table is not None and spec.group_name == name:
-                return self._know(Block(spec))
-        raise unknown
 
     def tables(self) -> list[Block]:
         """All tables of the cluster, in the order in which they were defined."""

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NoReturn
 
 from msgspec import structs
@@ -19,8 +20,6 @@ from msgspec import structs
 from paramserve.client.links import (
     FIRST_ARENA_BYTES,
     POLL_SLICE_S,
-    QUICK_TCP_S,
-    SPIN_TCP_S,
     WINDOW,
     Allocate,
     Connect,
@@ -43,6 +42,7 @@ from paramserve.messages import (
     Done,
     Inquire,
     Joined,
+    Refused,
     ServerBeat,
     ShardReply,
     ShardRequest,
@@ -65,6 +65,8 @@ RECONNECT_PAUSE_S = 0.01
 """Before a broken link is made anew: no tight loop around a server that refuses."""
 
 _decode = decoder(ShardReply).decode
+is_complete: Callable[[Operation], bool] = attrgetter("complete")
+"""Whether all shards have answered."""
 
 
 class Question:
@@ -141,8 +143,7 @@ class Exchange(Links):
     def _connect(self, shard: ReachedShard, timeout_s: float) -> Link:
         link = super()._connect(shard, timeout_s)
         if not link.shared:
-            if self._timing.spins:
-                self._quick_s, self._spin_s = QUICK_TCP_S, SPIN_TCP_S
+            self._pollings.clear()
             link.while_blocked = partial(self._read_while_blocked, shard)
         return link
 
@@ -162,6 +163,9 @@ class Exchange(Links):
             return
         if self._gone is not None:  # With one shard the cluster is lost: the others end as well.
             self._give_up(shard, self._gone)
+            return
+        if shard.farewell is not None:
+            self._give_up(shard, shard.farewell)
             return
         self._timing.sleep(RECONNECT_PAUSE_S)
         began = self.now()
@@ -204,10 +208,13 @@ class Exchange(Links):
         Raises:
             ServerGone, WorkerFenced: a shard is gone. Nothing was sent.
         """
-        room = all(s.gone is None and s.session.has_room(requests) for s in self.shards)
-        if not room:
-            self._check_gone()
-        return room
+        for shard in self.shards:
+            session = shard.session
+            room = session.has_room(requests) if session.unanswered else requests <= self.requests
+            if shard.gone is not None or not room:
+                self._check_gone()
+                return False
+        return True
 
     def wait_for_room(self, timeout_s: float, requests: int) -> bool:
         """Wait until `has_room`; whether that was in time.
@@ -227,7 +234,7 @@ class Exchange(Links):
 
     @property
     def lost(self) -> ParamServeError | None:
-        """Why the last shard that was given up is gone; None: none is."""
+        """Why the first shard that was given up is gone; None: none is."""
         return self._gone
 
     def _check_gone(self) -> None:
@@ -267,9 +274,10 @@ class Exchange(Links):
             calls: one request for each shard, in shard order, and the operation that they are.
         """
         with self._lock:
-            self._check()
+            if self._closed or self._torn or self._mid_call:
+                self._check()
             self._torn = "a request"
-            self._mid_call.update(range(len(self.shards)))
+            self._mid_call |= self._numbers
             for _, operation in calls:
                 operation.numbered = True
             messages: list[list[ShardRequest]] = []
@@ -281,12 +289,12 @@ class Exchange(Links):
                 each: list[ShardRequest] = []
                 for requests, operation in calls:
                     request = requests[shard.number]
-                    each.append(shard.session.submit(request, operation, first=not each))
-                messages.append(each)
+                    each += [shard.session.submit(request, operation, first=not each)]
+                messages += [each]
             frames: list[Framed] = []
             try:
                 for shard, each in zip(self.shards, messages, strict=False):
-                    frames.append(self._frame(shard, each))
+                    frames += [self._frame(shard, each)]
             except BaseException:
                 self._take_back(calls, messages)
                 raise
@@ -299,7 +307,7 @@ class Exchange(Links):
                     self._transmit(shard, frame)
                 except ConnectionError:
                     self._disconnect(shard)
-                self._mid_call.discard(shard.number)
+                self._mid_call -= {shard.number}
             if not frames:
                 self._mid_call.clear()
 
@@ -358,63 +366,61 @@ class Exchange(Links):
 
     # --- waiting -----------------------------------------------------------------------------
 
-    def wait(self, operation: Operation, timeout_s: float) -> bool:
+    def wait(self, operation: Operation, timeout_s: float, kind: Hashable = None) -> bool:
         """Wait until every shard has answered; False after `timeout_s`.
 
+        Args:
+            kind: as `_ready` takes it.
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
         if operation.complete:
             return True
-        return self.read_until(lambda: operation.complete, self.now() + timeout_s)
+        return self.read_until(partial(is_complete, operation), self.now() + timeout_s, kind)
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether the operation is complete."""
         with self._lock:
             if not operation.complete and not self._polling and not self._closed:
                 self._check()
-                self._read_all(self._ready(0.0))
+                self._read(self._ready(0.0))
             return operation.complete
 
-    def read_until(self, done: Callable[[], bool], deadline: float) -> bool:
+    def read_until(self, done: Callable[[], bool], deadline: float, kind: Hashable = None) -> bool:
         """Read answers, or let another thread do so, until `done`; whether it was in time. The
         caller does not hold the lock, under which `done` is called.
 
+        Args:
+            kind: as `_ready` takes it.
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
         began = now = self.now()
         polling = False
-        while True:
-            try:
+        ready: list[ReachedShard] = []
+        try:
+            while True:
                 with self._lock:
+                    if polling:
+                        self._polling = polling = False
+                        self._read(ready)
+                        now = self.now()
                     finished = done()
                     if finished or now >= deadline:
                         self.waited_s += now - began
                         return finished
-                    self._check()
+                    if self._closed or self._torn or self._mid_call:
+                        self._check()
                     if self._polling:
                         self._wait_for_other(deadline - now)
+                        now = self.now()
                     else:
                         self._polling = polling = True
                 if polling:
-                    ready = self._ready(deadline - now)
-                    with self._lock:
-                        self._polling = polling = False
-                        self._read_all(ready)
-                now = self.now()
-            finally:
-                if polling:  # Interrupted; there is no call here that another interrupt could hit.
-                    self._polling = False
-
-    def _read_all(self, ready: list[ReachedShard]) -> None:
-        """Read what is there; whatever happens here, one of the waiting threads polls next."""
-        try:
-            if not self._closed:
-                self._read(ready)
+                    ready = self._ready(deadline - now, kind)
         finally:
-            if self._waiters:
-                self._condition.notify_all()
+            if polling:  # Interrupted; there is no call here that another interrupt could hit.
+                self._polling = False
 
     def _wait_for_other(self, left_s: float) -> None:
         """Let another thread read; not for long, since it may be interrupted."""
@@ -425,36 +431,45 @@ class Exchange(Links):
             self._waiters -= 1
 
     def _read(self, ready: list[ReachedShard]) -> None:
-        for shard in ready:
-            self._mid_call.add(shard.number)
-            try:
-                if shard.link is None or shard.number in self._down:
-                    raise ConnectionError("not connected")
-                self._take_all(shard, shard.link)
-            except ConnectionError as error:
-                self._reconnect(shard, error)
-            except ParamServeError as error:
-                if isinstance(error, ClientClosed):
-                    raise
-                self._give_up(shard, error)
-            self._mid_call.discard(shard.number)
+        """Read what is there; whatever happens here, one of the waiting threads polls next."""
+        try:
+            for shard in ready if not self._closed else ():
+                self._mid_call |= {shard.number}
+                try:
+                    if shard.link is None or shard.number in self._down:
+                        raise ConnectionError("not connected")
+                    self._take_all(shard, shard.link)
+                except ConnectionError as error:
+                    self._reconnect(shard, error)
+                except ParamServeError as error:
+                    if isinstance(error, ClientClosed):
+                        raise
+                    self._give_up(shard, error)
+                self._mid_call -= {shard.number}
+        finally:
+            if self._waiters:
+                self._condition.notify_all()
 
     def _take_all(self, shard: ReachedShard, link: Link) -> None:
         """Take what has come from a shard."""
         header = link.receive(0.0)
         while header is not None:
-            self._take(shard, link, header)
-            header = link.buffered()
+            reply = _decode(header)
+            if type(reply) is not Done or link.payload_bytes:
+                self._take(shard, link, reply)
+            else:
+                self._torn = "an answer"
+                shard.session.on_reply(reply)
+                self._torn = ""
+            header = link.buffered() if link.more else None
 
-    def _take(self, shard: ReachedShard, link: Link, header: bytes) -> None:
-        reply = _decode(header)
-        if type(reply) is not Done:
-            if isinstance(reply, Waiting | ServerBeat):
-                for each in self._questions:
-                    each.take(shard.number, reply)
-                return
-            if reply.seq == 0:  # the server is about to cut this connection, and says why
-                raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+    def _take(self, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
+        if isinstance(reply, Waiting | ServerBeat):
+            for each in self._questions:
+                each.take(shard.number, reply)
+            return
+        if isinstance(reply, Refused) and reply.seq == 0:  # the server is about to cut this link
+            raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if link.payload_bytes:
             sent = shard.session.sent(reply.seq)
             if sent is None:
@@ -481,15 +496,18 @@ class Exchange(Links):
         answers = self._ask(asked, Inquire(group), timeout_s)
         return [answer for answer in answers if isinstance(answer, Waiting)]
 
-    def reports(self, timeout_s: float, *, notes: bool = False) -> list[ServerBeat]:
+    def reports(
+        self, timeout_s: float, *, notes: bool = False, saved: tuple[str, int, int] | None = None
+    ) -> list[ServerBeat]:
         """Ask all shards what they have done so far; what came within `timeout_s`.
 
         Args:
             notes: whether the ranks' notes are wanted as well.
+            saved: as in `AskReport`.
         Raises:
             ServerGone: a shard is gone.
         """
-        answers = self._ask(self.shards, AskReport(notes), timeout_s)
+        answers = self._ask(self.shards, AskReport(notes, saved), timeout_s)
         self._check_gone()
         return [answer for answer in answers if isinstance(answer, ServerBeat)]
 
@@ -505,7 +523,7 @@ class Exchange(Links):
             for shard in waiting:  # Not numbered: a question is lost with its link.
                 if shard.link is not None and shard.link is not asked.get(shard.number):
                     asked[shard.number] = shard.link
-                    self._question(shard, shard.link, question)
+                    self._question(shard, question)
             return not waiting
 
         try:
@@ -517,10 +535,10 @@ class Exchange(Links):
                 self._questions = [each for each in self._questions if each is not under_way]
         return [under_way.answers[s.number] for s in shards if s.number in under_way.answers]
 
-    def _question(self, shard: ReachedShard, link: Link, question: Inquire | AskReport) -> None:
+    def _question(self, shard: ReachedShard, question: Inquire | AskReport) -> None:
         self._mid_call.add(shard.number)
         try:
-            link.send(encode(question))
+            self._transmit(shard, (encode(question), []))
         except ConnectionError:
             self._disconnect(shard)
         self._mid_call.discard(shard.number)
@@ -556,7 +574,7 @@ class Exchange(Links):
                 arena.close()
             # The pool's slots hold on to the memory, and it to this object.
             self._pool = SlotPool(self._slot)
-            self._returned.clear()
+            self.returned.clear()
             self._condition.notify_all()
 
     def abandon(self) -> None:

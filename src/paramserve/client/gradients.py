@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import Exchange, Slot
-from paramserve.client.names import NamedPiece, Names
+from paramserve.client.names import NamedPiece, Part, Selection
 from paramserve.client.step_parts import BlockPush, Filling, check_rule
 from paramserve.config import NO_RANK
 from paramserve.core.commit import CLIP_EPSILON
@@ -24,22 +25,20 @@ Pushes = list[tuple[BlockPush, Slot]]
 class Gradients:
     """Slots that gradients are written to, from when they are given out until they are sent.
 
-    Each method that checks says whether all numbers were finite; under a policy that refuses, it
-    raises `NonFinite` instead, and everything is as it was before.
+    Each method that gives gradients to be sent says how large their largest element is, and inf if
+    one is NaN or Inf; under a policy that refuses, it raises `NonFinite` instead, and everything is
+    as it was before. The servers believe it: a gradient is looked at once.
 
     Args:
         refuses: whether the policy of a block's group, for the step under way, does.
     """
 
-    def __init__(
-        self, exchange: Exchange, names: Names, refuses: Callable[[Block], bool], rank: int
-    ) -> None:
+    def __init__(self, exchange: Exchange, refuses: Callable[[Block], bool], rank: int) -> None:
         self._exchange = exchange
-        self._names = names
         self._refuses = refuses
         self._rank = rank
-        self._given: dict[int, Slot] = {}
-        """By block: what `slot` has given out and no step has taken yet."""
+        self._given: dict[int, tuple[Slot, Array]] = {}
+        """By block: what `slot` has given out and no step has taken yet, with the slot."""
         self._lent: dict[int, Filling] = {}
         """By block: the slot whose pieces `lend` gives out."""
 
@@ -47,47 +46,61 @@ class Gradients:
 
     def slot(self, block: Block) -> Array:
         """[block.size] of shared memory to write a gradient to; the same until a step takes it."""
-        slot = self._given.get(block.id)
-        if slot is None:
-            slot = self._given[block.id] = self._exchange.take(block.nbytes)
-        return slot.array(block)
+        if block.id not in self._given:
+            (slot,) = self._exchange.take_each([block.nbytes])
+            self._given[block.id] = slot, slot.array(block)
+        return self._given[block.id][1]
 
-    def take(self, push: Sequence[BlockPush]) -> tuple[Pushes, bool]:
-        """Gradients that were written to their slots: to be sent, and whether they are finite.
+    def take(self, push: Sequence[BlockPush]) -> tuple[Pushes, float]:
+        """Gradients that were written to their slots: to be sent, and their largest element.
 
         Raises:
             ValueError: one does not lie in its block's slot.
             ShapeMismatch: it is said to have a piece that its block does not have. In both cases
                 everything is as it was.
         """
-        self._check_given(push)
-        bad = _first_nonfinite(push)
-        if bad is not None and self._refuses(push[0].block):
-            raise self._nonfinite(bad)
-        return [(each, self._given.pop(each.block.id)) for each in push], bad is None
+        pushes = self._given_for(push)
+        largest = 0.0
+        for each in push:
+            found = _largest(each)
+            largest = found if found > largest else largest
+        if largest == math.inf and self._refuses(push[0].block):
+            raise self._nonfinite(_first_nonfinite(push))
+        for each in push:
+            del self._given[each.block.id]
+        return pushes, largest
 
     def drop(self, push: Sequence[BlockPush]) -> None:
         """Gradients that will not be sent."""
-        self._check_given(push)
-        self._exchange.give_back([self._given.pop(each.block.id) for each in push])
+        pushes = self._given_for(push)
+        for each in push:
+            del self._given[each.block.id]
+        self._exchange.give_back([slot for _, slot in pushes])
 
-    def _check_given(self, push: Sequence[BlockPush]) -> None:
-        seen = set()
-        for block, gradient, active, _ in push:
-            slot = self._given.get(block.id)
-            if slot is None or gradient is not slot.array(block) or block.id in seen:
+    def _given_for(self, push: Sequence[BlockPush]) -> Pushes:
+        """Gradients with the slots that they were given out in."""
+        pushes: Pushes = []
+        given, seen = self._given, set[int]()
+        for each in push:
+            block, active = each.block, each.active
+            known = block.id in given and block.id not in seen
+            if not known or each.gradient is not given[block.id][1]:
                 raise ValueError(
                     f"the gradient of block {block.id} is not what gradient_slot gave for this "
                     "step: get one with client.dense.gradient_slot(block), fill it, push it once"
                 )
-            seen.add(block.id)
+            seen |= {block.id}
+            pushes += [(each, given[block.id][0])]
+            if active is None:
+                continue
             count = len(block.pieces)
-            if active is not None and not all(0 <= piece < count for piece in active):
+            if not all(0 <= piece < count for piece in active):
                 raise ShapeMismatch(
                     f"a push names pieces {active}, the block of {block.pieces[0].name!r} has "
                     f"{count}",
                     fix="give the indices of the block's tensors that have a gradient",
                 )
+        return pushes
 
     # --- by name -----------------------------------------------------------------------------
 
@@ -96,76 +109,79 @@ class Gradients:
         lent = self._lent.get(block.id)
         if lent is None:
             slot = self._exchange.take(block.nbytes)
-            lent = self._lent[block.id] = Filling(block, slot)
-        lent.lent.add(piece.index)
-        return piece.view(lent.slot.array(block))
+            lent = self._lent[block.id] = Filling(block, slot, slot.array(block), {})
+        assert lent.lent is not None
+        array = lent.lent.get(piece.index)
+        if array is None:
+            # A view of its own: its shape is the caller's to change.
+            array = lent.lent[piece.index] = lent.slot.tensors(block)[piece.index][...]
+        return array
 
-    def capture(self, blocks: Sequence[Block], arrays: Mapping[str, Array]) -> tuple[Pushes, bool]:
-        """Copy gradients by name into slots, checking them in the same pass.
+    def capture(self, selection: Selection, arrays: Sequence[Array]) -> tuple[Pushes, float]:
+        """Copy gradients by name into slots, and look for their largest element.
 
         Raises:
             Overloaded: there is no memory for them. Everything is as it was.
         """
-        bad = None
-        fillings: list[Filling] = []
+        largest = 0.0
+        fillings = self._fillings(selection.parts)
         pushes: Pushes = []
         try:
-            for block in blocks:
-                filling = self._filling(block, arrays)
-                fillings.append(filling)
-                flat = filling.slot.array(block)
-                active = []
-                for piece in self._names.pieces(block):
-                    gradient = arrays.get(piece.name)
-                    if gradient is not None:
-                        active.append(piece.index)
-                        lent = piece.index in filling.lent
-                        if not piece.fill(flat, gradient, lent) and bad is None:
-                            bad = piece.name
-                whole = None if len(active) == len(block.pieces) else tuple(active)
-                pushes.append((BlockPush(block, flat, whole), filling.slot))
-            if bad is not None and self._refuses(blocks[0]):
-                raise self._nonfinite(bad)
+            for part, filling in zip(selection.parts, fillings, strict=True):
+                given = arrays[part.span] if part.span is not None else part.pick(arrays)
+                found = _fill(part, given, filling)
+                largest = found if found > largest else largest
+                pushes += [(BlockPush(part.block, filling.flat, part.active), filling.slot)]
+            if largest == math.inf and self._refuses(selection.blocks[0]):
+                raise self._nonfinite(_first_nonfinite([push for push, _ in pushes]))
         except BaseException:
             self._undo(fillings)
             raise
-        return pushes, bad is None
+        return pushes, largest
 
     def stage(
-        self, blocks: Sequence[Block], arrays: Mapping[str, Array], into: dict[int, Filling]
+        self,
+        selection: Selection,
+        arrays: Sequence[Array],
+        into: dict[int, Filling],
+        at_once: bool = False,
     ) -> None:
         """Keep gradients by name until their group's tick; a second one adds to the first.
 
         Args:
             into: what was kept before, by block; gets these.
+            at_once: the same call ticks. Else the program may write to what it was lent until its
+                tick, which looks at that again.
         Raises:
             ParamServeError: a block has no rule, or there is no memory. Everything is as it was.
         """
-        for block in blocks:
+        for block in selection.blocks:
             check_rule(block)
-        bad = None
-        new: list[Filling] = []
-        fillings, sums = [], []
+        bad, largest = "", dict[int, float]()
+        new = self._fillings([part for part in selection.parts if part.block.id not in into])
+        fillings = into | {filling.block.id: filling for filling in new}
+        sums = []
         try:
-            for block in blocks:
-                filling = into.get(block.id)
-                if filling is None:
-                    filling = self._filling(block, arrays)
-                    new.append(filling)
-                fillings.append(filling)
-                flat = filling.slot.array(block)
-                for piece in self._names.pieces(block):
-                    gradient = arrays.get(piece.name)
-                    if gradient is None:
-                        continue
+            for part in selection.parts:
+                given, filling = part.pick(arrays), fillings[part.block.id]
+                if part.block.id not in into:
+                    found = largest[part.block.id] = _fill(part, given, filling)
+                    if found == math.inf and not bad:
+                        bad = _first_nonfinite([BlockPush(part.block, filling.flat, part.active)])
+                    continue
+                most = filling.largest
+                for piece, gradient in zip(part.pieces, given, strict=True):
                     if piece.index in filling.staged:
-                        finite = bool(np.isfinite(gradient).all())
-                        sums.append((piece.view(flat), gradient))
+                        found = 0.0 if np.isfinite(gradient).all() else math.inf
+                        sums.append((piece.view(filling.flat), gradient))
+                        most = -1.0
                     else:
-                        finite = piece.fill(flat, gradient, piece.index in filling.lent)
-                    if not finite and bad is None:
+                        found = piece.fill(filling.flat, gradient, False)
+                        most = max(most, found) if most >= 0.0 else most
+                    if found == math.inf and not bad:
                         bad = piece.name
-            if bad is not None and self._refuses(blocks[0]):
+                largest[part.block.id] = most
+            if bad and self._refuses(selection.blocks[0]):
                 raise self._nonfinite(bad)
         except BaseException:
             self._undo(new)
@@ -174,35 +190,56 @@ class Gradients:
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
             for total, gradient in sums:
                 total += gradient
-        for filling in fillings:
-            block = filling.block
-            pieces = self._names.pieces(block)
-            filling.staged |= {piece.index for piece in pieces if piece.name in arrays}
-            filling.lent = set()
-            into[block.id] = filling
+        for part in selection.parts:
+            filling = fillings[part.block.id]
+            filling.staged |= frozenset(part.indices)
+            filling.largest = largest[part.block.id] if at_once or not filling.lent else -1.0
+            filling.lent = None
+            into[part.block.id] = filling
         self._exchange.unfinished = ""
 
-    def staged(self, fillings: Mapping[int, Filling]) -> tuple[Pushes, bool]:
-        """What was kept, by block: to be sent with the tick."""
+    def staged(self, fillings: Mapping[int, Filling]) -> tuple[Pushes, float]:
+        """What was kept, by block: to be sent with the tick, and its largest element."""
         pushes: Pushes = []
+        largest = 0.0
         for _, filling in sorted(fillings.items()):
-            block, slot, pieces = filling.block, filling.slot, filling.staged
+            block, pieces = filling.block, filling.staged
             whole = None if len(pieces) == len(block.pieces) else tuple(sorted(pieces))
-            pushes.append((BlockPush(block, slot.array(block), whole), slot))
-        bad = _first_nonfinite([push for push, _ in pushes])
-        if bad is not None and self._refuses(pushes[0][0].block):
+            push = BlockPush(block, filling.flat, whole)
+            pushes.append((push, filling.slot))
+            found = filling.largest if filling.largest >= 0.0 else _largest(push)
+            largest = found if found > largest else largest
+        if largest == math.inf and self._refuses(pushes[0][0].block):
             self._exchange.give_back([slot for _, slot in pushes])
-            raise self._nonfinite(bad)
-        return pushes, bad is None
+            raise self._nonfinite(_first_nonfinite([push for push, _ in pushes]))
+        return pushes, largest
 
-    def _filling(self, block: Block, arrays: Mapping[str, Array]) -> Filling:
-        """A slot for these gradients: the lent one, if nothing in it stays with the caller."""
-        lent = self._lent.get(block.id)
-        if lent is not None:
-            pieces = self._names.pieces(block)
-            if all(pieces[index].name in arrays for index in lent.lent):
-                return self._lent.pop(block.id)
-        return Filling(block, self._exchange.take(block.nbytes))
+    def _fillings(self, parts: Sequence[Part]) -> list[Filling]:
+        """A slot for the gradients of each part: the lent one, if nothing in it stays with the
+        caller.
+
+        Raises:
+            Overloaded: there is no memory for them. None is taken.
+        """
+        lent, found = self._lent, dict[int, Filling]()
+        new: list[Block] = []
+        for part in parts:
+            number = part.block.id
+            if number in lent and (part.active is None or _comes_back(lent[number], part.active)):
+                found[number] = lent[number]
+            else:
+                new += [part.block]
+        if new:
+            slots = self._exchange.take_each([block.nbytes for block in new])
+            for block, slot in zip(new, slots, strict=True):
+                found[block.id] = Filling(block, slot, slot.array(block))
+        fillings: list[Filling] = []
+        for part in parts:
+            filling = found[part.block.id]
+            fillings += [filling]
+            if filling.lent:
+                del lent[part.block.id]
+        return fillings
 
     def _undo(self, fillings: Sequence[Filling]) -> None:
         for filling in fillings:
@@ -219,16 +256,54 @@ class Gradients:
         )
 
 
-def _first_nonfinite(push: Sequence[BlockPush]) -> str | None:
-    """The name of the first tensor with a NaN or Inf among the active pieces."""
-    kernels = compiled()
+def _comes_back(filling: Filling, active: tuple[int, ...]) -> bool:
+    """Whether all that was lent of a slot is among these pieces."""
+    return filling.lent is None or filling.lent.keys() <= set(active)
+
+
+def _fill(part: Part, given: Sequence[Array], filling: Filling) -> float:
+    """Write gradients to their places in a slot; the largest size of their elements."""
+    lent, flat = filling.lent, filling.flat
+    in_place = lent is not None
+    for index, gradient in zip(part.indices, given, strict=True):
+        if lent is None or index not in lent or lent[index] is not gradient:
+            in_place = False
+            break
+    if part.small and not in_place:
+        tensors = filling.slot.tensors(part.block)
+        for piece, gradient in zip(part.pieces, given, strict=True):
+            if gradient.dtype is piece.dtype:
+                tensors[piece.index][...] = gradient
+            else:
+                piece.fill(flat, gradient, False)
+        in_place = True
+    largest: Callable[[Array], float] = compiled().largest
+    if in_place and part.active is None:
+        return largest(flat)
+    most = 0.0
+    for piece, gradient in zip(part.pieces, given, strict=True):
+        lies_there = in_place or (lent is not None and gradient is lent.get(piece.index))
+        found = piece.fill(flat, gradient, lies_there)
+        most = found if found > most else most
+    return most
+
+
+def _largest(push: BlockPush) -> float:
+    """The largest size of an element of the active pieces; inf if one is NaN or Inf."""
+    largest: Callable[[Array], float] = compiled().largest
+    if push.active is None:
+        return largest(push.gradient)
+    return max([largest(part) for _, part in active_parts(push)], default=0.0)
+
+
+def _first_nonfinite(push: Sequence[BlockPush]) -> str:
+    """The name of the first tensor with a NaN or Inf among the active pieces, of which one has."""
+    largest = compiled().largest
     for each in push:
-        if each.active is None and kernels.finite(each.gradient):
-            continue
         for index, part in active_parts(each):
-            if not kernels.finite(part):
+            if largest(part) == math.inf:
                 return each.block.pieces[index].name
-    return None
+    raise ValueError("all of these gradients are finite")
 
 
 def active_parts(push: BlockPush) -> list[tuple[int, Array]]:

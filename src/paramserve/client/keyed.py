@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
-from paramserve.client.labels import DIM, SUFFIX, Labels, labels_kept, labels_options
-from paramserve.client.names import as_keys
+from paramserve.client.labels import DIM, Labels, labels_kept, labels_options
+from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import (
@@ -27,9 +28,10 @@ from paramserve.client.step_parts import (
     check_weight,
 )
 from paramserve.client.steps import Steps, fail_staged
-from paramserve.client.table import Table, TablePush
+from paramserve.client.table import GivenRows, Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
+from paramserve.config import LABELS
 from paramserve.core.partition import Block
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import Records, records_at, records_bytes
@@ -64,6 +66,8 @@ class Keyed:
         self._lock = connection.lock
         self._client = client
         self._tables: dict[str, Table] = {}
+        self._labels: dict[int, Labels] = {}
+        """By table's block."""
         self._good_hyper: dict[int, Hyper] = {}
         """By table's block: hyper-parameters that were found good last."""
 
@@ -82,14 +86,14 @@ class Keyed:
         if not block.table.labels:
             return None
         kept = labels_kept(block.table, len(self._exchange.shards))
-        labels = self._client.table(block.group_name + SUFFIX)
-        return Labels(labels, kept, self._connection.workers)
+        labels = self._client.table(block.group_name + LABELS)
+        return self._labels.setdefault(block.id, Labels(labels, kept, self._connection.workers))
 
     def define_labels(self, block: Block) -> None:
         """Define the table of a table's labels."""
         assert block.table is not None
         self._client.directory.define_table(
-            block.group_name + SUFFIX,
+            block.group_name + LABELS,
             DIM,
             rule=Add(),
             dtype="float32",
@@ -126,58 +130,16 @@ class Keyed:
     ) -> Ticket:
         """See `Client.push_tables`."""
         self._connection.check()
+        if not pushes:
+            raise ValueError("a step of tables names at least one")
         with self._lock:
-            if not pushes:
-                raise ValueError("a step of tables names at least one")
-            collects = [not tick and self._steps.collects(push.table.block) for push in pushes]
-            if not any(collects):
-                parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
-                parts[-1:] = [each._replace(leased=leased) for each in parts[-1:]]
-                return joined(self._steps.send(parts))
-            self._check_tables(pushes)
-            self._steps.raise_unread()
-            kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
-            others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
-            tickets: list[Ticket] = []
-            if others:
-                parts = self.parts(others, tick=False, weight=weight, skip=skip)
-                tickets = self._steps.send(parts)
-            tickets += [self._keep_rows(push, weight, skip) for push in kept]
-            return joined(tickets)
+            given = self.checked(pushes)
+            return self.push_rows(given, tick=tick, weight=weight, skip=skip, leased=leased)
 
-    def _staged(self, table: str) -> Sequence[TablePush]:
-        """What waits for a table's tick."""
-        return self._steps.staged[table].rows if table in self._steps.staged else ()
-
-    def _to_keep(self, push: TablePush, weight: float | None) -> TablePush:
-        """Checked copies of gradients that wait for their table's tick; raises as `Table.push`."""
-        block, name = push.table.block, push.table.name
-        check_weight(weight)
-        self._steps.check_same_weight(name, weight)
-        keys, values = _checked(push)
-        self._check_hyper(block, self._one_hyper(name, [*self._staged(name), push]))
-        if not np.isfinite(values).all() and self._steps.refuses(block):
-            row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-            raise self._bad_row(block, int(keys[row]))
-        waiting = sum(_checked(each)[0].size for each in self._staged(name))
-        if waiting + len(keys) > STAGED_ROWS_MAX:
-            raise Overloaded(
-                f"{waiting} rows of table {name!r} wait for its tick, and {len(keys)} "
-                f"more came; at most {STAGED_ROWS_MAX} may",
-                fix="end the step with client.tick(table.name), or give the table ps.Async()",
-            )
-        return TablePush(push.table, keys.copy(), values.copy(), push.hyper)
-
-    def _keep_rows(self, push: TablePush, weight: float | None, skip: bool) -> Ticket:
-        """Keep gradients until their table's tick."""
-        staged = self._steps.staged.get(push.table.name)
-        if staged is None:
-            staged = Staged()
-        if not skip:
-            staged.rows.append(push)
-        return self._steps.stage(push.table.block, staged, weight)
-
-    def _check_tables(self, pushes: Sequence[TablePush]) -> None:
+    def checked(self, pushes: Sequence[TablePush]) -> list[GivenRows]:
+        """What a step of several tables pushes; raises as `Table.push`."""
+        for push in pushes:
+            self._check_own(push.table)
         names = [push.table.name for push in pushes]
         if len(set(names)) != len(names):
             raise ValueError(f"a step names the tables {names}: name each of them once")
@@ -187,8 +149,72 @@ class Keyed:
                 f"a step names {len(names)} tables, at most {most} go in one: put fields with rows "
                 "of one width into one table, with keys of ps.keys_of(column, field=its name)"
             )
-        for table in (push.table for push in pushes):
-            self._check_own(table)
+        return [_given(push) for push in pushes]
+
+    def push_rows(
+        self,
+        pushes: Sequence[GivenRows],
+        *,
+        tick: bool = False,
+        weight: float | None = None,
+        skip: bool = False,
+        leased: bool = False,
+    ) -> Ticket:
+        """As `push`, of rows that have been checked, each of another table of this client."""
+        if self._connection.closed:
+            self._connection.check()
+        with self._lock:
+            collects: list[bool] = []
+            if not tick:
+                for push in pushes:
+                    collects += [self._steps.collects(push.table.block)]
+            if True not in collects:
+                parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
+                if leased:
+                    parts[-1] = structs.replace(parts[-1], leased=True)
+                tickets = self._steps.send(parts)
+                return joined(tickets) if tickets[1:] else tickets[0]
+            self._steps.raise_unread()
+            kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
+            others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
+            tickets = []
+            if others:
+                parts = self.parts(others, tick=False, weight=weight, skip=skip)
+                tickets = self._steps.send(parts)
+            tickets += [self._keep_rows(push, weight, skip) for push in kept]
+            return joined(tickets)
+
+    def _staged(self, table: str) -> Sequence[GivenRows]:
+        """What waits for a table's tick."""
+        return self._steps.staged[table].rows if table in self._steps.staged else ()
+
+    def _to_keep(self, push: GivenRows, weight: float | None) -> GivenRows:
+        """Copies of gradients that wait for their table's tick; raises as `Table.push`."""
+        block, name = push.table.block, push.table.name
+        check_weight(weight)
+        self._steps.check_same_weight(name, weight)
+        keys, values, staged = push.keys, push.values, self._staged(name)
+        self._check_hyper(block, self._one_hyper(name, [*staged, push]))
+        if not np.isfinite(values).all() and self._steps.refuses(block):
+            row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+            raise self._bad_row(block, int(keys[row]))
+        waiting = sum(each.keys.size for each in staged)
+        if waiting + len(keys) > STAGED_ROWS_MAX:
+            raise Overloaded(
+                f"{waiting} rows of table {name!r} wait for its tick, and {len(keys)} "
+                f"more came; at most {STAGED_ROWS_MAX} may",
+                fix="end the step with client.tick(table.name), or give the table ps.Async()",
+            )
+        return GivenRows(push.table, keys.copy(), values.copy(), push.hyper)
+
+    def _keep_rows(self, push: GivenRows, weight: float | None, skip: bool) -> Ticket:
+        """Keep gradients until their table's tick."""
+        staged = self._steps.staged.get(push.table.name)
+        if staged is None:
+            staged = Staged()
+        if not skip:
+            staged.rows.append(push)
+        return self._steps.stage(push.table.block, staged, weight)
 
     def _check_own(self, table: Table) -> None:
         if table.client is not self._client:
@@ -200,9 +226,9 @@ class Keyed:
             check_row_hyper(block, hyper)
             self._good_hyper[block.id] = hyper
 
-    def _one_hyper(self, table: str, pushes: Sequence[TablePush]) -> Hyper | None:
+    def _one_hyper(self, table: str, pushes: Sequence[GivenRows]) -> Hyper | None:
         """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
-        said = {push.hyper for push in pushes if push.keys is not None or push.hyper is not None}
+        said = {push.hyper for push in pushes if push.keys.size or push.hyper is not None}
         if len(said) > 1:
             raise ValueError(
                 f"the step of table {table!r} under way has pushes with the hyper-parameters "
@@ -211,50 +237,52 @@ class Keyed:
         return next(iter(said), None)
 
     def parts(
-        self, pushes: Sequence[TablePush], *, tick: bool, weight: float | None, skip: bool
+        self, pushes: Sequence[GivenRows], *, tick: bool, weight: float | None, skip: bool
     ) -> list[StepParts]:
         """Capture a step's gradients of tables; the caller holds the lock, and sends them.
 
         Raises:
             As `Table.push`: nothing is captured.
         """
-        check_weight(weight)
-        self._check_tables(pushes)
+        # Loops and `+=`, as in `Steps`: a comprehension or an `append` is one call more.
+        if weight is not None:
+            check_weight(weight)
+            for push in pushes:
+                self._steps.check_same_weight(push.table.name, weight)
+        hypers: list[Hyper | None] = []
         for push in pushes:
-            self._steps.check_same_weight(push.table.name, weight)
-        ready = []
-        for push in pushes:
-            waiting = self._staged(push.table.name) if tick else ()
-            hyper = self._one_hyper(push.table.name, [*waiting, push])
-            self._check_hyper(push.table.block, hyper)
-            ready.append((push.table.block, hyper, *_checked(push)))
+            hyper, waiting = push.hyper, self._staged(push.table.name) if tick else ()
+            if waiting:
+                hyper = self._one_hyper(push.table.name, [*waiting, push])
+            if hyper is not None:
+                self._check_hyper(push.table.block, hyper)
+            hypers += [hyper]
         self._steps.begin(requests=len(pushes) + 1)
         parts: list[StepParts] = []
         group, staged = "", NOTHING_STAGED
         if tick and pushes:
             self._exchange.unfinished = "a step"
         try:
-            for block, hyper, keys, values in ready:
+            for push, hyper in zip(pushes, hypers, strict=True):
+                block, keys, values = push.table.block, push.keys, push.values
                 group = block.group_name
                 if tick:
                     staged = self._steps.staged.pop(group, NOTHING_STAGED)
                 if staged.rows:
                     keys = np.concatenate([*(each.keys for each in staged.rows), keys])
-                    values = np.concatenate([*(each.gradients for each in staged.rows), values])
+                    values = np.concatenate([*(each.values for each in staged.rows), values])
                 row_pushes: tuple[RowPush, ...] = ()
                 if keys.size and not skip:
                     row_pushes = (self._captured(block, keys, values, hyper),)
                     self.reads.wrote(block, keys)
                 self.reads.base_of_push(block)
-                bad = any(each.bad >= 0 for each in row_pushes)
+                bad = bool(row_pushes) and row_pushes[0].bad >= 0
                 said = staged.weight if weight is None else weight
                 options = StepOptions(tick, 1.0 if said is None else said, skip or bad)
                 what = "step" if tick else "push"
-                parts.append(
-                    StepParts(
-                        what, block, options=options, row_pushes=row_pushes, staged=staged.tickets
-                    )
-                )
+                parts += [
+                    StepParts(what, block, (), (), options, row_pushes, (), False, staged.tickets)
+                ]
         except BaseException as error:
             fail_staged(group, staged.tickets, error)
             self.unsent(parts, error)
@@ -278,8 +306,11 @@ class Keyed:
     def _bad_row(self, block: Block, key: int) -> NonFinite:
         rank = self._connection.rank
         who = f"rank {rank}" if rank >= 0 else "a client without a rank"
+        kept = self._labels.get(block.id)
+        label = kept.sent(key) if kept is not None else ""
+        shown = f"{key} ({label!r})" if label else str(key)
         return NonFinite(
-            f"the gradient of key {key} of table {block.group_name!r} on {who} holds NaN or Inf, "
+            f"the gradient of key {shown} of table {block.group_name!r} on {who} holds NaN or Inf, "
             "or its sum with others of that key does",
             fix="lower the learning rate, clip, or use on_nonfinite='skip' in the table's policy",
         )
@@ -361,13 +392,15 @@ class Keyed:
             self._steps.finish("assign", requests, timeout_s, [slot])
 
 
-def _checked(push: TablePush) -> tuple[Array, Array]:
-    """Its keys, int64 [n], and gradients, float32 [n, dim]."""
-    if push.keys is None and push.gradients is None:
-        return np.empty(0, np.int64), np.empty((0, push.table.dim), np.float32)
-    if push.keys is None or push.gradients is None:
-        raise ValueError(f"keys and gradients of table {push.table.name!r} come together")
-    return push.table.checked(push.keys, push.gradients)
+def _given(push: TablePush) -> GivenRows:
+    """What a step of several tables pushes to one of them; raises as `Table.push`."""
+    table, keys, gradients, hyper = push
+    if keys is None and gradients is None:
+        return GivenRows(table, np.empty(0, np.int64), np.empty((0, table.dim), np.float32), hyper)
+    if keys is None or gradients is None:
+        raise ValueError(f"keys and gradients of table {table.name!r} come together")
+    found = as_rows(keys, gradients, table.dim, table.name, table.keys_of)
+    return GivenRows(table, *found, hyper)
 
 
 def joined(tickets: Sequence[Ticket]) -> Ticket:

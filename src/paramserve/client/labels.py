@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.string_keys import strings_at
-from paramserve.config import check_count
+from paramserve.config import LABELS, check_count
 from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.messages import TableSpec
 
 Array = npt.NDArray[Any]
 
-SUFFIX = " (labels)"
-"""Behind the name of the table whose keys they name; users define no name that ends so."""
 BYTES_MAX = 96
 """Of a string; what is longer is cut between two characters."""
 DIM = BYTES_MAX // 3
@@ -71,7 +69,7 @@ def labels_kept(table: TableSpec, shards: int) -> int:
 
 def are_labels(name: str) -> bool:
     """Whether a table of this name has the labels of another one."""
-    return name.endswith(SUFFIX)
+    return name.endswith(LABELS)
 
 
 def check_not_labels(name: str) -> None:
@@ -82,7 +80,7 @@ def check_not_labels(name: str) -> None:
     """
     if are_labels(name):
         raise ValueError(
-            f"the name {name!r} ends with {SUFFIX!r}, which is kept for the labels of tables. "
+            f"the name {name!r} ends with {LABELS!r}, which is kept for the labels of tables. "
             "Applied: no. To fix: choose another name"
         )
 
@@ -99,7 +97,8 @@ class Labels:
     def __init__(self, table: Any, most: int, workers: int) -> None:
         self._table = table
         self._most = most
-        self._sent: set[int] = set()
+        self._sent: dict[int, str] = {}
+        """Strings by key, of those that the shards have from here; at most `SENT_MAX`."""
         self._given = 0
         """Keys since the last look at what was created."""
         self._look = most // (4 * max(workers, 1))
@@ -141,7 +140,11 @@ class Labels:
         if len(self._sent) + keys.size > SENT_MAX:
             self._sent.clear()
         if keys.size <= min(SENT_MAX, self._most):
-            self._sent.update(keys.tolist())
+            self._sent.update(zip(keys.tolist(), strings, strict=True))
+
+    def sent(self, key: int) -> str:
+        """The string of a key that this client has sent; empty: it does not know it."""
+        return self._sent.get(key, "")
 
     def of(self, keys: Array) -> list[str]:
         """The strings of keys, int64 [n]; empty where none is known."""

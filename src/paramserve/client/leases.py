@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from paramserve.client import timeouts
-from paramserve.errors import ParamServeError, Timeout, UnknownName
+from paramserve.errors import ParamServeError, Timeout, UnknownName, warn_user
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 
 if TYPE_CHECKING:
@@ -123,8 +122,7 @@ class LeasedWork:
             other.close()
         if self.active:
             self.close()
-        if self.plan.batches_per_step == AS_WORKER_SAYS:  # the optimizer has a policy by now
-            self.plan = replace(self.plan, batches_per_step=self._worker.batches_per_step)
+        self._settle_plan()
         if not self._finishes:
             self._finishes = True
             self._worker.finishers.append(self.finish)
@@ -133,13 +131,34 @@ class LeasedWork:
         self.active = True
         self._since = None
         if self.over or (self._begun and not self.more() and self.over):
-            self._turn += 1
-            self.over = False
-            self._lease, self._taken = Leased(0), None
-            self._pending.clear()
-            self._delivered = 0
+            self._next_turn()
         self._begun = True
         self._enter()
+
+    def leave_out(self, turns: int) -> int:
+        """Go on to the first of the next turns that is not over; how many are before it.
+
+        Args:
+            turns: how many may be left out.
+        """
+        self._settle_plan()
+        for done in range(turns):
+            if self.over:
+                self._next_turn()
+            if self._left or self._ask(0.0) or not self.over:
+                return done
+        return turns
+
+    def _settle_plan(self) -> None:
+        if self.plan.batches_per_step == AS_WORKER_SAYS:  # the optimizer has a policy by now
+            self.plan = replace(self.plan, batches_per_step=self._worker.batches_per_step)
+
+    def _next_turn(self) -> None:
+        self._turn += 1
+        self.over = False
+        self._lease, self._taken = Leased(0), None
+        self._pending.clear()
+        self._delivered = 0
 
     def draw(self) -> Drawn | None:
         """The next batch; None: none at this moment, or the worker is to end."""
@@ -210,7 +229,7 @@ class LeasedWork:
             refresh()
 
     def _await(self) -> bool:
-        patience_s = self._client.steps.patience_s
+        patience_s = self._client.steps.waits.patience_s
         holders, changed_s, said = None, self._clock(), False
         while not self.retiring:
             if self._ask(WAIT_S, idle=True):
@@ -236,8 +255,8 @@ class LeasedWork:
                 )
             if not said:
                 said = True
-                told += f"; it waits up to {patience_s:.0f} s, {timeouts.knob_of(True)}"
-                warnings.warn(told, stacklevel=5)
+                told += f"; it {timeouts.up_to(patience_s, timeouts.knob_of(True))}"
+                warn_user(told)
         return False
 
     def _ask(self, wait_s: float, *, idle: bool = False) -> bool:

@@ -12,7 +12,8 @@ import logging
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from os import sched_yield
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from paramserve.client.payloads import Outgoing, Payloads
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, SlotPool
 from paramserve.core.partition import Block
+from paramserve.core.polling import SHARED_S, AdaptivePolling
 from paramserve.errors import (
     ConnectTimeout,
     Overloaded,
@@ -32,15 +34,17 @@ from paramserve.errors import (
 )
 from paramserve.messages import (
     Batch,
+    Gradient,
     Hello,
     Joined,
+    ReadTarget,
     ShardRequest,
     encode,
 )
 from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.dial import is_unix
 from paramserve.transport.framing import header_not_sent
-from paramserve.transport.link import Link
+from paramserve.transport.link import EndedByPeer, Link
 from paramserve.transport.timing import Timing
 
 logger = logging.getLogger("paramserve")
@@ -55,7 +59,7 @@ have at most half as much again as is in use at once. What slots of other sizes 
 between them comes on top, since no slot moves: less than another half in all but a few orders."""
 FIRST_ARENA_BYTES = 1 << 20
 TRIM_TAKES = 1024
-"""After so many slots taken, arenas are given back that were not needed for them."""
+"""After so many takes, arenas are given back that were not needed for them."""
 TRIM_TRIES = 16
 """So often more, at the next takes, if just then a small slot was taken in a large arena."""
 WINDOW = 4
@@ -66,15 +70,8 @@ tables has one for each."""
 
 POLL_SLICE_S = 0.25
 """A waiting thread looks this often whether the client was closed by another."""
-QUICK_S = 100e-6
-"""An answer sooner than this is quick: the servers are at it."""
-SPIN_S = 60e-6
-"""How long a wait looks before it sleeps, after a quick one. A wake-up costs 20 to 60 us on a
-virtual machine; a worker that computes in between never has quick answers twice."""
-QUICK_TCP_S = 300e-6
-SPIN_TCP_S = 200e-6
-"""The same where a server is reached over TCP: there a small step takes longer."""
-
+KINDS_MAX = 1024
+"""Kinds of waits that are told apart; past it they begin anew."""
 
 Allocate = Callable[[int, int], Arena]
 """Makes an arena of a size, with a number."""
@@ -97,16 +94,54 @@ class Connect(Protocol):
     ) -> Link: ...
 
 
-class Slot:
-    """Bytes of an arena, taken by this client until given back."""
+Pushed = tuple[Block, tuple[int, ...] | None, tuple[float, ...] | None, tuple[Gradient, ...]]
+"""What was said last of a gradient in a slot: its block, active pieces and hyper-parameters, and
+the header parts that say it, for each shard."""
+Pulled = tuple[Block, tuple[ReadTarget, ...]]
+"""The block whose values were read into a slot last, and the header parts that said so."""
 
-    __slots__ = ("_array", "arena", "bytes", "offset")
+
+class SlotMemory(np.ndarray[Any, Any]):
+    """The bytes of a slot; see `row_slots.Lent`."""
+
+
+class Slot:
+    """Bytes of an arena, taken by this client until given back.
+
+    Attributes:
+        bytes: uint8 [size, a multiple of 8].
+        words: the same as int64.
+        memory: the same as a `SlotMemory`.
+    """
+
+    __slots__ = (
+        *("_array", "_tensors", "arena", "bytes", "memory"),
+        *("offset", "pulled", "pushed", "words"),
+    )
 
     def __init__(self, arena: int, offset: int, memory: Bytes) -> None:
         self.arena = arena
         self.offset = offset
         self.bytes = memory
+        self.words: npt.NDArray[np.int64] = memory.view(np.int64)
+        self.memory = memory.view(SlotMemory)
+        self.pushed: Pushed | None = None
+        self.pulled: Pulled | None = None
         self._array: Array | None = None
+        self._tensors: tuple[Block, list[Array]] | None = None
+
+    def tensors(self, block: Block) -> list[Array]:
+        """The slot as the block's tensors, each [*shape]; kept for the next call, and not to be
+        given out, since a shape can be changed."""
+        kept = self._tensors
+        if kept is None or kept[0] is not block:
+            flat, starts = self.array(block), block.starts
+            tensors = [
+                flat[starts[index] : starts[index + 1]].reshape(piece.shape)
+                for index, piece in enumerate(block.pieces)
+            ]
+            kept = self._tensors = block, tensors
+        return kept[1]
 
     def array(self, block: Block) -> Array:
         """The slot as [block.size] of the block's dtype."""
@@ -127,6 +162,8 @@ class ReachedShard:
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
         self.gone: ParamServeError | None = None
+        self.farewell: ParamServeError | None = None
+        """Why its server has ended the link, where a send has found that."""
         self.mute_since: float | None = None
         """Since when it listens, and does not answer those who connect again."""
 
@@ -155,6 +192,9 @@ class Links:
             ReachedShard(k, each, session(k, window, self.requests))
             for k, each in enumerate(joined.servers)
         ]
+        self.count = len(self.shards)
+        self.shared = False
+        """Whether all servers map this client's memory."""
         self.io_timeout_s = deadlines.request_s
         """A payload of which a server takes nothing for this long is sent again, on a new
         connection; so that no call waits much longer for it than its own deadline."""
@@ -173,11 +213,12 @@ class Links:
         self._dial = connect
         self._allocate = allocate
         self._pool = SlotPool(self._slot)
-        self._returned: deque[Slot] = deque()
-        """Slots to be given back with the next `take`."""
+        self.returned: deque[Slot] = deque()
+        """Slots to be given back with the next `take`: added to where an array ends, which may be
+        anywhere in any thread."""
         self._arenas: dict[int, Arena] = {}
         self._takes = 0
-        """Slots taken since arenas were given back."""
+        """Takes since arenas were given back."""
         self._most = 0
         """Bytes that were in use at once in the last so many takes."""
         self.payloads = Payloads(self.blocks, self._arenas)
@@ -187,19 +228,18 @@ class Links:
         self.now = timing.monotonic
         self._poll = timing.poller()
         self._by_fileno: dict[int, ReachedShard] = {}
-        self._quick_s, self._spin_s = (QUICK_S, SPIN_S) if timing.spins else (0.0, 0.0)
-        self._quick = False
-        """Whether the last answers came quickly, so that the next ones may be worth a spin."""
+        self._wake_s = timing.wake_s()
+        self._pollings: dict[Hashable, AdaptivePolling] = {}
+        """By kind of wait."""
         self._down: set[int] = set()
         """Shards whose link is broken and not yet made anew."""
         self._gone: ParamServeError | None = None
-        """Why the last shard that was given up is gone."""
+        """Why the first shard that was given up is gone."""
+        self._numbers = frozenset(shard.number for shard in self.shards)
         self._mid_call: set[int] = set()
-        """Shards whose link a call uses, or is about to use, under the lock. Found by another call,
-        it was interrupted there."""
+        """Shards whose link a call uses, or is to; found by another call, it was interrupted."""
         self._torn = ""
-        """What of the sessions is being changed, under the lock. Found by another call, it was
-        interrupted there."""
+        """What of the sessions is being changed; found by another call, that was interrupted."""
         self.unfinished = ""
         """The same for what the owner knows besides, under the owner's lock: set and cleared
         there, looked at by `Exchange.check_whole`."""
@@ -212,21 +252,36 @@ class Links:
         Raises:
             Overloaded: there is no memory for it, or a server refuses to map more.
         """
+        return self.take_each([nbytes])[0]
+
+    def take_each(self, sizes: Sequence[int]) -> list[Slot]:
+        """A slot of each of these sizes.
+
+        Raises:
+            As `take`. None is taken.
+        """
+        slots: list[Slot] = []
         with self._lock:
-            while self._returned:
-                self._pool.give_back(self._returned.popleft())
+            if self.returned:
+                self._take_returned()
             self._takes += 1
             if self._takes >= TRIM_TAKES:
                 self._trim()
-            slot = self._pool.take(nbytes)
-            if slot is None:
-                self._grow(nbytes)
-                slot = self._pool.take(nbytes)
-                assert slot is not None
-            return slot
+            try:
+                for nbytes in sizes:
+                    slot = self._pool.take(nbytes)
+                    slots += [slot if slot is not None else self._grow(nbytes)]
+            except BaseException:
+                self.let_go(slots)
+                raise
+        return slots
 
-    def _grow(self, nbytes: int) -> None:
-        """Add an arena with room for a slot; it takes the place of those that nothing lies in."""
+    def _take_returned(self) -> None:
+        while self.returned:
+            self._pool.give_back([self.returned.popleft()])
+
+    def _grow(self, nbytes: int) -> Slot:
+        """A slot in a new arena, which takes the place of those that nothing lies in."""
         for number in self._unused():
             self._drop_arena(number)
         have = sum(arena.nbytes for arena in self._arenas.values())
@@ -239,6 +294,9 @@ class Links:
             if growth <= needed:
                 raise
             self._add_arena(needed)
+        slot = self._pool.take(nbytes)
+        assert slot is not None
+        return slot
 
     def _trim(self) -> None:
         """Give back arenas if there is more than twice what was in use at once since the last
@@ -269,22 +327,15 @@ class Links:
     def _slot(self, arena: int, offset: int, size: int) -> Slot:
         return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
 
-    def give_back(self, slots: Iterable[Slot]) -> None:
+    def give_back(self, slots: Sequence[Slot]) -> None:
         """The caller, their owner, lets go of these slots."""
         with self._lock:
-            if not self._closed:
-                for slot in slots:
-                    self._pool.give_back(slot)
+            self.let_go(slots)
 
-    def give_back_later(self, slot: Slot) -> None:
-        """As `give_back`, with the next `take`: for where an array ends, which may be anywhere in
-        any thread."""
-        self._returned.append(slot)
-
-    @property
-    def shared(self) -> bool:
-        """Whether all servers map this client's memory."""
-        return all(shard.link is not None and shard.link.shared for shard in self.shards)
+    def let_go(self, slots: Sequence[Slot]) -> None:
+        """As `give_back`, of the thread that reads answers: it holds the lock."""
+        if not self._closed:
+            self._pool.give_back(slots)
 
     def _add_arena(self, nbytes: int) -> None:
         number = next(n for n in itertools.count(1) if n not in self._arenas)
@@ -312,7 +363,7 @@ class Links:
                 else:
                     raise
             except ProtocolError as error:
-                # The server has ended the link already: the next one brings all arenas along.
+                # The server has ended the link already: the next one passes all arenas.
                 logger.debug("shard %d did not take an arena: %s", shard.number, error)
                 self._disconnect(shard)
             return
@@ -334,6 +385,7 @@ class Links:
             timeout_s=timeout_s,
             limits=self._limits,
         )
+        self._look_shared()
         shard.fileno = link.fileno()
         self._by_fileno[shard.fileno] = shard
         self._poll.register(shard.fileno, select.POLLIN)
@@ -356,6 +408,11 @@ class Links:
                 shard.fileno = -1
             link.close()
             shard.link = None
+            self.shared = False
+
+    def _look_shared(self) -> None:
+        links = [shard.link for shard in self.shards]
+        self.shared = all(link is not None and link.shared for link in links)
 
     def _give_up(self, shard: ReachedShard, error: Exception) -> None:
         """A shard is lost, and with it the cluster: nothing that was sent to any shard is waited
@@ -364,12 +421,13 @@ class Links:
         unknown = isinstance(error, OSError) or type(error).__name__ == "ConnectTimeout"
         if unknown or not isinstance(error, ParamServeError):
             error = ServerGone(
-                f"server of shard {shard.number} at {shard.addresses[0]} does not answer",
+                f"server of shard {shard.number} at {_place(shard.addresses)} does not answer",
                 applied="unknown",
                 fix="look why its process ended; its values are lost, start again",
             )
         error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
-        shard.gone = self._gone = error
+        shard.gone = error
+        self._gone = self._gone if self._gone is not None else error
         self._down.discard(shard.number)
         self._torn = "an answer"
         for each in self.shards:
@@ -391,7 +449,8 @@ class Links:
             payload = Outgoing()
             messages = [self.payloads.inline(shard.number, each, payload) for each in messages]
             parts = payload.parts
-        header = encode(messages[0] if len(messages) == 1 else Batch(tuple(messages)))
+        first, *more = messages
+        header = encode(Batch(tuple(messages)) if more else first)
         if len(header) > self._limits.header_bytes_max:
             raise header_not_sent(len(header), self._limits.header_bytes_max)
         return header, parts
@@ -402,26 +461,47 @@ class Links:
             raise ConnectionError("not connected")
         if not link.shared:
             link.io_timeout_s = self.io_timeout_s
-        link.send(*frame)
+        try:
+            link.send(*frame)
+        except EndedByPeer as error:
+            shard.farewell = error.reason
+            raise
 
     # --- polling ---------------------------------------------------------------------------
 
-    def _ready(self, timeout_s: float) -> list[ReachedShard]:
-        """Shards with something to read; those whose link is down among them."""
+    def _ready(self, timeout_s: float, kind: Hashable = None) -> list[ReachedShard]:
+        """Shards with something to read; those whose link is down among them.
+
+        Args:
+            kind: of the wait: waits of one kind are expected to take equally long.
+        """
         if self._down:
             return [self.shards[number] for number in sorted(self._down)]
-        found = self._poll.poll(0) or self._spin() if self._quick else []
-        if not found:
-            began = self.now()
-            found = self._poll.poll(min(timeout_s, POLL_SLICE_S) * 1000)
-            self._quick = self.now() - began < self._quick_s
+        try:
+            polling = self._pollings[kind]
+        except KeyError:
+            if len(self._pollings) >= KINDS_MAX:
+                self._pollings.clear()
+            polling = self._pollings[kind] = AdaptivePolling(
+                self._wake_s, self._limits.poll_s_max, tcp=not self.shared
+            )
+        began = now = self.now()
+        until = began + (polling.budget_s if polling.budget_s < timeout_s else timeout_s)
+        found: list[tuple[int, int]] = []
+        while not found and now < until:
+            found = self._poll.poll(0)
+            if not found:
+                sched_yield()  # a server may wait for this very core
+            now = self.now()
+        polled, late = bool(found), now > until + SHARED_S
+        if not polled:
+            slice_s = timeout_s if timeout_s < POLL_SLICE_S else POLL_SLICE_S
+            found = self._poll.poll(slice_s * 1000)
+        polling.waited(self.now() - began, polled=polled, late=late)
         return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
 
-    def _spin(self) -> list[tuple[int, int]]:
-        """Look for answers without going to sleep: waking up takes longer than a small step."""
-        until = self.now() + self._spin_s
-        while self.now() < until:
-            if found := self._poll.poll(0):
-                return found
-        self._quick = False
-        return []
+
+def _place(addresses: Sequence[str]) -> str:
+    """What a user knows a server by: its `host:port`, if it has one."""
+    places = [each.removeprefix("tcp:") for each in addresses if not is_unix(each)]
+    return places[0] if places else addresses[0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.client.string_keys import TEXT, hashed, is_text
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, Block
@@ -18,8 +19,14 @@ from paramserve.rules.compiled import compiled
 Array = npt.NDArray[Any]
 
 
-RESOLVED_MAX = 1024
-"""Combinations of names whose blocks are remembered."""
+INT64, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+NAMES_KEPT_MAX = 1 << 16
+"""In all selections together that are kept for the next call."""
+SELECTION_NAMES = 8
+"""A selection counts for so many names more than it has: a small one takes as much memory."""
+SMALL_BYTES = 32 << 10
+"""Tensors of up to so many bytes are copied one by one and checked together: a call of the kernel
+that does both in one pass costs as much as the copy of this."""
 
 
 class Tensor(NamedTuple):
@@ -110,35 +117,43 @@ class NamedPiece:
         """This tensor within a block's flat array, [*shape]."""
         return flat[self.start : self.stop].reshape(self.shape)
 
-    def fill(self, flat: Array, gradient: Array, known: bool) -> bool:
-        """Write a gradient [*shape] to its place; whether it is finite throughout.
+    def fill(self, flat: Array, gradient: Array, in_place: bool) -> float:
+        """Write a gradient [*shape] to its place; the largest size of an element there, and inf if
+        one is NaN or Inf.
 
         Args:
-            known: the caller may have been given that place: then a gradient that lies there
-                already is only checked.
+            in_place: it lies there already, and is only looked at.
         """
         kernels = compiled()
-        target = flat[self.start : self.stop]
-        if gradient.dtype == self.dtype and gradient.flags.c_contiguous:
-            # A transposed view of that place begins there too, and has to be copied.
-            if known and gradient.ctypes.data == target.ctypes.data:
-                return bool(kernels.finite(target))
-            if gradient.flags.writeable:
-                return bool(kernels.copy_finite(target, gradient.reshape(-1)))
-        with np.errstate(over="ignore"):  # what overflows is found right after
-            np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
-        return bool(kernels.finite(target))
+        target, flags = flat[self.start : self.stop], gradient.flags
+        if not in_place:
+            if gradient.dtype == self.dtype and flags.c_contiguous and flags.writeable:
+                return float(kernels.copy_largest(target, gradient.reshape(-1)))
+            with np.errstate(over="ignore"):  # what overflows is found right after
+                np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
+        return float(kernels.largest(target))
 
-    def read(self, flat: Array, target: Array | None, copy: bool) -> Array:
-        """This tensor's values out of a block's flat array."""
-        view = self.view(flat)
-        if target is not None:
-            np.copyto(target, view)
-            return target
-        if copy:
-            return view.copy()
-        view.flags.writeable = False
-        return view
+    def checked(self, value: npt.ArrayLike) -> Array:
+        """The value as an array, if it can be written to this parameter.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch: nothing was sent.
+        """
+        array = value if type(value) is np.ndarray else as_array(value)
+        if array.shape != self.shape:
+            raise ShapeMismatch(
+                f"{self.name!r} has shape {list(self.shape)}, got {list(array.shape)}",
+                fix="send a gradient or value of the parameter's shape",
+            )
+        if array.dtype != self.dtype and not (
+            array.dtype.kind == self.dtype.kind
+            and np.can_cast(array.dtype, self.dtype, "same_kind")
+        ):
+            raise DtypeMismatch(
+                f"{self.name!r} is {self.dtype}, got {array.dtype}",
+                fix=f"convert it with .astype({self.dtype.name!r})",
+            )
+        return array
 
     def check_target(self, target: object) -> None:
         """Refuse an array that the values cannot be read into.
@@ -157,19 +172,112 @@ class NamedPiece:
             )
 
 
+class Part(Struct, frozen=True, eq=False):
+    """What a call names of one block."""
+
+    block: Block
+    pieces: tuple[NamedPiece, ...]
+    """In the block's order."""
+    places: tuple[int, ...]
+    """Of these among the call's names."""
+    span: slice | None
+    """The same, if they lie side by side in this order."""
+    active: tuple[int, ...] | None
+    """Their indices; None: all of the block's."""
+    indices: tuple[int, ...]
+    small: bool
+    """Whether each has at most `SMALL_BYTES`."""
+
+    @classmethod
+    def of(cls, block: Block, named: Sequence[tuple[int, NamedPiece]]) -> Self:
+        """What is named of a block: its tensors, with their places among the call's names."""
+        named = sorted(named, key=lambda each: each[1].index)
+        places, pieces = tuple(place for place, _ in named), tuple(piece for _, piece in named)
+        indices = tuple(piece.index for piece in pieces)
+        first, last = places[0], places[0] + len(places)
+        return cls(
+            block,
+            pieces,
+            places,
+            slice(first, last) if places == tuple(range(first, last)) else None,
+            None if indices == tuple(range(len(block.pieces))) else indices,
+            indices,
+            max(piece.size for piece in pieces) * block.dtype.itemsize <= SMALL_BYTES,
+        )
+
+    def pick(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Of the arrays for a call's names, those for this block."""
+        if self.span is not None:
+            return arrays[self.span]
+        return [arrays[place] for place in self.places]
+
+
+class Selection:
+    """The names of a call, resolved.
+
+    Attributes:
+        places: of each name, the number of its block and of its tensor there.
+        blocks: those that hold the names, each once.
+        groups: the same by group.
+        pushable: whether it was found that gradients of them can be pushed in one call.
+    """
+
+    def __init__(self, names: Sequence[str], found: Sequence[tuple[Block, NamedPiece]]) -> None:
+        blocks = {block.id: block for block, _ in found}
+        by_block: dict[int, dict[int, tuple[int, NamedPiece]]] = {number: {} for number in blocks}
+        groups: dict[int, list[Block]] = {}
+        for place, (block, piece) in enumerate(found):
+            by_block[block.id].setdefault(piece.index, (place, piece))
+        for block in blocks.values():
+            groups.setdefault(block.group, []).append(block)
+        self.names = tuple(names)
+        self.pieces = [piece for _, piece in found]
+        self.places = [
+            (name, block.id, piece.index) for name, (block, piece) in zip(names, found, strict=True)
+        ]
+        self.blocks = list(blocks.values())
+        self.groups = list(groups.values())
+        self.parts = [Part.of(block, list(by_block[block.id].values())) for block in self.blocks]
+        self.pushable = False
+
+    def arrays(self, given: Mapping[str, npt.ArrayLike]) -> list[Array]:
+        """What was given for these names, in their order, as arrays that can be written to the
+        parameters.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch: nothing was sent.
+        """
+        arrays: list[Any] = list(given.values())
+        for place, (piece, array) in enumerate(zip(self.pieces, arrays, strict=True)):
+            if (
+                type(array) is not np.ndarray
+                or array.dtype is not piece.dtype
+                or array.shape != piece.shape
+            ):
+                arrays[place] = piece.checked(array)
+        return arrays
+
+
 class Names:
-    """What a client knows of the cluster's names."""
+    """What a client knows of the cluster's names.
+
+    Attributes:
+        selections: by names, those of calls that are kept for the next ones, until a block is
+            learned or forgotten.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[Block, NamedPiece]]] = {}
         self._pieces: dict[int, list[NamedPiece]] = {}
-        self._resolved: dict[tuple[str, ...], list[Block]] = {}
+        self.selections: dict[tuple[str, ...], Selection] = {}
+        self._kept = 0
+        """Names that they count for."""
 
     def add(self, block: Block) -> None:
         """Learn a block; repeating changes nothing."""
         if block.id in self._pieces:
             return
-        self._resolved.clear()  # A name may be in two groups now.
+        self._forget_selections()  # A name may be in two groups now.
         pieces = [NamedPiece(block, index) for index in range(len(block.pieces))]
         self._pieces[block.id] = pieces
         for piece in pieces:
@@ -177,7 +285,7 @@ class Names:
 
     def remove(self, block: Block) -> None:
         """Forget a block that was not defined after all."""
-        self._resolved.clear()
+        self._forget_selections()
         for piece in self._pieces.pop(block.id, ()):
             left = [each for each in self._found[piece.name] if each[0].id != block.id]
             if left:
@@ -191,7 +299,12 @@ class Names:
     def pieces(self, block: Block) -> list[NamedPiece]:
         return self._pieces[block.id]
 
-    def _only(self, name: str) -> tuple[Block, NamedPiece]:
+    def only(self, name: str) -> tuple[Block, NamedPiece]:
+        """The block and the tensor of this name.
+
+        Raises:
+            UnknownName: there is none, or several groups have one.
+        """
         found = self._found.get(name)
         if found is None:
             raise UnknownName(f"no parameter is named {name!r}", fix="define it first")
@@ -207,49 +320,30 @@ class Names:
         """Blocks that hold these names, each once, in the order of the names."""
         found = {}
         for name in names:
-            block, _ = self._only(name)
+            block, _ = self.only(name)
             found[block.id] = block
         return list(found.values())
 
     def piece(self, name: str) -> NamedPiece:
-        """The tensor of this name.
+        """The tensor of this name; raises as `only`."""
+        return self.only(name)[1]
+
+    def select(self, names: Sequence[str]) -> Selection:
+        """Resolve names, each of which is known, and keep that for the next call.
 
         Raises:
-            UnknownName: there is none, or several groups have one.
+            As `only`.
         """
-        return self._only(name)[1]
+        selection = Selection(names, [self.only(name) for name in names])
+        if self._kept > NAMES_KEPT_MAX:
+            self._forget_selections()
+        self._kept += len(names) + SELECTION_NAMES
+        self.selections[selection.names] = selection
+        return selection
 
-    def known(self, names: tuple[str, ...]) -> list[Block] | None:
-        """The blocks that hold exactly these names, if they were asked for before."""
-        return self._resolved.get(names)
-
-    def remember(self, names: tuple[str, ...], blocks: list[Block]) -> None:
-        """Keep the answer for `known`, until the next block is learned."""
-        if len(self._resolved) < RESOLVED_MAX:
-            self._resolved[names] = blocks
-
-    def checked(self, name: str, value: npt.ArrayLike) -> Array:
-        """The value as an array, if it can be written to the parameter of that name.
-
-        Raises:
-            ShapeMismatch, DtypeMismatch: nothing was sent.
-        """
-        _, piece = self._only(name)
-        array = value if type(value) is np.ndarray else as_array(value)
-        if array.shape != piece.shape:
-            raise ShapeMismatch(
-                f"{name!r} has shape {list(piece.shape)}, got {list(array.shape)}",
-                fix="send a gradient or value of the parameter's shape",
-            )
-        if array.dtype != piece.dtype and not (
-            array.dtype.kind == piece.dtype.kind
-            and np.can_cast(array.dtype, piece.dtype, "same_kind")
-        ):
-            raise DtypeMismatch(
-                f"{name!r} is {piece.dtype}, got {array.dtype}",
-                fix=f"convert it with .astype({piece.dtype.name!r})",
-            )
-        return array
+    def _forget_selections(self) -> None:
+        self.selections.clear()
+        self._kept = 0
 
 
 def as_keys(
@@ -263,6 +357,10 @@ def as_keys(
         TypeError: they are neither integers nor strings. ValueError: one does not fit into 64 bits
             with a sign, or has no UTF-8.
     """
+    if type(keys) is np.ndarray and keys.dtype is INT64 and keys.ndim == 1:
+        flags = keys.flags
+        if flags.c_contiguous and flags.writeable:
+            return keys, keys.shape
     what = f"keys of table {table!r}"
     array = None if type(keys) is not np.ndarray and is_text(keys) else np.asarray(keys)
     if array is None or array.dtype.kind in TEXT:
@@ -308,6 +406,10 @@ def as_rows(
             f"rows for table {table!r} are {values.dtype}, not floating point",
             fix="convert them with .astype('float32')",
         )
+    if values.dtype is FLOAT32 and values.ndim == 2:
+        flags = values.flags
+        if flags.c_contiguous and flags.writeable:
+            return flat, values
     with np.errstate(over="ignore"):  # what overflows is found where it is summed
         values = np.ascontiguousarray(values, np.float32)
     return flat, _writable(values).reshape(-1, dim)

@@ -12,14 +12,14 @@ from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.client.connection import Connection
-from paramserve.client.exchange import done
 from paramserve.client.row_cache import CacheReport, Found, RowCache
 from paramserve.client.row_slots import RowPull, lay_pull, owned
 from paramserve.client.step_parts import StepParts
 from paramserve.client.steps import Steps
-from paramserve.client.ticket import Ticket
+from paramserve.client.ticket import Ticket, finish
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+NO_ROWS: Array = np.empty((0, 0), np.float32)
 PREFETCHED_MAX = 64
 """Prefetches of one table that wait to be read; the oldest goes first. A batch may have one for
 each of its features, and the next batch as many."""
@@ -49,33 +50,30 @@ class TableRead(NamedTuple):
     """As the pull to come will say."""
 
 
-class RowRead:
+class RowRead(Struct, eq=False, weakref=True):
     """A read of rows of one table that is under way.
 
     Attributes:
-        wanted: the keys that the shards were asked for, int64 [m].
+        clock: of this client when it began.
+        wanted: the keys that the shards are asked for, int64 [m].
         numbers: which of the wanted keys each key is that was not found here; None: `wanted` are
             just these.
         found: what of the keys was found here.
-        clock: of this client when it began.
     """
 
-    def __init__(
-        self, reads: RowReads, block: Block, keys: Array, create: bool, clock: int
-    ) -> None:
-        self._reads = reads
-        self.block = block
-        self.keys = keys
-        self.create = create
-        self.clock = clock
-        self.wanted = keys
-        self.numbers: Array | None = None
-        self.found: Found | None = None
-        self.ticket: Ticket | None = None
-        self.pull: RowPull | None = None
-        self._pushed: list[Array] = []
-        """Keys that this client has pushed to since then, if copies are to be kept."""
-        self._pushed_size = 0
+    _reads: RowReads
+    block: Block
+    keys: Array
+    create: bool
+    clock: int
+    wanted: Array
+    numbers: Array | None = None
+    found: Found | None = None
+    ticket: Ticket | None = None
+    pull: RowPull | None = None
+    _pushed: list[Array] = []
+    """Keys that this client has pushed to since then, if copies are to be kept."""
+    _pushed_size: int = 0
 
     def drop(self) -> None:
         """Forget this prefetch, if no pull has read it; its memory goes back."""
@@ -114,9 +112,12 @@ class ReadVersions:
         """Rows have been handed out that were read at these versions, one for each shard."""
         if self._learned and not learns:
             return
+        lowest = [*versions]
         if self._learned:
-            versions = [min(each) for each in zip(self._lowest, versions, strict=True)]
-        self._lowest, self._learned = list(versions), learns
+            for shard, version in enumerate(self._lowest):
+                if version < lowest[shard]:
+                    lowest[shard] = version
+        self._lowest, self._learned = lowest, learns
 
     def pushed(self) -> list[int]:
         """For a push; what is read from now on is for the next one. Empty: nothing was read yet."""
@@ -143,14 +144,16 @@ class RowReads:
 
     def pull(self, block: Block, keys: Array, *, create: bool, timeout_s: float | None) -> Array:
         """Rows of keys, int64 [n], as float32 [n, dim]; see `Table.pull`."""
-        self._connection.check()
+        if self._connection.closed:
+            self._connection.check()
         assert block.table is not None
         if not keys.size:
             return np.empty((0, block.table.dim), np.float32)
         with self._lock:
-            ahead = self._ahead(block, keys, create)
+            ahead = self._ahead(block, keys, create) if self._prefetched else None
             if ahead is None:
-                (read,), places = self._begin([self._look(block, keys, create)], timeout_s), None
+                read, places = self._look(block, keys, create), None
+                self._begin([read], timeout_s)
             else:
                 read, places = ahead
         rows = self._finish(read, timeout_s)
@@ -158,8 +161,9 @@ class RowReads:
 
     def _look(self, block: Block, keys: Array, create: bool) -> RowRead:
         """A read that is not sent yet, of what is not found here."""
-        read = RowRead(self, block, keys, create, self._steps.clocks.get(block.group_name, 0))
-        cache = self._cache(block)
+        clock = self._steps.clocks.get(block.group_name, 0)
+        read = RowRead(self, block, keys, create, clock, keys)
+        cache = self._cache(block) if self._caches else None
         if cache is not None:
             read.found = cache.find(keys, read.clock)
             read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
@@ -176,7 +180,11 @@ class RowReads:
 
     def _begin(self, reads: list[RowRead], timeout_s: float | None) -> list[RowRead]:
         """Send reads in one message to each shard."""
-        asked = [read for read in reads if read.wanted.size]
+        # Loops and `+=`, as in `Steps`: a comprehension or an `append` is one call more.
+        asked: list[RowRead] = []
+        for read in reads:
+            if read.wanted.size:
+                asked += [read]
         if not asked:
             return reads
         self._steps.begin(timeout_s, "pull", len(asked))
@@ -184,7 +192,7 @@ class RowReads:
         try:
             for read in asked:
                 read.pull = lay_pull(self._exchange, read.block, read.wanted, create=read.create)
-                parts.append(StepParts("pull", read.block, row_pulls=(read.pull,)))
+                parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         except BaseException:
             self._exchange.give_back([slot for each in parts for slot in each.read_slots])
             raise
@@ -195,17 +203,20 @@ class RowReads:
     def _finish(self, read: RowRead, timeout_s: float | None) -> Array:
         """Wait for a read: its rows, float32 [n, dim]."""
         versions: list[int] | None = None
-        asked = np.empty((0, 0), np.float32)
+        asked = NO_ROWS
         if read.ticket is not None and read.pull is not None:
             try:
-                read.ticket.result(timeout_s)
+                finish(read.ticket, timeout_s)
             except BaseException:
                 with self._lock:
                     self._steps.forget(read.ticket)
                 raise
             asked = owned(self._exchange, read.pull)
             assert read.ticket.operation is not None
-            versions = [reply.version for reply in done(read.ticket.operation)]
+            replies = read.ticket.operation.replies
+            versions = []
+            for shard in range(self._exchange.count):
+                versions += [replies[shard].version]
         with self._lock:
             if read.found is not None and versions is not None:
                 self._keep(read, asked, versions)
@@ -218,9 +229,13 @@ class RowReads:
 
     def _note_versions(self, read: RowRead, versions: list[int] | None) -> None:
         kept = read.found.versions if read.found is not None else None
-        both = [each for each in (versions, kept) if each is not None]
-        noted = self._read_versions.setdefault(read.block.group, ReadVersions())
-        noted.read([min(each) for each in zip(*both, strict=True)], read.create)
+        noted = self._read_versions.get(read.block.group)
+        if noted is None:
+            noted = self._read_versions[read.block.group] = ReadVersions()
+        if versions is None or kept is None:
+            noted.read(versions or kept or [], read.create)
+        else:
+            noted.read([min(each) for each in zip(versions, kept, strict=True)], read.create)
 
     def base_of_push(self, block: Block) -> None:
         """Let the next push to a table's group say what its rows were read at: a read that was
@@ -286,6 +301,8 @@ class RowReads:
     ) -> tuple[RowRead, Array | None] | None:
         """A read that was begun ahead and has all of these keys, with the number of each among its
         own; None: they are just these. The caller is its owner now."""
+        if not self._prefetched.get(block.id):
+            return None
         kept = self._usable(block)
         like = [read for read in kept if read.create == create]
         for read in like:
@@ -337,7 +354,8 @@ class RowReads:
 
     def wrote(self, block: Block, keys: Array) -> None:
         """This client changes rows: it will not read copies from before that, unless told so."""
-        self._usable(block)  # that old prefetches give their memory back does not need a pull
+        if self._prefetched.get(block.id):
+            self._usable(block)  # that old prefetches give their memory back does not need a pull
         cache = self._caches.get(block.id)
         if cache is None or cache.keep_pushed or not keys.size:
             return

@@ -6,10 +6,13 @@ the shards have written it; its slot goes back when the last view of it is gone.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import deque
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.client.links import Links, Slot
 from paramserve.core.partition import Block
@@ -22,9 +25,11 @@ Array = npt.NDArray[Any]
 CLASSES = 8
 """Slots of rows have one of so many sizes between a power of two and the next: batches differ by
 some rows, and a slot of the same size is used again without cutting memory anew."""
+SIZES_KEPT_MAX = 1024
+"""Of slots, that are not computed anew."""
 
 
-class RowPush(NamedTuple):
+class RowPush(Struct, frozen=True, eq=False):
     """Gradients of one table's rows, captured."""
 
     block: Block
@@ -35,40 +40,55 @@ class RowPush(NamedTuple):
     """The number of a row that is not finite, or -1."""
 
 
-class RowPull(NamedTuple):
+class RowPull(Struct, frozen=True, eq=False):
     """A read of one table's rows."""
 
     block: Block
     places: tuple[ReadTarget, ...]
     """For each shard."""
-    keys: Slot
-    values: Slot
-    rows: int
+    slot: Slot
+    """Of the keys, and of the rows behind them."""
+    start: int
+    """Where in the slot the rows begin, in bytes."""
+    shape: tuple[int, int]
+    """Of the rows."""
 
 
-class Lent:
-    """Memory of a slot as an array that owns it: the slot goes back when the array is gone."""
+class Lent(np.ndarray[Any, Any]):
+    """Memory of a slot, which goes back when the last array on it is gone.
 
-    def __init__(self, links: Links, slot: Slot, shape: tuple[int, int]) -> None:
-        self._links, self._slot = links, slot
-        memory = slot.bytes
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": "<f4",
-            "data": (memory.ctypes.data, False),
-            "version": 3,
-        }
-        self._memory = memory  # The mapping lives as long as this.
+    Arrays on it are no views of its own base, which NumPy would make of them if that were one as
+    well: so that is a `SlotMemory`.
+    """
+
+    slot: Slot
+    returned: deque[Slot]
 
     def __del__(self) -> None:
-        if "_slot" in self.__dict__:  # else it was not constructed to its end
-            self._links.give_back_later(self._slot)
+        if "returned" in self.__dict__:  # else it was not made to its end, or is a view of one
+            returned = self.returned
+            returned += [self.slot]
 
 
 def class_bytes(nbytes: int) -> int:
     """The size of the slot for so many bytes."""
-    step = max(64, (1 << max(nbytes - 1, 1).bit_length()) // (2 * CLASSES))
+    if nbytes <= 64 * 2 * CLASSES:
+        return -(-nbytes // 64) * 64
+    step = (1 << (nbytes - 1).bit_length()) // (2 * CLASSES)
     return -(-nbytes // step) * step
+
+
+@lru_cache(SIZES_KEPT_MAX)
+def push_bytes(keys: int, dim: int, shards: int) -> int:
+    """The size of the slot for the gradients of so many keys."""
+    return class_bytes(routing.gradient_bytes_max(keys, dim, shards))
+
+
+@lru_cache(SIZES_KEPT_MAX)
+def pull_bytes(keys: int, dim: int, shards: int) -> tuple[int, int]:
+    """Where the rows of so many keys begin in their slot, and its size."""
+    start = routing.keys_bytes_max(keys, shards)
+    return start, class_bytes(start + 4 * dim * keys)
 
 
 def lay_push(
@@ -81,17 +101,14 @@ def lay_push(
         values: float32 [n, dim].
     """
     assert block.table is not None
-    shards = len(links.shards)
     found, numbers = routing.distinct(keys)
-    counts = routing.counts_of(found, shards)
-    offsets, nbytes = routing.gradient_offsets(counts, block.table.dim)
-    slot = links.take(class_bytes(nbytes))
-    bad = routing.lay_gradient(found, numbers, values, counts, offsets, slot.bytes)
-    headers = tuple(
-        Gradient(block.id, slot.arena, slot.offset + offset, None, hyper, count)
-        for offset, count in zip(offsets, counts, strict=True)
-    )
-    return RowPush(block, headers, slot, bad)
+    shards = links.count
+    (slot,) = links.take_each([push_bytes(found.size, block.table.dim, shards)])
+    bad, parts = routing.lay_gradient(found, numbers, values, shards, slot.words)
+    headers: list[Gradient] = []
+    for count, at in parts:
+        headers += [Gradient(block.id, slot.arena, slot.offset + at, None, hyper, count)]
+    return RowPush(block, tuple(headers), slot, bad)
 
 
 def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPull:
@@ -101,29 +118,20 @@ def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPul
         keys: int64 [n].
     """
     assert block.table is not None
-    dim, total = block.table.dim, keys.size
-    counts = routing.counts_of(keys, len(links.shards))
-    offsets, nbytes = routing.key_offsets(counts)
-    asked = links.take(class_bytes(nbytes))
-    try:
-        values = links.take(class_bytes(4 * dim * total))
-    except BaseException:
-        links.give_back([asked])
-        raise
-    routing.lay_keys(keys, counts, offsets, asked.bytes)
-    places = tuple(
-        ReadTarget(
-            block.id,
-            values.arena,
-            values.offset,
-            Keys(count, asked.arena, asked.offset + offset, total, create),
-        )
-        for offset, count in zip(offsets, counts, strict=True)
-    )
-    return RowPull(block, places, asked, values, total)
+    shards, dim, total = links.count, block.table.dim, keys.size
+    start, nbytes = pull_bytes(total, dim, shards)
+    (slot,) = links.take_each([nbytes])
+    arena, offset = slot.arena, slot.offset
+    places: list[ReadTarget] = []
+    for count, at in routing.lay_keys(keys, shards, slot.words):
+        asked = Keys(count, arena, offset + at, total, create)
+        places += [ReadTarget(block.id, arena, offset + start, asked)]
+    return RowPull(block, tuple(places), slot, start, (total, dim))
 
 
 def owned(links: Links, pull: RowPull) -> Array:
     """The rows of a pull that is answered, float32 [rows, dim]: the caller's to keep."""
-    assert pull.block.table is not None
-    return np.asarray(Lent(links, pull.values, (pull.rows, pull.block.table.dim)))
+    slot = pull.slot
+    lent = Lent(pull.shape, np.float32, slot.memory, pull.start)
+    lent.slot, lent.returned = slot, links.returned
+    return lent.view(np.ndarray)

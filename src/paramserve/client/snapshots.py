@@ -46,7 +46,7 @@ class Snapshots:
             if block is None:
                 return False
             watch = Watch(0, block.group, every, keep)
-            self._steps.ask_all("watch", watch, self._steps.timeout_s)
+            self._steps.ask_all("watch", watch, self._steps.waits.timeout_s)
             return True
 
     def take(self, group: str, after: int) -> GroupSnapshot | None:
@@ -65,7 +65,7 @@ class Snapshots:
                     for shard in range(len(self._exchange.shards))
                 ]
                 replies = done(
-                    self._steps.finish("snapshot", requests, self._steps.timeout_s, slots)
+                    self._steps.finish("snapshot", requests, self._steps.waits.timeout_s, slots)
                 )
                 taken = {reply.taken for reply in replies}
                 if -1 in taken:

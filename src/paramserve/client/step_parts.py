@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.client.exchange import Slot
 from paramserve.client.row_slots import RowPull, RowPush
@@ -21,12 +22,12 @@ from paramserve.rules.registry import build as build_rule
 from paramserve.rules.rows import check_rows, row_layout
 
 if TYPE_CHECKING:
-    from paramserve.client.table import TablePush
+    from paramserve.client.table import GivenRows
 
 Array = npt.NDArray[Any]
 
 
-class BlockPush(NamedTuple):
+class BlockPush(Struct, frozen=True, eq=False, gc=False):
     """One block's gradient for `Dense.step`.
 
     `gradient` is what `gradient_slot` gave; `active` lists the pieces that have a gradient (None:
@@ -87,16 +88,19 @@ def check_row_hyper(block: Block, hyper: Hyper) -> None:
         check_rows(rule, row_layout(rule, block.table.dim, block.table.dtype), hyper)
 
 
-@dataclass
-class Filling:
+class Filling(Struct, eq=False, gc=False):
     """A slot that one block's gradient is written to."""
 
     block: Block
     slot: Slot
-    lent: set[int] = field(default_factory=set)
-    """Pieces whose places in it the caller was given, and has not pushed yet."""
-    staged: set[int] = field(default_factory=set)
+    flat: Array
+    """The slot as the block's array."""
+    lent: dict[int, Array] | None = None
+    """By piece: what the caller was given to write its gradient to, and has not pushed yet."""
+    staged: frozenset[int] = frozenset()
     """Pieces whose gradients lie in it."""
+    largest: float = 0.0
+    """The largest size of an element of these; below 0: it has to be looked for."""
 
 
 @dataclass
@@ -107,7 +111,7 @@ class Staged:
     """What was said of the step."""
     gradients: dict[int, Filling] = field(default_factory=dict)
     """By block."""
-    rows: list[TablePush] = field(default_factory=list)
+    rows: list[GivenRows] = field(default_factory=list)
     """Where the group is a table."""
     tickets: list[Ticket] = field(default_factory=list)
 
@@ -119,7 +123,7 @@ Captured = Sequence[tuple[BlockPush, Slot]]
 """Gradients with the slots that they lie in."""
 
 
-class StepOptions(NamedTuple):
+class StepOptions(Struct, frozen=True, gc=False):
     """How a step is meant; see `messages.Step`."""
 
     tick: bool = False
@@ -127,9 +131,10 @@ class StepOptions(NamedTuple):
     skip: bool = False
     clip_norm: float = 0.0
     note: bytes = b""
+    largest: float = -1.0
 
 
-class StepParts(NamedTuple):
+class StepParts(Struct, frozen=True, eq=False):
     """One group's part of a call.
 
     `pushes` and `row_pushes` are captured: their slots go back when all shards have answered.
@@ -148,6 +153,8 @@ class StepParts(NamedTuple):
     """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
     staged: Sequence[Ticket] = ()
     """Of pushes that waited for this tick: they have its outcome."""
+    by_name: bool = False
+    """Whether blocks are read by name, which ends the views of an earlier such read."""
 
     def order(self) -> tuple[bool, int]:
         """In which all clients send the parts of a call: tables first, then by group. A shard runs
@@ -162,8 +169,8 @@ class StepParts(NamedTuple):
 
     @property
     def read_slots(self) -> list[Slot]:
-        """Those of keys that are read, and of the rows."""
-        return [slot for each in self.row_pulls for slot in (each.keys, each.values)]
+        """Those of rows that are read."""
+        return [each.slot for each in self.row_pulls]
 
 
 def check_weight(weight: float | None) -> None:

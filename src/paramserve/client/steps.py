@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
-from paramserve.client import timeouts
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.exchange import Exchange, Slot, again, done
+from paramserve.client.links import Pushed
+from paramserve.client.saving import Saving
 from paramserve.client.step_parts import (
     BlockPush,
     Staged,
@@ -20,6 +23,7 @@ from paramserve.client.step_parts import (
     check_push,
 )
 from paramserve.client.ticket import Ticket
+from paramserve.client.waits import Waits
 from paramserve.config import NO_RANK, ConsistencySpec, check_number
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.core.client_membership import Joining
@@ -28,7 +32,7 @@ from paramserve.core.partition import Block
 from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
-from paramserve.errors import ParamServeError, PushTimeout, Timeout
+from paramserve.errors import NotAMember, ParamServeError, PushTimeout, Timeout
 from paramserve.messages import (
     CURRENT_CLOCK,
     Done,
@@ -36,6 +40,7 @@ from paramserve.messages import (
     GroupReport,
     JoinGroup,
     ReadTarget,
+    Saved,
     ServerBeat,
     SetPolicy,
     ShardRequest,
@@ -45,79 +50,83 @@ from paramserve.messages import (
 
 Array = npt.NDArray[Any]
 
-PARTS_KEPT_MAX = 4096
-"""Parts of messages kept for the next step, which mostly has the same."""
+
+NOT_LEASED = (0, 0)
+"""In place of the mark of a call without leased samples."""
 
 
-class Prepared(NamedTuple):
+class Prepared(Struct, frozen=True, eq=False):
     """A step that is about to be sent."""
 
+    parts: StepParts
     ticket: Ticket
     requests: list[Step]
     operation: Operation
-    block: Block
-    """Any of the group."""
+    captured: list[Slot]
+    """Go back when all shards have answered."""
     clock: int
-    """Of this client in that group before it."""
-    tick: bool
-    staged: Sequence[Ticket]
+    """Of this client in that group before it; or `CURRENT_CLOCK`."""
+    saved: tuple[Saved, ...] = ()
+    """What it tells of what the worker has saved."""
 
 
 class Steps(ClientClocks):
     """Sends steps of this client. The caller holds the client's lock.
 
     Attributes:
-        timeout_s: deadline of every call that names none.
-        busy_s: how long live workers are waited for, where no call says how long.
-        stall_s: how long a shard that lives may take to say whom a wait is for.
-        all_live: whether the coordinator counts all of these ranks as live.
+        waits: for answers.
         versions: read last, by group number and shard.
         first: whether the cluster was started with this rank, and did not go on without it: it is a
             member of groups that are defined after it has come.
         resumed: the clock of each group where this client began, if not at 0.
+        overtaken: of groups in which the others went on past an older incarnation that had ended:
+            the clock where that was.
         staged: by group, what waits for its tick.
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
         now: the time, in seconds, of the exchange's clock.
-        next_mark: is called once for each step that ends a clock, in order, and gives its mark
+        give_back: lets go of value slots.
+        next_mark: is called once for each call that ends a clock, in order, and gives its mark
             (lease, samples); None: there are none.
+        saving: what this worker has saved; None: nothing.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         rank: int,
-        timeout_s: float,
+        waits: Waits,
         terms: GroupTraits,
-        *,
-        busy_s: float = 0.0,
-        stall_s: float = 0.0,
-        all_live: Callable[[Collection[int]], bool] = lambda ranks: False,
     ) -> None:
         super().__init__(terms)
-        self.timeout_s = timeout_s
-        self.busy_s = busy_s
-        self.stall_s = stall_s
-        self.all_live = all_live
+        self.waits = waits
         self.versions: dict[int, list[int]] = {}
         self.first = True
         self.resumed: dict[str, int] = {}
+        self.overtaken: dict[str, int] = {}
         self.repeated = 0
         self.staged: dict[str, Staged] = {}
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
+        self.saving: Saving | None = None
+        self.run = 0
+        """As `WorkerConfig.run`."""
+        self.epochs = 0
+        """Epochs that loops over `loader.epochs` have begun, with those that they left out."""
         self._factor = 1.0
         self._found: frozenset[str] = frozenset()
         """Groups that were there when this client came."""
         self.now = exchange.now
+        self.give_back = exchange.give_back
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
         self._unread: dict[Ticket, None] = {}
         """Tickets with an unread error, oldest first."""
+        self._viewed: dict[int, Slot] = {}
+        """By block: values that a caller was given to look at, until the block is next read by
+        name: into the same slot."""
         self._forgotten = deque[Ticket]()
         """Tickets that no call waits for any more, and whose slots are still to go back."""
-        self._gradients: dict[Any, tuple[Gradient, ...]] = {}
-        self._places: dict[Any, tuple[ReadTarget, ...]] = {}
 
     def resume(self, told: Sequence[ServerBeat], *, returned: bool) -> None:
         """Take over the clocks of this rank from its older incarnations, or the others' for a new
@@ -138,6 +147,9 @@ class Steps(ClientClocks):
             self.go_on(name, found.clock)
             self.resumed[name] = found.clock
             self.repeated = max(self.repeated, found.repeated)
+            ended = [clock for each in by_name[name] for r, clock in each.left if r == self._rank]
+            if ended and max(ended) < found.clock:
+                self.overtaken[name] = max(ended)
         self._found = frozenset(by_name)
         self.first = self.first and not returned
         late = by_name.keys() if returned else not_joined(reports, self._rank)
@@ -155,11 +167,6 @@ class Steps(ClientClocks):
     def factor(self, value: float) -> None:
         check_number("factor", value, above=0.0)
         self._factor = float(value)
-
-    @property
-    def patience_s(self) -> float:
-        """How long live workers are waited for by what names no limit, in seconds."""
-        return max(self.timeout_s, self.busy_s)
 
     # --- groups ------------------------------------------------------------------------------
 
@@ -197,15 +204,28 @@ class Steps(ClientClocks):
         A rank that is pending there joins first: the answer may tell of another policy.
 
         Raises:
+            NotAMember: they do, and this client has no rank. Nothing was kept of the push.
             PushTimeout: not all shards know that it is a member. Nothing was sent of the push.
         """
         if block.group_name in self.staged:
             return True
         if self._told_pending:
             self._take_told_pending()
-        if self.membership.any_pending and not self.traits_of(block).collects:
-            self._join_before([block])
-        return self.traits_of(block).collects
+        lasting = self._terms.lasting
+        if block.group in lasting and not self.membership.any_pending:
+            collects = lasting[block.group].collects
+        else:
+            if self.membership.any_pending and not self.traits_of(block).collects:
+                self._join_before([block])
+            collects = self.traits_of(block).collects
+        if collects and self._rank == NO_RANK:
+            raise NotAMember(
+                f"a client without a rank pushed to group {block.group_name!r}, which steps in "
+                "Sync with its workers",
+                fix="push from a worker, use consistency=ps.Async(), or overwrite values with "
+                "client.assign",
+            )
+        return collects
 
     def check_same_weight(self, group: str, weight: float | None) -> None:
         """Refuse another weight than was said before of a group's step under way."""
@@ -257,18 +277,19 @@ class Steps(ClientClocks):
             ParamServeError: as `Exchange.wait_for_room`, or an error of an earlier step.
                 In all cases nothing was sent.
         """
-        self._exchange.check_whole()
-        self._make_room(timeout_s, what, requests)
-
-    def _make_room(self, timeout_s: float | None, what: str, requests: int) -> None:
+        exchange = self._exchange
+        if exchange.unfinished:
+            exchange.check_whole()
         if self._unread:
             self.raise_unread()
         if self._forgotten:
             self._let_go()
-        if self._exchange.has_room(requests):
-            return
+        if not exchange.has_room(requests):
+            self._make_room(timeout_s, what, requests)
+
+    def _make_room(self, timeout_s: float | None, what: str, requests: int) -> None:
         try:
-            self.wait_for(
+            self.waits.until(
                 lambda limit_s: self._exchange.wait_for_room(limit_s, requests),
                 what,
                 None,
@@ -283,8 +304,14 @@ class Steps(ClientClocks):
     def _numbered(self, sent: Sequence[Prepared]) -> None:
         """A call is certain to be sent."""
         for each in sent:
-            if each.tick:
-                self._ended(each)
+            parts = each.parts
+            if parts.options.tick:
+                self.go_on(parts.block.group_name, each.clock + 1)
+                self.membership.stepped(parts.block)
+                for staged in parts.staged:
+                    staged.operation = each.operation
+            if self.saving is not None and each.saved:
+                self.saving.told(each.saved)
         self._exchange.unfinished = ""
 
     def _broken_off(
@@ -302,7 +329,7 @@ class Steps(ClientClocks):
             return False
         for each in sent:
             if each.clock == CURRENT_CLOCK:
-                self._clock_not_asked(each.block.group_name)
+                self._clock_not_asked(each.parts.block.group_name)
         self._exchange.give_back(slots)
         return True
 
@@ -313,10 +340,14 @@ class Steps(ClientClocks):
         Returns:
             Their tickets, in the order given.
         """
-        ordered = parts if len(parts) == 1 else sorted(parts, key=StepParts.order)
+        _, *more = parts
+        ordered = sorted(parts, key=StepParts.order) if more else parts
         prepared: list[Prepared] = []
         values: list[Slot] = []
         ticked = False
+        leased = False
+        last: StepParts | None = None
+        saved: tuple[Saved, ...] = ()
         exchange = self._exchange
         try:
             exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
@@ -332,100 +363,108 @@ class Steps(ClientClocks):
                 )
                 ordered = self._entry_first(ordered)
             for each in ordered:
-                ticked = ticked or each.options.tick
+                if each.options.tick:
+                    ticked, last = True, each
+                    leased = leased or each.block.table is None or each.leased
+            if self.saving is not None and ticked:
+                saved = self.saving.due()
+            mark = self.next_mark() if leased and self.next_mark is not None else None
             if ticked:
                 exchange.unfinished = "a step"
-            calls = []
+            calls: list[tuple[list[Step], Operation]] = []
             for each in ordered:
-                sent = self._prepare(each, values, each.block.table is None or each.leased)
-                prepared.append(sent)
-                calls.append((sent.requests, sent.operation))
-            numbered = partial(self._numbered, prepared) if ticked else None
-            exchange.submit_together(calls, numbered)
+                own = (mark, saved) if each is last else (None, ())
+                follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
+                sent = self._prepare(each, values, *own, follows)
+                prepared += [sent]
+                calls += [(sent.requests, sent.operation)]
+            exchange.submit_together(calls, partial(self._numbered, prepared) if ticked else None)
         except BaseException as error:
             taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
             if self._broken_off(prepared, [*taken, *values], error):
                 for each in parts:
                     fail_staged(each.block.group_name, each.staged, error)
             raise
-        if len(parts) == 1:
+        if not more:
             return [prepared[0].ticket]
-        by_group = {each.block.group: each.ticket for each in prepared}
+        by_group = {each.parts.block.group: each.ticket for each in prepared}
         return [by_group[each.block.group] for each in parts]
 
-    def _prepare(self, parts: StepParts, values: list[Slot], marked: bool) -> Prepared:
+    def _prepare(
+        self,
+        parts: StepParts,
+        values: list[Slot],
+        mark: tuple[int, int] | None,
+        saved: tuple[Saved, ...],
+        more: tuple[int, int] | None,
+    ) -> Prepared:
         """One group's part of a call as it is about to be sent; its ticket is bound to the answers.
 
         Args:
             values: gets the slots that are taken for what is pulled.
-            marked: whether it may have leased samples in it.
+            mark: of the call, if this is the last part that ends a clock.
+            saved: what it tells.
+            more: the mark of the call, if another part follows.
         """
-        # Loops, not comprehensions: each of those is a call, and a small step has few.
-        block = parts.block
+        # Loops and `+=`, not comprehensions and `append`: each of those is a call, and a small step
+        # has few.
+        block, options = parts.block, parts.options
         name, group = block.group_name, block.group
-        tick, weight, skip, clip_norm, note = parts.options
+        tick, skip = options.tick, options.skip
         captured: list[Slot] = []
-        places: list[tuple[Block, Slot]] = []
         push_parts: list[tuple[Gradient, ...]] = []
         pull_parts: list[tuple[ReadTarget, ...]] = []
         for push, slot in parts.pushes:
-            captured.append(slot)
-            if not skip:
-                push_parts.append(self._gradient_parts(push, slot))
+            captured += [slot]
+            if skip:
+                continue
+            said = slot.pushed
+            if said is None or said[0] is not push.block or said[1:3] != (push.active, push.hyper):
+                said = self._say_pushed(push, slot)
+            push_parts += [said[3]]
         for rows in parts.row_pushes:
-            captured.append(rows.slot)
+            captured += [rows.slot]
             if not skip:
-                push_parts.append(rows.headers)
-        for wanted in parts.pull:
-            slot = self._exchange.take(wanted.nbytes)
-            values.append(slot)
-            places.append((wanted, slot))
-            pull_parts.append(self.places(wanted, slot))
+                push_parts += [rows.headers]
+        places = self._take_places(parts, values) if parts.pull else []
+        for wanted, slot in places:
+            kept = slot.pulled
+            whole = kept is not None and kept[0] is wanted
+            pull_parts += [kept[1] if kept is not None and whole else self.places(wanted, slot)]
         for read in parts.row_pulls:
-            captured.append(read.keys)
-            places.append((read.block, read.values))
-            pull_parts.append(read.places)
-        marks = self.next_mark if marked and tick else None
-        mark = marks() if marks is not None else None
-        clock = self._clock_of_step(name, tick or push_parts != [])
+            places += [(read.block, read.slot)]
+            pull_parts += [read.places]
+        if self._asking:
+            clock = self._clock_of_step(name, tick or push_parts != [])
+        else:
+            clock = self.clocks.get(name, 0)
         if tick and self.membership.any_pending:
             for following in self.membership.following(block):
                 self._ask_clock(following)
         # By shard, what was made by part.
         pushes = list(zip(*push_parts, strict=True)) if push_parts else repeat((), self._shards)
         pulls = list(zip(*pull_parts, strict=True)) if pull_parts else repeat((), self._shards)
-        requests = []
+        note, largest = options.note, options.largest
+        same = (
+            options.weight,
+            skip,
+            options.clip_norm,
+            self._factor,
+            mark,
+            0,
+            note,
+            largest,
+            saved,
+            more,
+        )
+        requests: list[Step] = []
         for base, push_part, pull_part in zip(self.versions[group], pushes, pulls, strict=True):
-            requests.append(
-                Step(
-                    0,
-                    group,
-                    clock,
-                    tick,
-                    push_part,
-                    pull_part,
-                    base,
-                    weight,
-                    skip,
-                    clip_norm,
-                    self._factor,
-                    mark,
-                    note=note,
-                )
-            )
+            requests += [Step(0, group, clock, tick, push_part, pull_part, base, *same)]
         operation = Operation(self._shards)
-        ticket = Ticket(self, parts.what, group, places)
-        ticket.operation = operation
-        after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
-        self._bind(ticket, operation, captured, name, after)
-        return Prepared(ticket, requests, operation, block, clock, tick, parts.staged)
-
-    def _ended(self, sent: Prepared) -> None:
-        """A step with a tick was sent."""
-        self.go_on(sent.block.group_name, sent.clock + 1)
-        self.membership.stepped(sent.block)
-        for staged in sent.staged:
-            staged.operation = sent.operation
+        ticket = Ticket(self, parts.what, group, places, operation)
+        sent = Prepared(parts, ticket, requests, operation, captured, clock, saved)
+        operation.on_complete = partial(self._answered, sent)
+        return sent
 
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
@@ -448,7 +487,7 @@ class Steps(ClientClocks):
         entered, first, after = False, list[StepParts](), list[StepParts]()
         for each in ordered:
             if not entered and self.membership.steps_after(each.block, call):
-                after.append(each._replace(options=each.options._replace(tick=False)))
+                after.append(replace(each, options=replace(each.options, tick=False)))
             else:
                 first.append(each)
             entered = entered or bool(self.membership.following(each.block))
@@ -479,7 +518,7 @@ class Steps(ClientClocks):
         block = joining.block
         # A suspension or a join that was interrupted may be unanswered: a shard that hears of this
         # join before it executes that one would never answer it. And the step needs its room.
-        self.wait_for(self._exchange.settle, "join", None, limit_s)
+        self.waits.until(self._exchange.settle, "join", None, limit_s)
         for each in joining.leaves:
             self.membership.suspended(each.group_name)
             self.ask_all("rest", SuspendMembership(0, each.group), limit_s)
@@ -490,55 +529,63 @@ class Steps(ClientClocks):
         self._join_at(block, max(reply.at for reply in replies), late)
         self.membership.joined(joining)
 
-    def _bind(
-        self, ticket: Ticket, operation: Operation, slots: list[Slot], group: str, after: int
-    ) -> None:
-        """What happens when the answers are there, in whichever thread reads them.
+    def _answered(self, sent: Prepared) -> None:
+        """The answers to a step are there, in whichever thread has read them."""
+        if sent.captured:
+            self._exchange.let_go(sent.captured)
+        operation, clock = sent.operation, sent.clock
+        says = clock == CURRENT_CLOCK
+        for shard in operation.replies:
+            reply = operation.replies[shard]
+            says = says or reply.at >= 0 or reply.retire or reply.news != ()
+        if says:
+            after = clock + sent.parts.options.tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
+            self._hear(operation, sent.parts.block.group_name, after)
+        if operation.error is not None and sent.parts.what != "pull":
+            self._unread[sent.ticket] = None  # a pull that failed has changed nothing
+
+    def _take_places(self, parts: StepParts, values: list[Slot]) -> list[tuple[Block, Slot]]:
+        """Slots for the values of blocks that are read.
 
         Args:
-            after: as `_hear` takes it.
+            values: gets them.
         """
+        viewed = self._viewed if parts.by_name else {}
+        new: list[Block] = []
+        sizes: list[int] = []
+        for block in parts.pull:
+            if block.id not in viewed:
+                new += [block]
+                sizes += [block.nbytes]
+        slots = self._exchange.take_each(sizes) if new else []
+        values += slots
+        places = list(zip(new, slots, strict=True))
+        for block in parts.pull:
+            if block.id in viewed:
+                slot = viewed[block.id]
+                values += [slot]
+                del viewed[block.id]  # no call since it is in `values`: no interrupt comes
+                places += [(block, slot)]
+        return places
 
-        def complete() -> None:
-            if slots:
-                self._exchange.give_back(slots)
-            replies = operation.replies.values()
-            if after == CURRENT_CLOCK or any(r.at >= 0 or r.retire or r.news for r in replies):
-                self._hear(operation, group, after)
-            if operation.error is not None and ticket.what != "pull":
-                self._unread[ticket] = None  # a pull that failed has changed nothing
-
-        operation.then(complete)
-
-    def _gradient_parts(self, push: BlockPush, slot: Slot) -> tuple[Gradient, ...]:
-        """The header parts of a gradient, for each shard."""
-        key = (push.block.id, slot.arena, slot.offset, push.active, push.hyper)
-        parts = self._gradients.get(key)
-        if parts is None:
-            check_push(push)
-            _bound(self._gradients)
-            parts = self._gradients[key] = tuple(
-                Gradient(
-                    push.block.id,
-                    slot.arena,
-                    offset_of(push.block, slot, shard),
-                    push.active,
-                    push.hyper,
-                )
-                for shard in range(self._shards)
-            )
-        return parts
+    def _say_pushed(self, push: BlockPush, slot: Slot) -> Pushed:
+        """The header parts of a gradient; its slot keeps them for the next one."""
+        block, active, hyper = push.block, push.active, push.hyper
+        check_push(push)
+        parts = tuple(
+            Gradient(block.id, slot.arena, offset_of(block, slot, shard), active, hyper)
+            for shard in range(self._shards)
+        )
+        slot.pushed = said = block, active, hyper, parts
+        return said
 
     def places(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
-        """Where each shard writes its part of a block."""
-        key = (block.id, slot.arena, slot.offset)
-        parts = self._places.get(key)
-        if parts is None:
-            _bound(self._places)
-            parts = self._places[key] = tuple(
-                ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
-                for shard in range(self._shards)
-            )
+        """Where each shard writes its part of a block; the slot keeps it for the next read."""
+        parts = tuple(
+            ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
+            for shard in range(self._shards)
+        )
+        slot.pulled = block, parts
         return parts
 
     def finish(
@@ -561,7 +608,7 @@ class Steps(ClientClocks):
             self._exchange.give_back(slots)
             self._hear(operation, None, 0)
 
-        operation.then(complete)
+        operation.on_complete = complete
         try:
             self.begin(limit_s)
             self._exchange.submit(requests, operation)
@@ -569,7 +616,7 @@ class Steps(ClientClocks):
             if not operation.numbered:
                 self._exchange.give_back(slots)
             raise
-        self.wait_for(lambda wait_s: self._exchange.wait(operation, wait_s), what, None, limit_s)
+        self.waits.until_complete(operation, what, None, limit_s)
         if operation.error is not None:
             raise again(operation.error)
         return operation
@@ -577,6 +624,17 @@ class Steps(ClientClocks):
     def ask_all(self, what: str, request: ShardRequest, limit_s: float | None) -> list[Done]:
         """Send every shard the same request, which is not a step; their answers, in shard order."""
         return done(self.finish(what, [request] * self._shards, limit_s, ()))
+
+    def tell_saved(self) -> None:
+        """Tell what the worker has saved after its last step."""
+        saved = self.saving.left() if self.saving is not None else ()
+        stepped = [each for each in self._defined() if self.clocks.get(each.group_name)]
+        if saved and stepped:
+            group, clock = stepped[0].group, self.clocks[stepped[0].group_name]
+            requests = [
+                Step(0, group, clock, False, (), (), saved=saved) for _ in range(self._shards)
+            ]
+            self.finish("save", requests, None, ())
 
     def suspend(self, block: Block, limit_s: float | None) -> None:
         """Suspend the membership of this rank in a block's group, after what was sent before."""
@@ -605,86 +663,8 @@ class Steps(ClientClocks):
 
     def drain(self, timeout_s: float | None) -> None:
         """Wait until everything sent has been answered, and raise what was refused unread."""
-        self.wait_for(self._exchange.settle, "drain", None, timeout_s)
+        self.waits.until(self._exchange.settle, "drain", None, timeout_s)
         self.raise_unread()
-
-    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        """Wait for a ticket's answers; with None `self.timeout_s`, or `busy_s` where they depend on
-        live workers only.
-
-        Raises:
-            PushTimeout, PullTimeout: they are not there in time. Applied: unknown.
-        """
-        operation = ticket.operation
-        assert operation is not None
-        self.wait_for(
-            lambda limit_s: self._exchange.wait(operation, limit_s),
-            ticket.what,
-            ticket.group,
-            timeout_s,
-        )
-
-    def wait_for(
-        self, wait: Callable[[float], bool], what: str, group: int | None, timeout_s: float | None
-    ) -> None:
-        """Wait for answers, as long as `wait` of a ticket does.
-
-        Args:
-            wait: waits this long; whether they are there.
-            group: of the step that is waited for; None: of the steps unanswered longest.
-        """
-        began = self.now()
-        limit_s = timeout_s if timeout_s is not None else self.timeout_s
-        first_s = min(limit_s, timeouts.SAY_S)
-        if wait(first_s):
-            return
-        said = first_s < limit_s and self._say(what, group, first_s, timeout_s)
-        if timeout_s is not None:
-            if not wait(began + timeout_s - self.now()):
-                raise self.timed_out(what, group, timeout_s)
-            return
-        limit_s -= self.now() - began
-        while not wait(limit_s):
-            left_s = began + self.busy_s - self.now()
-            asked = group if group is not None else self._exchange.oldest_group()
-            busy = self._waits_for(asked, left_s) if asked is not None else ()
-            waited_s = self.now() - began
-            if wait(0.0):
-                return
-            if not busy or left_s <= 0.0 or not self.all_live(busy):
-                raise self.timed_out(what, asked, waited_s, busy=busy)
-            if not said:
-                said = True
-                self._warn(what, busy, waited_s, None)
-            limit_s = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
-
-    def _say(self, what: str, group: int | None, waited_s: float, timeout_s: float | None) -> bool:
-        """Say for whom a wait is, if it is for other ranks; whether it was said."""
-        asked = group if group is not None else self._exchange.oldest_group()
-        missing = self._waits_for(asked, timeouts.INQUIRE_S) if asked is not None else ()
-        if missing:
-            self._warn(what, missing, waited_s, timeout_s)
-        return bool(missing)
-
-    def _warn(
-        self, what: str, missing: Sequence[int], waited_s: float, timeout_s: float | None
-    ) -> None:
-        limit_s = timeout_s if timeout_s is not None else self.patience_s
-        knob = "timeout_s" if timeout_s is not None else timeouts.knob_of(True)
-        timeouts.warn_user(
-            f"rank {self._rank} has waited {waited_s:.0f} s in {what} for a step of "
-            f"{timeouts.ranks(missing)}; as long as they live it waits up to {limit_s:.0f} s, "
-            f"{knob}"
-        )
-
-    def _waits_for(self, group: int, left_s: float) -> tuple[int, ...]:
-        """The ranks that a group's unanswered steps wait for; empty: something else, too.
-
-        A shard that has not answered yet proves nothing: it has up to `stall_s`, if the wait has.
-        """
-        told = self._exchange.inquire(group, min(self.stall_s, max(timeouts.INQUIRE_S, left_s)))
-        missing = {rank for each in told for rank, _ in each.missing}
-        return tuple(sorted(missing - {self._rank}))
 
     def poll(self, operation: Operation) -> bool:
         """Read what has come, without waiting; whether all answers are there."""
@@ -692,14 +672,11 @@ class Steps(ClientClocks):
 
     def read_versions(self, group: int, operation: Operation) -> None:
         """Remember which versions a pull has read."""
-        versions = self.versions[group]
-        for shard, reply in operation.replies.items():
-            if reply.version > versions[shard]:
-                versions[shard] = reply.version
-
-    def give_back(self, slots: Sequence[Slot]) -> None:
-        """Let go of value slots."""
-        self._exchange.give_back(slots)
+        versions, replies = self.versions[group], operation.replies
+        for shard in replies:
+            version = replies[shard].version
+            if version > versions[shard]:
+                versions[shard] = version
 
     def error_was_read(self, ticket: Ticket) -> None:
         """An error has been raised where it belongs."""
@@ -718,6 +695,21 @@ class Steps(ClientClocks):
             assert ticket.error is not None
             raise again(ticket.error)
 
+    def view(self, ticket: Ticket) -> None:
+        """The caller looks at a ticket's values until their blocks are next read by name. The
+        caller of this holds the client's lock."""
+        viewed = self._viewed
+        slots: dict[int, Slot] = {}
+        before: list[Slot] = []
+        for block, slot in ticket.places:
+            slots[block.id] = slot
+            if block.id in viewed:
+                before += [viewed[block.id]]
+        ticket.released = True  # no call until they are kept: no interrupt comes
+        viewed |= slots
+        if before:  # another thread's
+            self._exchange.give_back(before)
+
     def forget(self, ticket: Ticket) -> None:
         """No caller waits for this ticket any more: its slots go back once they are free."""
         self._forgotten.append(ticket)
@@ -729,16 +721,6 @@ class Steps(ClientClocks):
                 ticket.release()
             else:
                 self._forgotten.append(ticket)
-
-    def timed_out(
-        self, what: str, group: int | None, waited_s: float, *, busy: Collection[int] | None = None
-    ) -> ParamServeError:
-        """The error of a wait that has failed; asks the shards who is missing.
-
-        Args:
-            busy: where no call has said how long: the ranks that were waited for.
-        """
-        return timeouts.timed_out(self._exchange, self._rank, what, group, waited_s, busy)
 
 
 def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:
@@ -758,8 +740,3 @@ def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> No
 def offset_of(block: Block, slot: Slot, shard: int) -> int:
     """Where a shard's part of a block begins in the slot's arena, in bytes."""
     return slot.offset + block.spec.cuts[shard] * block.dtype.itemsize
-
-
-def _bound(kept: dict[Any, Any]) -> None:
-    if len(kept) >= PARTS_KEPT_MAX:
-        kept.clear()

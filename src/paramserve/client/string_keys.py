@@ -7,6 +7,7 @@ pyarrow are never imported here: a column of theirs comes from a caller that has
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +22,11 @@ TEXT = "USTO"
 """Kinds of numpy's dtypes whose elements may be strings."""
 ENCODED_ROWS = 65_536
 """Strings that are encoded at once: their bytes are copied."""
+
+READ_AS_STRINGS = (
+    'read the file again with pd.read_csv(..., dtype={"user": str, "item": str}), naming its id '
+    "columns (of ids that pandas has made integers, .astype(str) gives no leading zeros back)"
+)
 
 
 def keys_of(strings: Any, *, field: str = "") -> Array:
@@ -225,14 +231,20 @@ def _refuse(what: str, element: Any, number: int, shape: tuple[int, ...]) -> NoR
             f"{what}: {place} is {element}, more than 64 bits with a sign hold. Applied: no. "
             "To fix: make a string of it, or a hash of 64 bits"
         )
+    if not shape and isinstance(element, Iterable):
+        raise TypeError(
+            f"{what} came as {kind}, and neither numpy nor a table takes its elements one by one. "
+            "Applied: no. To fix: give a list or an array, as in list(keys)"
+        )
     raise _no_text(what, f"are no strings: {place} has the type {kind}")
 
 
 def _no_text(what: str, told: str) -> TypeError:
     return TypeError(
-        f"{what}: these {told}. Applied: no. To fix: ps.keys_of takes str and bytes; integers are "
-        "keys already, give them to the table as an integer array (.astype(np.int64)), or make "
-        "strings of them (.astype(str))"
+        f"{what}: these {told}. Applied: no. To fix: ps.keys_of takes str and bytes. Ids that are "
+        f"strings elsewhere, as in an earlier run, have to be strings here: {READ_AS_STRINGS}. "
+        "Integers that are integers everywhere are keys already: give them to the table as an "
+        "integer array (.astype(np.int64))"
     )
 
 

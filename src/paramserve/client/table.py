@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.client import arrow
 from paramserve.client.labels import Labels
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
-from paramserve.client.string_keys import hashed
+from paramserve.client.string_keys import READ_AS_STRINGS, hashed
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records, check_records
-from paramserve.errors import ShapeMismatch
+from paramserve.errors import ShapeMismatch, warn_user
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
 
@@ -29,6 +30,11 @@ Array = npt.NDArray[Any]
 SCAN_ROWS = 65_536
 """Rows that one request reads or writes, unless the caller says otherwise."""
 
+HASHES = 1 << 32
+"""Keys of strings are mostly above this, either way."""
+ASKED_KEYS = 64
+"""Of the first keys that a client gives to a table with labels, these are compared with them."""
+
 
 class TablePush(NamedTuple):
     """Gradients of one table's rows, as a step of several tables takes them."""
@@ -39,6 +45,17 @@ class TablePush(NamedTuple):
     gradients: npt.ArrayLike | None = None
     """Floating point [..., dim]."""
     hyper: Hyper | None = None
+
+
+class GivenRows(Struct, frozen=True, eq=False):
+    """Gradients of one table's rows that have been checked."""
+
+    table: Table
+    keys: Array
+    """int64 [n]."""
+    values: Array
+    """float32 [n, dim]."""
+    hyper: Hyper | None
 
 
 class Table:
@@ -63,6 +80,8 @@ class Table:
         self._reads = keyed.reads
         self._labels: Labels | None = None
         self._sought_labels = False
+        self._unasked = block.table.labels > 0
+        """Whether keys of this client have yet to be compared with the labels."""
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim})"
@@ -113,6 +132,22 @@ class Table:
             self._sought_labels = True
         return self._labels
 
+    def _compare_with_labels(self, keys: Array) -> None:
+        """Warn where the first keys are integers that no string has made. Hashes are larger: all of
+        a batch are this small by a chance below 1 in 2**31."""
+        if not keys.size:
+            return
+        self._unasked = False
+        known, first = self.known_labels(), keys[:ASKED_KEYS]
+        if known is None or np.abs(keys, dtype=np.float64).max() >= HASHES or any(known.of(first)):
+            return
+        warn_user(
+            f"table {self.name!r} keeps labels, and its first keys here are integers without one, "
+            f"such as {int(first[0])}: they get new rows, and not those of the string "
+            f"'{int(first[0])}'. To fix: where the ids are strings, as in an earlier run, "
+            f"{READ_AS_STRINGS}; where they are integers everywhere, leave labels=True out"
+        )
+
     def pull(
         self, keys: npt.ArrayLike, *, create: bool = True, timeout_s: float | None = None
     ) -> Array:
@@ -130,6 +165,8 @@ class Table:
             PullTimeout: not there in `timeout_s`; the text says who is missing.
         """
         flat, shape = as_keys(keys, self.name, self.keys_of if create else None)
+        if self._unasked and create:
+            self._compare_with_labels(flat)
         found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
@@ -162,12 +199,14 @@ class Table:
                 ServerGone: from it or from here; applied: unknown.
         """
         flat, values = self.checked(keys, gradients)
-        push = TablePush(self, flat, values, hyper)
-        return self._keyed.push([push], tick=False, weight=weight)
+        return self._keyed.push_rows([GivenRows(self, flat, values, hyper)], weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
-        return as_rows(keys, gradients, self.dim, self.name, self.keys_of)
+        flat, rows = as_rows(keys, gradients, self.dim, self.name, self.keys_of)
+        if self._unasked:
+            self._compare_with_labels(flat)
+        return flat, rows
 
     def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
         """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
@@ -199,7 +238,7 @@ class Table:
         `evict`, and creates none.
 
         Args:
-            rows: copies at most, of 4 x dim + 17 bytes and up to 54 for their index; those that are
+            rows: copies at most, of 4 x dim + 17 bytes and up to 64 for their index; those that are
                 not used again go first. 0: none any more. What was kept before is dropped.
             clocks: at least 0.
             keep_pushed: False: a row that this client pushes to, or puts, is read anew, so that it
@@ -357,7 +396,8 @@ class Table:
             Rows put.
         Raises:
             TypeError: the source is something else. ValueError: a column is missing, or the state
-                is that of another rule. Nothing was applied.
+                is that of another rule. DefineMismatch: a table with labels was written, and this
+                one keeps none. Nothing was applied.
             ShapeMismatch, DtypeMismatch, NonFinite: other dims, types or keys than the table's, or
                 nulls, NaN or Inf. Nothing was applied where the schema tells it, or the source is a
                 pyarrow.Table; else the text says how many rows were put before.
@@ -378,7 +418,8 @@ class Table:
         ones than when it was written.
 
         Raises:
-            OSError: the file cannot be read. The rest as `from_arrow`, from a stream.
+            OSError: the file cannot be read. ValueError: it is no Parquet file. The rest as
+                `from_arrow`, from a stream.
         """
         return arrow.from_parquet(self, path, self._putting(timeout_s), state=state)
 

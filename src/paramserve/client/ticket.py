@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
+from msgspec import Struct
 
-from paramserve.client.exchange import Slot, again, done
+from paramserve.client.exchange import Slot, again
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-@dataclass
-class Outcome:
+class Outcome(Struct):
     """What a step did.
 
     Attributes:
@@ -34,29 +33,31 @@ class Outcome:
     version: int
     staleness: int = 0
     skipped: bool = False
-    values: dict[int, Array] = field(default_factory=dict)
+    values: dict[int, Array] = {}
 
 
-class Ticket:
+class Ticket(Struct, eq=False, weakref=True):
     """The outcome of a push or a step, when it is there.
 
     An error that is not read from its ticket is raised by the client's next call.
     """
 
-    def __init__(
-        self, client: Steps, what: str, group: int, places: Sequence[tuple[Block, Slot]] = ()
-    ) -> None:
-        self.what = what
-        """"push", "pull", "tick", ...: for messages."""
-        self.group = group
-        self.operation: Operation | None = None
-        """None while the push waits for the tick that ends its synchronous step."""
-        self.others: tuple[Ticket, ...] = ()
-        """Of other groups, sent before it in the same message: its result is there after theirs."""
-        self._client = client
-        self._places = tuple(places)
-        self._outcome: Outcome | None = None
-        self._released = False
+    _client: Steps
+    what: str
+    """"push", "pull", "tick", ...: for messages."""
+    group: int
+    places: Sequence[tuple[Block, Slot]] = ()
+    """Blocks that are read, with where their values go."""
+    operation: Operation | None = None
+    """None while the push waits for the tick that ends its synchronous step."""
+    others: tuple[Ticket, ...] = ()
+    """Of other groups, sent before it in the same message: its result is there after theirs."""
+    released: bool = False
+    """Whether the values' memory is not this ticket's any more."""
+    _outcome: Outcome | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of a {self.what}>"
 
     def done(self) -> bool:
         """Whether the outcome is there (an error too). Does not wait."""
@@ -73,40 +74,21 @@ class Ticket:
             ServerGone: a server ended. Applied: unknown.
             ParamServeError: the servers refused it; see the text.
         """
-        if self._outcome is not None:
-            return self._outcome
-        until = None if timeout_s is None else self._client.now() + timeout_s
-        try:
-            for other in self.others:
-                other.result(timeout_s)
-                timeout_s = None if until is None else max(until - self._client.now(), 0.0)
-        except ParamServeError as error:
-            if self._places and not isinstance(error, Timeout):  # after one it may be waited for
-                self._client.forget(self)
-            raise
-        operation = self.operation
-        if operation is None:
-            raise ClientClosed(
-                f"this {self.what} is part of a synchronous step that was not ended",
-                fix="call client.tick() first",
-            )
-        if not operation.complete:
-            self._client.wait(self, timeout_s)
-        if operation.error is not None:
-            self._client.error_was_read(self)
-            self.release()
-            raise again(operation.error)
-        self._outcome = self._read(operation)
+        if self._outcome is None:
+            finish(self, timeout_s)
+            self._outcome = self._read()
         return self._outcome
 
-    def _read(self, operation: Operation) -> Outcome:
-        replies = done(operation)
-        if self._places:
-            self._client.read_versions(self.group, operation)
-        values = {b.id: slot.array(b) for b, slot in self._places if b.table is None}
-        if len(replies) == 1:
-            only = replies[0]
+    def _read(self) -> Outcome:
+        assert self.operation is not None
+        values: dict[int, Array] = {}
+        for block, slot in self.places:
+            if block.table is None:
+                values[block.id] = slot.array(block)
+        only, *more = self.operation.replies.values()
+        if not more:
             return Outcome(only.version, only.staleness, only.skipped, values)
+        replies = [only, *more]
         return Outcome(
             min([reply.version for reply in replies]),
             max([reply.staleness for reply in replies]),
@@ -119,13 +101,16 @@ class Ticket:
 
         Before the outcome is there, this waits for it: the servers still write to that memory.
         """
-        if self._released:
+        if self.released:
             return
         if self.operation is not None and not self.operation.complete:
-            self._client.wait(self, None)
-        self._released = True
-        if self._places:
-            self._client.give_back([slot for _, slot in self._places])
+            self._client.waits.until_complete(self.operation, self.what, self.group, None)
+        self.released = True
+        slots: list[Slot] = []
+        for _, slot in self.places:
+            slots += [slot]
+        if slots:
+            self._client.give_back(slots)
 
     @property
     def error(self) -> ParamServeError | None:
@@ -135,3 +120,38 @@ class Ticket:
     def __await__(self) -> Generator[Any, None, Outcome]:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(None, self.result).__await__()
+
+
+def finish(ticket: Ticket, timeout_s: float | None) -> None:
+    """Wait until a ticket's outcome is there; raises as `Ticket.result`."""
+    if ticket.others:
+        timeout_s = _finish_others(ticket, timeout_s)
+    operation, client = ticket.operation, ticket._client
+    if operation is None:
+        raise ClientClosed(
+            f"this {ticket.what} is part of a synchronous step that was not ended",
+            fix="call client.tick() first",
+        )
+    if not operation.complete:
+        client.waits.until_complete(operation, ticket.what, ticket.group, timeout_s)
+    if operation.error is not None:
+        client.error_was_read(ticket)
+        ticket.release()
+        raise again(operation.error)
+    if ticket.places:
+        client.read_versions(ticket.group, operation)
+
+
+def _finish_others(ticket: Ticket, timeout_s: float | None) -> float | None:
+    """Wait for the outcomes of what was sent before a ticket; what is left of the time."""
+    client = ticket._client
+    until = None if timeout_s is None else client.now() + timeout_s
+    try:
+        for other in ticket.others:
+            other.result(timeout_s)
+            timeout_s = None if until is None else max(until - client.now(), 0.0)
+    except ParamServeError as error:
+        if ticket.places and not isinstance(error, Timeout):  # after one it may be waited for
+            client.forget(ticket)
+        raise
+    return timeout_s

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Collection, Sequence
 
 from paramserve.client.exchange import Exchange
 from paramserve.config import NO_RANK
+from paramserve.core.collectives import call_of
 from paramserve.errors import (
     DefineTimeout,
     ParamServeError,
@@ -15,11 +14,15 @@ from paramserve.errors import (
     PushTimeout,
     Timeout,
 )
+from paramserve.messages import OpenCollective
 
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""
 SAY_S = 10.0
 """After this long a wait says once for whom it is, and for how long."""
+LOOK_S = 5.0
+"""From then on, how often is looked whether those that a step waits for wait for this rank: longer
+than a call of theirs stands at the coordinator after it was interrupted."""
 RANKS_SHOWN_MAX = 8
 """In one line."""
 READS = ("pull", "fetch", "snapshot")
@@ -34,15 +37,6 @@ KNOBS = {
 }
 
 
-def warn_user(told: str) -> None:
-    """Warn at the user's line: that of the first frame outside of this package."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(told, stacklevel=level)
-
-
 def ranks(numbers: Sequence[int]) -> str:
     """Such as "rank 0, rank 3"."""
     more = len(numbers) - RANKS_SHOWN_MAX
@@ -50,9 +44,25 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def cannot_end(rank: int, what: str, met: OpenCollective, waited_s: float) -> ParamServeError:
+    """The error of a wait for ranks that wait in a collective for this one."""
+    call, verb = call_of(met.op), "wait" if len(met.waiting) > 1 else "waits"
+    return TIMEOUTS.get(what, PushTimeout)(
+        f"{what} cannot end: rank {rank} has waited {waited_s:.1f} s for {ranks(met.waiting)}, "
+        f"which {verb} in {call} for {ranks(met.missing)}",
+        applied="no" if what in READS else "unknown",
+        fix=f"call {call} at the same point on all ranks, after the same number of steps",
+    )
+
+
 def knob_of(busy: bool) -> str:
     """What limits a wait whose call names no limit: for ranks that live and are busy, or not."""
     return f"deadlines=ps.Deadlines({'busy_s' if busy else 'request_s'}=...)"
+
+
+def up_to(limit_s: float, knob: str) -> str:
+    """How long a wait may last, for a warning, and what changes it."""
+    return f"waits up to {limit_s:.0f} s (change it with {knob})"
 
 
 def _knob(busy: Collection[int] | None) -> str:

@@ -7,8 +7,9 @@ in `consistency.built_in`; a user's own derives from `Policy`, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 OnNonFinite = Literal["refuse", "skip"]
 
@@ -36,6 +37,13 @@ class Pull(NamedTuple):
     """Steps that it has finished, with the one that this very request ends."""
 
 
+new_push: Callable[[tuple[int, int, int, float, float]], Push]
+new_push = cast(Any, partial(tuple.__new__, Push))
+new_pull: Callable[[tuple[int, int]], Pull]
+new_pull = cast(Any, partial(tuple.__new__, Pull))
+"""These of their fields, made without a Python function."""
+
+
 class GroupView(Protocol):
     """How a group stands on a shard. A policy reads it and changes nothing."""
 
@@ -46,7 +54,7 @@ class GroupView(Protocol):
 
     @property
     def slowest(self) -> int:
-        """The smallest of them; if there are none any more, what it was last."""
+        """The smallest of `clocks`; if there are none any more, what it was last."""
         ...
 
     @property
@@ -60,13 +68,13 @@ class GroupView(Protocol):
         ...
 
     @property
-    def brought(self) -> Collection[int]:
+    def arrived(self) -> Collection[int]:
         """Ranks whose gradients of the clock that is not decided yet are here (`collects`)."""
         ...
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the first of them came; 0.0 if there are none."""
+        """Seconds since the first of `arrived` came; 0.0 if there are none."""
         ...
 
     @property
@@ -77,17 +85,22 @@ class GroupView(Protocol):
 
 
 class Apply(NamedTuple):
-    """Update the values with this gradient now."""
+    """Update the values with this gradient now.
+
+    Attributes:
+        scale: multiplies the gradient, finite and not negative.
+        momentum_reduction: is subtracted from the rule's momentum (SGD's `momentum`, Adam's
+            `beta1`), not below 0.
+        compensate: lambda of the correction g + lambda * g * g * (value now - value that the worker
+            read).
+        lr_scale: multiplies the rule's learning rate, finite and not negative; of a rule without
+            `lr`, the gradient.
+    """
 
     scale: float = 1.0
-    """Multiplies the gradient, finite and not negative."""
     momentum_reduction: float = 0.0
-    """Is subtracted from the rule's momentum (SGD's `momentum`, Adam's `beta1`), not below 0."""
     compensate: float = 0.0
-    """lambda of the correction g + lambda * g * g * (value now - value that the worker read)."""
     lr_scale: float = 1.0
-    """Multiplies the rule's learning rate, finite and not negative; of a rule without `lr`, the
-    gradient."""
 
 
 class Buffer(NamedTuple):
@@ -160,7 +173,7 @@ class Policy:
 
         Asked when one has come, when a worker has left, and at `Wait.until_s`.
         """
-        missing = tuple(rank for rank in group.clocks if rank not in group.brought)
+        missing = tuple(rank for rank in group.clocks if rank not in group.arrived)
         return Wait(missing) if missing else ADMIT
 
     def on_membership(self, group: GroupView) -> bool:

@@ -164,14 +164,14 @@ class Sync(Policy):
         return self.backup > 0 or self.timeout_s is not None
 
     def on_clock(self, group: GroupView) -> Admission:
-        brought = group.brought
-        missing = tuple(rank for rank in group.clocks if rank not in brought)
-        if brought and len(missing) <= self.backup:
+        arrived = group.arrived
+        missing = [rank for rank in group.clocks if rank not in arrived]
+        if arrived and (not missing or len(missing) <= self.backup):
             return ADMIT
-        limit = self._limit_s(group)
-        if brought and limit is not None and group.waited_s >= limit:
+        limit = self._limit_s(group) if self.timeout_s is not None else None
+        if arrived and limit is not None and group.waited_s >= limit:
             return ADMIT
-        return Wait(missing, limit)
+        return Wait(tuple(missing), limit)
 
     def _limit_s(self, group: GroupView) -> float | None:
         if isinstance(self.timeout_s, Adaptive):
@@ -224,7 +224,7 @@ class Async(Policy):
         if self.drop_after is not None and push.staleness > self.drop_after:
             return DROP
         if self.damping is None and self.momentum == "given":
-            return super().on_push(push, group)
+            return APPLY if push.factor == 1.0 else Apply(push.factor)
         less = 1.0 - 1.0 / max(1, len(group.clocks)) if self.momentum == "corrected" else 0.0
         damped = self.damping(push.staleness) if self.damping is not None else 1.0
         return Apply(push.factor, less, lr_scale=damped)
@@ -325,8 +325,10 @@ class LocalSteps(Sync):
     now); `outer` is the rule of the servers. One clock is `every` steps. All else is as for `Sync`,
     but `reduce`, which is "mean".
 
-    `worker.optimizer` makes the own steps. For parameters of `client.define` the servers do their
-    part, with the rule given there: make the steps, and push the differences.
+    `worker.optimizer` makes the own steps; those that are left over at the end of the run, or of a
+    leased loader, are exchanged then. Loaders of the worker that are iterated after it count a
+    clock as `every` steps. For parameters of `client.define` the servers do their part, with the
+    rule given there: make the steps, and push the differences.
 
     Args:
         every: own steps between two pushes, at least 1.
@@ -362,9 +364,11 @@ class ElasticAverage(Policy):
     """Each worker trains values of its own, tied to the servers' by a spring; no worker waits.
 
     After each `every` own steps, with alpha = lr * rho: the servers' values c and the worker's x
-    move towards each other by alpha * (x - c). `worker.optimizer` does that; for parameters of
-    `client.define` push alpha * (c - x) yourself, to `ps.SGD(lr=1.0)`. Workers send no gradients,
-    so that `worker_weight` has no meaning here.
+    move towards each other by alpha * (x - c). `worker.optimizer` does that, with the lr of each
+    parameter group; for parameters of `client.define` push alpha * (c - x) yourself, to
+    `ps.SGD(lr=1.0)`. Workers send no gradients, so that `worker_weight` has no meaning here.
+    `Result.state_dict()` is c, and it is what to evaluate: a model on a worker has that worker's
+    own values, also at the end.
 
     Args:
         rho: strength of the spring, above 0; lr * rho must be below 1. The paper takes

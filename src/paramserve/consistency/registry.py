@@ -7,7 +7,6 @@ registered (`registered`).
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -18,7 +17,7 @@ from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import DAMPINGS, Adaptive, ElasticAverage, LocalSteps
-from paramserve.errors import UnknownRule
+from paramserve.errors import UnknownRule, warn_user
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import BUILT_IN as BUILT_IN_RULES
 from paramserve.rules.registry import NONE as NO_RULES
@@ -89,7 +88,12 @@ def spec(policy: Policy) -> ConsistencySpec:
         TypeError: `policy` is no policy, or a field is something else.
     """
     given: Any = policy
-    if isinstance(given, type) or not isinstance(given, Policy):
+    if isinstance(given, type) and issubclass(given, Policy):
+        name = f"ps.{given.__name__}" if given in BUILT_IN.values() else given.__qualname__
+        raise TypeError(
+            f"consistency must be an object, not the class {given.__name__}: call it: {name}()"
+        )
+    if not isinstance(given, Policy):
         raise TypeError(
             f"consistency must be one of {', '.join(BUILT_IN)}, or of a class of yours that "
             f"derives from ps.Policy (an object, as in ps.Async()), not {policy!r}"
@@ -363,10 +367,9 @@ def _check_names(where: str, kind: type[Policy]) -> None:
                 f"rename it {meant[0]}"
             )
     if len(lacks) == len(_METHODS):
-        warnings.warn(
+        warn_user(
             f"{where} defines {', '.join(own)} and none of {', '.join(_METHODS)}, which are all "
-            "that a server asks: it is as ps.Async()",
-            stacklevel=2,
+            "that a server asks: it is as ps.Async()"
         )
 
 

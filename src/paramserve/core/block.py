@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import prod
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
-from paramserve.core.shard_sessions import Memory
+from paramserve.core.pieces import Pieces, Range
+from paramserve.core.request_memory import Bytes
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.user_rules import Copies, guarded
-from paramserve.errors import DtypeMismatch, ParamServeError, ShapeMismatch
-from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient, ReadTarget
-from paramserve.rules.base import Hyper, PushInfo, Rule, Run
+from paramserve.errors import Applied, DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch
+from paramserve.messages import ALIGN, VALUE, BlockSpec
+from paramserve.rules.base import Hyper, PushInfo, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 
@@ -63,25 +63,28 @@ def check_whole(spec: BlockSpec) -> None:
         )
 
 
+@final
 class ShardBlock(ShardStorage):
-    """The part of a block that one shard holds.
-
-    `counts` has the updates of each piece, as torch counts steps for each parameter: a piece that
-    a push leaves out keeps its count. Pieces outside this shard's range are counted too, so that
-    every shard can answer for all of them.
-    """
+    """The part of a block that one shard holds."""
 
     def __init__(self, spec: BlockSpec, shard: int, rule: Rule | None, attempt: int) -> None:
         super().__init__(spec, rule, attempt)
         self.low, self.high = spec.cuts[shard], spec.cuts[shard + 1]
         self.size = self.high - self.low
+        self.mark = object()
         self.nbytes = self.size * self.dtype.itemsize
         self.value: Array = np.zeros(self.size, self.dtype)
         self.state: tuple[Array, ...] = ()
+        self.states: tuple[str, ...] = ()
         self.may_fail = rule is not None and not is_built_in(rule)
         """Whether the rule runs on copies, because it may fail in the middle."""
         self._whole = bool(getattr(rule, "whole_tensors", False))
-        self._separate = self._whole or bool(getattr(rule, "separate_tensors", False))
+        separate = self._whole or bool(getattr(rule, "separate_tensors", False))
+        self._pieces = Pieces(
+            spec.pieces, self.low, self.high, separate=separate, shaped=self._whole
+        )
+        self.alignment = self.dtype.itemsize if self._whole else ALIGN
+        """Bytes to whose multiples its part of a client's memory is aligned."""
         self._copies: Copies | None = None
         self._scratch: Array | None = None
         if self._whole:
@@ -92,14 +95,11 @@ class ShardBlock(ShardStorage):
                     rule.prepare(self.dtype)
                 self.hyper = rule.hyper()
                 self.state = rule.init_state(self.size, self.dtype)
-                self._check_state(rule)
-        self._counts = [0] * len(spec.pieces)
-        self._bounds = self._local_bounds()
-        self._even: int | None = 0
-        """The count that all pieces share; None: they differ, and `_counts` has them."""
+                self.states = rule.states(self.hyper)
+                self._check_state()
 
-    def _check_state(self, rule: Rule) -> None:
-        names = rule.states(self.hyper)
+    def _check_state(self) -> None:
+        names = self.states
         good = len(names) == len(self.state) and all(
             isinstance(each, np.ndarray)
             and each.shape == (self.size,)
@@ -114,29 +114,21 @@ class ShardBlock(ShardStorage):
             )
 
     @property
-    def alignment(self) -> int:
-        """Bytes to whose multiples its part of a client's memory is aligned."""
-        return self.dtype.itemsize if self._whole else ALIGN
-
-    @property
     def counts(self) -> list[int]:
         """Updates that each piece has had."""
-        return self._counts if self._even is None else [self._even] * len(self._counts)
+        return self._pieces.counts
 
-    def _local_bounds(self) -> list[tuple[int, int]]:
-        bounds = []
-        offset = 0
-        for piece in self.spec.pieces:
-            end = offset + prod(piece.shape)
-            low = min(max(offset, self.low), self.high)
-            high = min(max(end, self.low), self.high)
-            bounds.append((low - self.low, high - self.low))
-            offset = end
-        return bounds
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Replace the count of each piece."""
+        self._pieces.set_counts(counts)
 
     def bounds(self, piece: int) -> tuple[int, int]:
         """Elements [start, stop) of a piece within this shard's arrays."""
-        return self._bounds[piece]
+        return self._pieces.bounds(piece)
+
+    def ranges(self, active: Sequence[int] | None) -> list[Range]:
+        """Elements [start, stop) of some pieces, or all, within this shard's arrays."""
+        return [(0, self.size)] if active is None else self._pieces.ranges(active)
 
     @property
     def scratch(self) -> Array:
@@ -156,15 +148,10 @@ class ShardBlock(ShardStorage):
         """
         _ = self.scratch
 
-    def at(self, memory: Memory, arena: int, offset: int) -> Array:
-        """Its part of a request's memory, [elements on this shard].
-
-        Raises:
-            ShapeMismatch: the memory does not hold that many bytes there. Nothing was applied.
-        """
+    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+        """Its part of an arena, [elements on this shard]; as `Placed.lying`."""
         if self.size == 0:
             return np.empty(0, self.dtype)
-        whole = memory.get(arena)
         wrong = offset < 0 or offset % self.alignment
         if whole is None or wrong or offset + self.nbytes > whole.size:
             raise ShapeMismatch(
@@ -174,29 +161,13 @@ class ShardBlock(ShardStorage):
             )
         return np.frombuffer(whole, self.dtype, self.size, offset)
 
-    def read_bytes(self, place: ReadTarget) -> int:
-        """What a read takes of its answer's payload."""
-        return self.nbytes
-
-    def gradient(self, memory: Memory, header: Gradient) -> Array:
-        """A gradient that lies in a request's memory; raises as `at`."""
-        return self.at(memory, header.arena, header.offset)
-
-    def finite(self, gradient: Array, active: Sequence[int] | None) -> bool:
-        """Whether all active elements are finite numbers."""
-        finite = compiled().finite
+    def largest(self, gradient: Array, active: Sequence[int] | None) -> float:
+        """The largest size of an active element; inf if one is NaN or Inf."""
+        largest: Callable[[Array], float] = compiled().largest
         if active is None:
-            return bool(finite(gradient))
-        ranges = (self._bounds[piece] for piece in active)
-        return all(finite(gradient[start:stop]) for start, stop in ranges)
-
-    def below(self, gradient: Array, active: Sequence[int] | None, limit: float) -> bool:
-        """Whether the size of all active elements is below a limit."""
-        below = compiled().below
-        if active is None:
-            return bool(below(gradient, limit))
-        ranges = (self._bounds[piece] for piece in active)
-        return all(below(gradient[start:stop], limit) for start, stop in ranges)
+            return largest(gradient)
+        parts = self._pieces.ranges(active)
+        return max([largest(gradient[start:stop]) for start, stop in parts], default=0.0)
 
     def squared_norm(self, gradient: Array) -> float:
         """Sum of the squares of all elements."""
@@ -219,11 +190,10 @@ class ShardBlock(ShardStorage):
         return self.state[number - 1]
 
     def _check_active(self, active: Sequence[int]) -> None:
-        inside = all(0 <= piece < len(self._counts) for piece in active)
-        if not inside or len(set(active)) != len(active):
+        if not self._pieces.are(active):
             raise ShapeMismatch(
                 f"the pieces {list(active)} were named for {self.names}, "
-                f"which has pieces 0 to {len(self._counts) - 1}",
+                f"which has pieces 0 to {len(self._pieces) - 1}",
                 fix="name each tensor of the block at most once",
             )
 
@@ -239,19 +209,36 @@ class ShardBlock(ShardStorage):
 
         Raises:
             RuleFailed: the rule is not one of ours, and failed. Nothing was applied.
+            NonFinite: the gradient is not what was looked at before. Of a rule of ours, it was
+                applied in part ("Applied: unknown"), else not. It leaves the values finite.
         """
         assert self.rule is not None, "check() comes first"
         if self.may_fail:
             self.prepare(gradient, active, hyper, push)(out)
             return
+        if self.unsaved:
+            self.save()
         if self.size:
-            runs = self._runs(active)
+            runs = self._pieces.runs(active)
             fused = out if active is None else None
             chosen = hyper if hyper is not None else self.hyper
-            self.rule.apply(self.value, gradient, self.state, chosen, runs, push, fused)
+            try:
+                self.rule.apply(self.value, gradient, self.state, chosen, runs, push, fused)
+            except NonFinite as error:
+                partly = "what lies before them was applied, the rest was not"
+                raise self._changed_since(push.worker, partly, "unknown") from error
             if out is not None and fused is None:
                 np.copyto(out, self.value)
-        self._count(active)
+        self._pieces.count(active)
+
+    def _changed_since(self, rank: int, what: str, applied: Applied = "no") -> NonFinite:
+        whose = f"the gradient of rank {rank}" if rank >= 0 else "a gradient"
+        return NonFinite(
+            f"{whose} for {self.names} of group {self.spec.group_name!r} holds NaN or Inf, "
+            f"although its client found none: {what}",
+            applied=applied,
+            fix="do not write to a gradient after it was pushed",
+        )
 
     def prepare(
         self,
@@ -266,54 +253,28 @@ class ShardBlock(ShardStorage):
 
         Raises:
             RuleFailed: the rule raised, or left what no update may leave. Nothing was applied.
+            NonFinite: the gradient is not what was looked at before. Nothing was applied.
         """
         assert self.rule is not None, "check() comes first"
         chosen = hyper if hyper is not None else self.hyper
-        runs = self._runs(active) if self.size else []
+        runs = self._pieces.runs(active) if self.size else []
         with guarded(self._about("failed"), self.rule):
             if self._copies is None:
                 self._copies = Copies(self.value, self.state)
             copies = self._copies
-            copies.compute(self.rule, gradient, chosen, runs, push)
+            finite = copies.compute(self.rule, gradient, chosen, runs, push)
+        if not finite:
+            raise self._changed_since(push.worker, "the rule's update was left out")
 
         def keep(out: Array | None = None) -> None:
+            if self.unsaved:
+                self.save()
             copies.keep(runs)
             if out is not None:
                 np.copyto(out, self.value)
-            self._count(active)
+            self._pieces.count(active)
 
         return keep
-
-    def _runs(self, active: Sequence[int] | None) -> list[Run]:
-        if active is None and self._even is not None and not self._separate:
-            return [Run(0, self.size, self._even)]
-        runs: list[Run] = []
-        counts = self.counts
-        for piece in range(len(self._counts)) if active is None else sorted(set(active)):
-            start, stop = self._bounds[piece]
-            count = counts[piece]
-            if self._separate:
-                if stop > start:
-                    shape = self.spec.pieces[piece].shape if self._whole else None
-                    runs.append(Run(start, stop, count, shape))
-            elif runs and runs[-1].stop == start and runs[-1].count == count:
-                runs[-1] = Run(runs[-1].start, stop, count)
-            elif stop > start:
-                runs.append(Run(start, stop, count))
-        return runs
-
-    def _count(self, active: Sequence[int] | None) -> None:
-        if active is None and self._even is not None:
-            self._even += 1
-            return
-        counts = list(self.counts)
-        for piece in range(len(counts)) if active is None else set(active):
-            counts[piece] += 1
-        self._set_counts(counts)
-
-    def _set_counts(self, counts: list[int]) -> None:
-        self._counts = counts
-        self._even = counts[0] if len(set(counts)) == 1 else None
 
     def assign(
         self,
@@ -328,17 +289,19 @@ class ShardBlock(ShardStorage):
             ShapeMismatch: the counts or the pieces are wrong. Nothing was applied.
         """
         target = self.field(number)
-        if counts is not None and len(counts) != len(self._counts):
+        if counts is not None and len(counts) != len(self._pieces):
             raise ShapeMismatch(
-                f"{self.names} has {len(self._counts)} pieces, {len(counts)} counts came",
+                f"{self.names} has {len(self._pieces)} pieces, {len(counts)} counts came",
                 fix="send one count for each piece",
             )
+        if active is not None:
+            self._check_active(active)
+        if self.unsaved:
+            self.save()
         if active is None:
             np.copyto(target, source)
         else:
-            self._check_active(active)
-            for piece in active:
-                start, stop = self._bounds[piece]
+            for start, stop in self._pieces.ranges(active):
                 target[start:stop] = source[start:stop]
         if counts is not None:
-            self._set_counts(list(counts))
+            self._pieces.set_counts(counts)

@@ -6,12 +6,11 @@ read, through any number of connections. A timeout frees nothing.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import ALIGN, Done, Refused, ShardRequest, Step
@@ -19,7 +18,7 @@ from paramserve.messages import ALIGN, Done, Refused, ShardRequest, Step
 SLOT_ALIGN = ALIGN
 
 
-class Operation:
+class Operation(Struct, eq=False):
     """One call of the user, spread over shards: done when every shard has answered.
 
     The first refusal counts. The shards check alike, so a refused request is refused by all, unless
@@ -27,68 +26,63 @@ class Operation:
     applied its part and another has not, the error says "unknown".
     """
 
-    __slots__ = (
-        "_applied",
-        "_on_complete",
-        "complete",
-        "error",
-        "numbered",
-        "replies",
-        "waiting",
-    )
-
-    def __init__(self, shards: int) -> None:
-        self.waiting = shards
-        self.numbered = False
-        """Whether its requests have numbers: from then on it is answered, or fails by itself."""
-        self.complete = False
-        self.replies: dict[int, Done] = {}
-        self.error: ParamServeError | None = None
-        self._applied: set[str] = set()
-        """What the refusals say of their shard's part."""
-        self._on_complete: Callable[[], None] | None = None
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Do this once when it is complete, in the thread that reads the last answer; or now."""
-        if self.complete:
-            action()
-        else:
-            self._on_complete = action
+    waiting: int
+    """Shards that have not answered."""
+    numbered: bool = False
+    """Whether its requests have numbers: from then on it is answered, or fails by itself."""
+    complete: bool = False
+    replies: dict[int, Done] = {}
+    error: ParamServeError | None = None
+    on_complete: Callable[[], object] | None = None
+    """Called when it is complete, in the thread that reads the last answer."""
+    applied: set[str] = set()
+    """What the refusals say of their shard's part."""
 
     def answered(self, shard: int, reply: Done | Refused) -> None:
         """One shard's answer has been read."""
-        if isinstance(reply, Refused):
-            self._applied.add(reply.applied)
-            if self.error is None:
-                self.error = rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
-        else:
-            self.replies[shard] = reply
-        self._count()
+        match reply:
+            case Done():
+                self.replies[shard] = reply
+            case Refused():
+                self._refused(reply)
+        self.waiting -= 1
+        if self.waiting:
+            return
+        if self.error is not None:
+            self._judge()
+        self.complete = True
+        if self.on_complete is not None:
+            self.on_complete()
 
     def failed(self, error: ParamServeError) -> None:
         """One shard will never answer."""
         if self.error is None:
             self.error = error
-        self._count()
-
-    def _count(self) -> None:
         self.waiting -= 1
         if self.waiting:
             return
+        self._judge()
         self.complete = True
+        if self.on_complete is not None:
+            self.on_complete()
+
+    def _refused(self, reply: Refused) -> None:
+        self.applied.add(reply.applied)
+        if self.error is None:
+            self.error = rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+
+    def _judge(self) -> None:
+        """Say in the error whether something was applied, now that all shards have answered."""
         error = self.error
-        if error is not None:
-            told = {error.applied, *self._applied}
-            if any(not reply.skipped for reply in self.replies.values()):
-                told.add("yes")
-            if len(told) > 1:
-                self.error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
-        if self._on_complete is not None:
-            self._on_complete()
+        assert error is not None
+        told = {error.applied, *self.applied}
+        if any(not reply.skipped for reply in self.replies.values()):
+            told.add("yes")
+        if len(told) > 1:
+            self.error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
 
 
-@dataclass(slots=True)
-class Sent:
+class Sent(Struct, eq=False):
     """A request that is not answered yet."""
 
     message: ShardRequest
@@ -142,19 +136,23 @@ class ClientSession:
     ) -> ShardRequest:
         """Number a request and remember it; returns what to send. The session must have room.
 
+        A step is numbered in place: it is made for one shard and one call.
+
         Args:
             first: of its call; the others come right after it.
         """
+        unanswered = self.unanswered
         if first:
-            assert self.has_room(), "the caller waits for a reply first"
+            assert not unanswered or self.has_room(), "the caller waits for a reply first"
             self.calls += 1
-        self.last += 1
-        if isinstance(message, Step):
-            oldest = self.unanswered[0].message.seq if self.unanswered else self.last
-            numbered: ShardRequest = structs.replace(message, seq=self.last, oldest=oldest)
+        self.last = last = self.last + 1
+        if type(message) is Step:
+            oldest = unanswered[0].message.seq if unanswered else last
+            numbered: ShardRequest = message
+            message.seq, message.oldest = last, oldest
         else:
-            numbered = structs.replace(message, seq=self.last)
-        self.unanswered.append(Sent(numbered, operation, self.calls))
+            numbered = structs.replace(message, seq=last)
+        unanswered.append(Sent(numbered, operation, self.calls))
         return numbered
 
     def take_back(self, requests: int) -> None:
@@ -173,24 +171,36 @@ class ClientSession:
 
     def on_reply(self, reply: Done | Refused) -> Sent | None:
         """Take a reply; None if that number was answered before (a repeated answer)."""
-        found = self.sent(reply.seq)
-        if found is None:
-            return None
-        if found is self.unanswered[0]:
-            self.unanswered.popleft()
+        unanswered = self.unanswered
+        if unanswered and unanswered[0].message.seq == reply.seq:
+            found = unanswered.popleft()
         else:
-            self.unanswered.remove(found)
+            sent = self.sent(reply.seq)
+            if sent is None:
+                return None
+            found = sent
+            unanswered.remove(found)
         found.operation.answered(self.shard, reply)
         return found
 
     def to_resend(self) -> list[ShardRequest]:
-        """After a new connection: everything unanswered, in order, with its old number."""
-        return [each.message for each in self.unanswered]
+        """After a new connection: everything unanswered, in order, with its old number.
+
+        Gradients may have been written to since: a step does not say any more that they were
+        looked at.
+        """
+        return [_not_looked_at(each.message) for each in self.unanswered]
 
     def abandon(self, error: ParamServeError) -> None:
         """The shard is gone for good: everything unanswered fails."""
         while self.unanswered:
             self.unanswered.popleft().operation.failed(error)
+
+
+def _not_looked_at(message: ShardRequest) -> ShardRequest:
+    if type(message) is Step and message.largest >= 0.0:
+        return structs.replace(message, largest=-1.0)
+    return message
 
 
 S = TypeVar("S")
@@ -211,11 +221,13 @@ class SlotPool(Generic[S]):
     """
 
     def __init__(self, make: Callable[[int, int, int], S]) -> None:
-        self.taken: set[S] = set()
+        self.taken: dict[S, int] = {}
+        """Slots in use, with their sizes."""
         self.in_use = 0
         self.peak = 0
         self._make = make
-        self._free: dict[int, list[S]] = {}
+        self._free = defaultdict[int, list[S]](list)
+        """By size."""
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         """By arena: begin and end of what is free and no slot, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
@@ -230,15 +242,16 @@ class SlotPool(Generic[S]):
     def take(self, nbytes: int) -> S | None:
         """A free slot of at least `nbytes`. None: a new arena is needed."""
         size = (nbytes + SLOT_ALIGN - 1) // SLOT_ALIGN * SLOT_ALIGN or SLOT_ALIGN
-        free = self._free.get(size)
+        free = self._free[size]
         slot = free.pop() if free else self._cut(size)
         if slot is None:
             self._join()
             slot = self._cut(size)
         if slot is not None:
-            self.taken.add(slot)
+            self.taken[slot] = size
             self.in_use += size
-            self.peak = max(self.peak, self.in_use)
+            if self.in_use > self.peak:
+                self.peak = self.in_use
         return slot
 
     def _cut(self, size: int) -> S | None:
@@ -279,8 +292,9 @@ class SlotPool(Generic[S]):
             if begin < end:
                 gaps[number].append((begin, end))
         in_use = sum(size for _, _, size in at.values())
+        free = defaultdict[int, list[S]](list)
         # At once: there is no call in between that an interrupt could come with.
-        self._free, self._gaps, self._at, self.in_use = {}, gaps, at, in_use
+        self._free, self._gaps, self._at, self.in_use = free, gaps, at, in_use
 
     def unused(self) -> list[int]:
         """The arenas that no slot is taken in."""
@@ -292,9 +306,11 @@ class SlotPool(Generic[S]):
         """Give nothing of an arena out any more; `unused` has named it just now."""
         del self._gaps[number], self._whole[number]
 
-    def give_back(self, slot: S) -> None:
-        """The last owner of a slot lets go of it."""
-        self.taken.remove(slot)
-        size = self._at[slot][2]
-        self.in_use -= size
-        self._free.setdefault(size, []).append(slot)
+    def give_back(self, slots: Sequence[S]) -> None:
+        """The last owner of slots lets go of them. Those who take as many in the same order get the
+        same ones: what was said of a slot is then said again."""
+        for slot in reversed(slots):
+            size = self.taken[slot]
+            del self.taken[slot]
+            self.in_use -= size
+            self._free[size] += [slot]

@@ -5,6 +5,7 @@ Functions of the group's state: none of them answers a step or decides which one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from paramserve.core.commit import NONFINITE_FIX, Contribution, PreparedUpdates,
 from paramserve.core.group_state import GroupState
 from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.shard_storage import Keep
-from paramserve.core.stepping import Part, finite
+from paramserve.core.stepping import Part, largest
 from paramserve.core.sums import addable, reduced
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import (
+    NonFinite,
     NotAMember,
     Overloaded,
     ParamServeError,
@@ -27,8 +29,8 @@ from paramserve.errors import (
     RuleFailed,
     TableFull,
 )
-from paramserve.messages import Commit, Step, Vote
-from paramserve.rules.base import Hyper, PushInfo
+from paramserve.messages import Commit, Gradient, Step, Vote
+from paramserve.rules.base import Hyper, PushInfo, new_push_info
 
 Array = npt.NDArray[Any]
 Refusal = tuple[str, str, str]
@@ -64,7 +66,7 @@ def collect(
         NotAMember, ProtocolError: nothing was applied or kept.
     """
     step = request.message
-    assert isinstance(step, Step)
+    assert type(step) is Step
     rank = session.rank
     if rank not in state.members.clocks:
         raise NotAMember(
@@ -79,35 +81,47 @@ def collect(
             f"{state.committed}",
             fix="end each synchronous step with exactly one tick, in order",
         )
-    by_block = {block.spec.block: (header, gradient) for block, header, gradient in parts}
-    held = Contribution(step, session, by_block, finite=True, refusal=refusal)
-    if not step.skip and not addable(parts, held.weight):
-        held.finite = finite(parts)
-        held.large = held.finite
+    by_block: dict[int, tuple[Gradient, Any]] = {}
+    for _, header, gradient in parts:
+        by_block[header.block] = header, gradient
+    weight = step.weight * step.factor
+    held = Contribution(step, session, by_block, finite=True, weight=weight, refusal=refusal)
+    if not step.skip:
+        size = largest(parts, step)
+        if not addable(parts, held.weight, size):
+            held.large = held.finite = size < math.inf
     state.collect.pending[rank] = held
 
 
-def cannot_fail(parts: list[Part]) -> bool:
+def cannot_fail(step: Step, parts: list[Part]) -> bool:
     """Whether these gradients can be applied without being prepared."""
-    return not any(block.may_fail for block, _, _ in parts) and finite(parts)
+    may_fail = False
+    for block, _, _ in parts:
+        may_fail = may_fail or block.may_fail
+    return not may_fail and largest(parts, step) < math.inf
 
 
 def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
     """What this shard can say about these contributions; prepares their update."""
+    epoch, pending = state.at(state.committed), state.collect.pending
     state.collect.prepared = None
-    chosen = [
-        (r, each)
-        for r, each in sorted(state.collect.pending.items())
-        if each.session.client in contributors
-    ]
-    held = [each for _, each in chosen]
+    ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]
+    held = [pending[rank] for rank in ranks]
     steps = [each.step for each in held]
-    clip = max((step.clip_norm for step in steps), default=0.0)
-    refusal = next((each.refusal for each in held if each.refusal is not None), None)
-    refusal = refusal or refusal_of(steps, [rank for rank, _ in chosen], state.blocks)
-    bad = [rank for rank, each in chosen if not each.finite]
+    weights = sum([each.weight for each in held])
+    refusal: Refusal | None = None
+    clip, skip, large = 0.0, False, False
+    bad: list[int] = []
+    for rank, each in zip(ranks, held, strict=True):
+        refusal = refusal or each.refusal
+        clip = each.step.clip_norm if each.step.clip_norm > clip else clip
+        skip = skip or each.step.skip
+        large = large or each.large
+        if not each.finite:
+            bad.append(rank)
+    refusal = refusal or refusal_of(steps, ranks, state.blocks)
     finite = not bad
-    if bad and not refusal and state.at(state.committed).policy.on_nonfinite == "refuse":
+    if bad and not refusal and epoch.policy.on_nonfinite == "refuse":
         refusal = (
             "NonFinite",
             f"the gradients of ranks {bad} for group {state.name!r} hold NaN or Inf on shard "
@@ -115,22 +129,26 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
             "do not write to a gradient after it was pushed",
         )
     squared = 0.0
-    skip = any(step.skip for step in steps)
     if finite and not refusal and not skip and held:
         try:
-            finite = not any(each.large for each in held) or _sum_is_finite(state, held)
+            scale = policy_calls.scale(epoch, weights)
+            finite = not large or _sum_is_finite(state, held, scale)
             if not finite:
-                if state.at(state.committed).policy.on_nonfinite == "refuse":
+                if epoch.policy.on_nonfinite == "refuse":
                     refusal = (
                         "NonFinite",
-                        f"the sum of the gradients of ranks {[rank for rank, _ in chosen]} for "
+                        f"the sum of the gradients of ranks {ranks} for "
                         f"group {state.name!r} is not finite on shard {shard}, although each is",
                         NONFINITE_FIX,
                     )
             elif clip > 0.0:
-                squared = _squared_norm(state, held)
+                squared = _squared_norm(state, held, scale)
             else:
-                _prepare(state, held)
+                _prepare(state, held, scale)
+        except NonFinite as error:
+            finite = False
+            if epoch.policy.on_nonfinite == "refuse":
+                refusal = (type(error).__name__, error.failed, error.fix)
         except ParamServeError as error:
             refusal = (type(error).__name__, error.failed, error.fix)
         except MemoryError:
@@ -142,7 +160,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
         contributors,
         finite,
         skip,
-        sum(each.weight for each in held),
+        weights,
         state.members.number,
         clip,
         squared,
@@ -150,22 +168,20 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
     )
 
 
-def _sum_is_finite(state: GroupState, held: list[Contribution]) -> bool:
+def _sum_is_finite(state: GroupState, held: list[Contribution], scale: float) -> bool:
     """Whether these gradients, each finite, have a reduced one that is."""
-    scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
     for number, block in sorted(state.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having and any(each.large for each in having):
             gradient, _, _ = reduced(having, block, scale)
-            if not block.finite(gradient, None):
+            if block.largest(gradient, None) == math.inf:
                 return False
     return True
 
 
-def _squared_norm(state: GroupState, held: list[Contribution]) -> float:
+def _squared_norm(state: GroupState, held: list[Contribution], scale: float) -> float:
     """Sum of the squares of the gradients' sum, to which the scale is still to be applied; the
     update has its memory then, and rows."""
-    scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
     squared = 0.0
     for number, block in sorted(state.blocks.items()):
         having = [each for each in held if number in each.gradients]
@@ -178,21 +194,26 @@ def _squared_norm(state: GroupState, held: list[Contribution]) -> float:
     return squared
 
 
-def _prepare(state: GroupState, held: list[Contribution]) -> None:
+def _prepare(state: GroupState, held: list[Contribution], scale: float) -> None:
     """Prepare what may fail before the clock is decided: then no shard applies it."""
-    scale = policy_calls.scale(state.at(state.committed), sum(each.weight for each in held))
-    push = PushInfo(-1, state.committed, state.version, 0, 1.0, scale)
-    whole = all(header.active is None for header in held[0].step.push)
+    push = new_push_info((-1, state.committed, state.version, 0, 1.0, scale))
+    whole = True
+    for header in held[0].step.push:
+        whole = whole and header.active is None
     if len(held) > 1 or held[0].weight != 1.0 or not whole:  # there is a sum
         for each in state.blocks.values():
             each.reserve()
-    may_fail = [block for block in state.blocks.values() if block.may_fail]
-    keep = {
-        block.spec.block: block.prepare(*arguments)
-        for block, arguments in _updates(may_fail, held, push)
-    }
-    clients = tuple(each.session.client for each in held)
+    keep: dict[int, Keep] = {}
+    for block, arguments in _updates(_that_may_fail(state), held, push):
+        keep[block.spec.block] = block.prepare(*arguments)
+    clients = tuple([each.session.client for each in held])
     state.collect.prepared = PreparedUpdates(scale, clients, keep)
+
+
+def _that_may_fail(state: GroupState) -> list[ShardBlock | KeyedBlock]:
+    """The blocks whose updates may fail, in order."""
+    blocks = state.blocks
+    return [blocks[number] for number in sorted(blocks) if blocks[number].may_fail]
 
 
 def _updates(
@@ -234,21 +255,25 @@ def apply_commit(
         chosen: the contributions that the lead decided for, by rank.
         prepared: what `vote` has prepared.
     """
-    contributors = [each for _, each in sorted(chosen.items())]
+    contributors = [chosen[rank] for rank in sorted(chosen)]
     if not contributors:
         state.skipped += not commit.refusal
         return None
     failure: ParamServeError | None = None
     try:
         _apply(state, commit, contributors, prepared)
-    except (RuleFailed, TableFull, MemoryError) as error:
+    except (RuleFailed, TableFull, NonFinite, MemoryError) as error:
         failure = _full(state) if isinstance(error, MemoryError) else error
         # The frames behind it would hold the clients' memory.
         failure.__context__ = failure.__cause__ = None
         failure = failure.with_traceback(None)
     for rank in sorted(chosen):
         state.count_staleness(rank, 0)
-    if any(number in each.gradients for each in contributors for number in state.blocks):
+    pushed = False
+    for each in contributors:
+        for number in each.gradients:
+            pushed = pushed or number in state.blocks
+    if pushed:
         state.advance()  # also after a failure: in Sync all shards have one version
     return failure
 
@@ -259,17 +284,16 @@ def _apply(
     contributors: list[Contribution],
     prepared: PreparedUpdates | None,
 ) -> None:
-    push = PushInfo(-1, commit.clock, state.version, 0, 1.0, commit.scale)
-    clients = tuple(each.session.client for each in contributors)
-    blocks, keep = [each for _, each in sorted(state.blocks.items())], dict[int, Keep]()
+    push = new_push_info((-1, commit.clock, state.version, 0, 1.0, commit.scale))
+    clients = tuple([each.session.client for each in contributors])
+    keep: dict[int, Keep] = {}
     if prepared is not None and (prepared.scale, prepared.clients) == (commit.scale, clients):
-        keep.update(prepared.keep)
-    elif len(blocks) > 1:  # none is changed before all that may fail are prepared
-        may_fail = [block for block in blocks if block.may_fail]
-        for block, arguments in _updates(may_fail, contributors, push):
+        keep = dict(prepared.keep)
+    elif len(state.blocks) > 1:  # none is changed before all that may fail are prepared
+        for block, arguments in _updates(_that_may_fail(state), contributors, push):
             keep[block.spec.block] = block.prepare(*arguments)
-    rest = [block for block in blocks if block.spec.block not in keep]
+    rest = [state.blocks[number] for number in sorted(state.blocks) if number not in keep]
     for block, arguments in _updates(rest, contributors, push):
         block.apply(*arguments)
-    for each in keep.values():
-        each()
+    for number in keep:
+        keep[number]()

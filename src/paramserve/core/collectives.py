@@ -5,7 +5,9 @@ A rank waits until its collective ends, so that one is open at a time. It ends w
 of every rank that it waits for:
 
 - of a rank that lives, and of one that has not joined yet;
-- not of one that has left, died, or is asked to end; what it had sent before counts;
+- not of one that has left, died, or is asked to end; what it had sent before counts. But where
+  all others have ended, and one of them in order and by itself, the call of the last one is
+  refused: its value alone would pass for that of all;
 - not of one that is being restarted. But as long as no rank has made a step it is waited for: its
   function begins at the beginning, and the others may wait for what it does there;
 - of a restarted rank in each collective that opens after it has joined;
@@ -15,18 +17,29 @@ of every rank that it waits for:
 A rank that is restarted, added or comes again begins its function at the beginning, while the
 others are in the middle: it makes calls whose collective has ended. It gets the results, in order,
 as far as they are kept. Which one a call is, its place says: the steps that its program has gone
-through, with those that its loaders have left out.
+through, with those that its loaders have left out. What the ranks have agreed on for a loader over
+parts of their own is found by the loader's number, wherever the others are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
-from paramserve.core.membership import EXPECTED, LIVE, RESTARTING, RETIRING, Membership
+from paramserve.core.membership import (
+    DEAD,
+    EXPECTED,
+    LEFT,
+    LIVE,
+    RESTARTING,
+    RETIRING,
+    Membership,
+)
 from paramserve.errors import Overloaded, ParamServeError
 from paramserve.messages import AllReduce, AllReduced, Member
 
@@ -43,6 +56,8 @@ DTYPES = ("float64", "float32", "int64")
 """Of values as they travel; a mean is of floats."""
 DIMENSIONS_MAX = 64
 """As numpy has it."""
+RANKS_SHOWN_MAX = 8
+"""In an error."""
 
 
 @dataclass
@@ -69,6 +84,37 @@ class _Ended(NamedTuple):
     clients: frozenset[int]
     """Those whose values are in it; one object where the one before had the same."""
     result: bytes
+    dtype: str
+    """Of the result."""
+    what: str
+    """What was called, as `_what` says it."""
+    places: Mapping[int, int]
+    """Of ranks that were elsewhere than at `place`; -1: it took no part."""
+
+    def place_of(self, rank: int) -> int:
+        return self.places.get(rank, self.place)
+
+
+class EndedRecord(Struct, frozen=True):
+    """A collective that has ended, as it is saved. `parts`: of which loader over parts of the
+    ranks' own it is what they have agreed on; 0: of none."""
+
+    number: int
+    place: int
+    result: bytes
+    dtype: str
+    what: str
+    places: dict[int, int] = {}
+    parts: int = 0
+
+
+class CollectivesRecord(Struct, frozen=True):
+    """What is saved of all collectives."""
+
+    number: int
+    forgotten_place: int
+    ended: tuple[EndedRecord, ...]
+    agreed: tuple[EndedRecord, ...]
 
 
 class Collectives:
@@ -85,12 +131,32 @@ class Collectives:
         self._ended: dict[int, _Ended] = {}
         """By number, without a gap; the oldest is the first."""
         self._kept_bytes = 0
+        self._agreed: dict[int, _Ended] = {}
+        """By loader over parts of the ranks' own: the first `KEPT_MAX`."""
         self.number = 0
         """Of the last one that has ended."""
         self._forgotten_place = -1
         """The furthest place of a collective whose result is kept no longer; -1: all are kept."""
         self._counted: set[int] = set()
         """Clients that have sent a value to a collective."""
+
+    def record(self) -> CollectivesRecord:
+        """What has ended, to be saved: who took part in it does not come again."""
+        return CollectivesRecord(
+            self.number,
+            self._forgotten_place,
+            tuple(_record(each) for each in self._ended.values()),
+            tuple(_record(each, parts) for parts, each in self._agreed.items()),
+        )
+
+    def go_on_from(self, record: CollectivesRecord) -> None:
+        """All ranks begin their functions anew, and get the results of what had ended."""
+        self.number, self._forgotten_place = record.number, record.forgotten_place
+        self._ended = {each.number: _restored(each) for each in record.ended}
+        self._agreed = {each.parts: _restored(each) for each in record.agreed}
+        self._kept_bytes = sum(
+            len(each.result) + len(each.places) * CLIENT_BYTES for each in record.ended
+        )
 
     def call(self, message: AllReduce, member: Member) -> AllReduced | None:
         """Answer a rank that calls a collective, or waits in one: asking again changes nothing.
@@ -107,13 +173,14 @@ class Collectives:
         if waiting is not None and not retired:
             client, sent = waiting
             if sent is message and client == member.client:  # nothing has ended since
+                self._check_company(message, member.rank)
                 return None
         self._check(message)
         if retired:
-            return AllReduced(message.call, message.seen, message.value, ended=True)
+            return _answer(message.call, message.seen, message.value, message.dtype)
         found = self._find(message, member)
         if found is not None:
-            return AllReduced(message.call, found.number, found.result, ended=True)
+            return _answer(message.call, found.number, found.result, found.dtype)
         alone = opened is not None and opened.sent.keys() == {member.rank}
         if opened is not None and alone and _in_words(opened.first) != _in_words(message):
             opened = None  # of a call that was interrupted
@@ -125,35 +192,47 @@ class Collectives:
         opened.place = max(opened.place, message.place)
         self._counted.add(member.client)
         self.changed()
-        return self.call(message, member) if self._open is None else None
+        if self._open is None:
+            return self.call(message, member)
+        self._check_company(message, member.rank)
+        return None
 
     def changed(self) -> None:
         """The membership has changed, or a value has come: end the collective if it has all."""
         opened = self._open
-        if opened is None or self.missing():
+        if opened is None or self.missing() or self._returned_without(opened):
             return
         self._open = None
         self.number += 1
-        values = [call.value for _, (_, call) in sorted(opened.sent.items())]
+        calls = [call for _, (_, call) in sorted(opened.sent.items())]
         clients = frozenset(client for client, _ in opened.sent.values())
-        self._keep(opened.place, clients, reduced(opened.first, values))
+        result = reduced(calls)
+        places = dict.fromkeys(self._membership.members.keys() - opened.sent.keys(), -1)
+        for rank, (_, call) in opened.sent.items():
+            if call.place != opened.place:
+                places[rank] = call.place
+        what = _what(opened.first)
+        self._keep(_Ended(self.number, opened.place, clients, *result, what, places))
+        if opened.first.parts and len(self._agreed) < KEPT_MAX:
+            agreed = _Ended(self.number, opened.place, frozenset(), *result, what, places)
+            self._agreed[opened.first.parts] = agreed
 
-    def _keep(self, place: int, clients: frozenset[int], result: bytes) -> None:
+    def _keep(self, newest: _Ended) -> None:
         """Keep the newest result, and forget the oldest ones where there are too many."""
         before = self._ended.get(self.number - 1)
-        if before is not None and before.clients == clients:
-            clients = before.clients
+        if before is not None and before.clients == newest.clients:
+            newest = newest._replace(clients=before.clients)
         else:
-            self._kept_bytes += len(clients) * CLIENT_BYTES
-        self._kept_bytes += len(result)
-        self._ended[self.number] = _Ended(self.number, place, clients, result)
+            self._kept_bytes += len(newest.clients) * CLIENT_BYTES
+        self._kept_bytes += len(newest.result) + len(newest.places) * CLIENT_BYTES
+        self._ended[self.number] = newest
         first = self.number - len(self._ended) + 1
         while len(self._ended) > KEPT_MAX or self._kept_bytes > KEPT_BYTES_MAX:
             if len(self._ended) == 1:
                 break
             oldest = self._ended.pop(first)
             first += 1
-            self._kept_bytes -= len(oldest.result)
+            self._kept_bytes -= len(oldest.result) + len(oldest.places) * CLIENT_BYTES
             if self._ended[first].clients is not oldest.clients:
                 self._kept_bytes -= len(oldest.clients) * CLIENT_BYTES
             self._forgotten_place = max(self._forgotten_place, oldest.place)
@@ -168,6 +247,29 @@ class Collectives:
             for rank, each in sorted(self._membership.members.items())
             if rank not in opened.sent and self._awaits(opened, each)
         )
+
+    def _returned_without(self, opened: _Open) -> list[int]:
+        """The ranks that have returned without a collective in which one rank is left alone; none:
+        others take part in it, or may."""
+        members = self._membership.members
+        others = members.keys() - opened.sent.keys()
+        if len(opened.sent) > 1 or any(members[r].state not in (LEFT, DEAD) for r in others):
+            return []
+        return sorted(self._membership.returned & others)
+
+    def _check_company(self, message: AllReduce, rank: int) -> None:
+        """Refuse the call of the last rank where others have returned without one."""
+        assert self._open is not None
+        ranks = self._returned_without(self._open)
+        if ranks:
+            self.withdraw(rank)
+            shown = ", ".join(f"rank {each}" for each in ranks[:RANKS_SHOWN_MAX])
+            more = " and others" * (len(ranks) > RANKS_SHOWN_MAX)
+            raise ParamServeError(
+                f"rank {rank} called {_in_words(message)} alone: {shown}{more} returned without "
+                "this call, and no other rank is left",
+                fix="make the same calls in the same order on all ranks before any of them returns",
+            )
 
     def withdraw(self, rank: int) -> None:
         """A rank no longer waits: its value does not count."""
@@ -186,6 +288,9 @@ class Collectives:
 
     def _find(self, message: AllReduce, member: Member) -> _Ended | None:
         """The collective of a call, if it has ended."""
+        agreed = self._agreed.get(message.parts)
+        if agreed is not None:
+            return agreed._replace(number=max(agreed.number, message.seen))
         if not self._ended:
             return None
         first = self.number - len(self._ended) + 1
@@ -200,15 +305,36 @@ class Collectives:
         for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
             if member.client in each.clients or each.place >= message.place:
+                if member.client not in each.clients:
+                    self._check_again(each, message, member)
                 return each
         return None
+
+    def _check_again(self, ended: _Ended, message: AllReduce, member: Member) -> None:
+        """Refuse the result of another call than a rank makes: its function has changed since."""
+        before, at = self._ended.get(message.seen), message.place
+        more = before is not None and before.place_of(member.rank) == at
+        if ended.what == _what(message) and not (more and ended.place_of(member.rank) > at):
+            return
+        where = f"rank {member.rank} (incarnation {member.incarnation}) called {_in_words(message)}"
+        was = ended.what
+        if ended.what == _what(message):
+            was = f"the next one {ended.place_of(member.rank) - at} steps later"
+        raise ParamServeError(
+            f"{where} at step {at} of its program, where the call of before was {was}: a function "
+            "that begins again gets the results that its calls had",
+            fix="make the calls of before in the same order; where a run goes on from a checkpoint "
+            "make new ones behind them only, or begin without resume=",
+        )
 
     def _check(self, message: AllReduce) -> None:
         """Refuse what no client of ours sends, and what is too large."""
         known = message.op in OPS and message.dtype in DTYPES
         known = known and (message.op, message.dtype) != ("mean", "int64")
         shape = len(message.shape) <= DIMENSIONS_MAX and min(message.shape, default=0) >= 0
-        if not (known and shape) or message.place < 0 or message.seen < 0:
+        shape = shape and not (message.number and message.shape)
+        shape = shape and (message.parts == 0 or message.number)
+        if not (known and shape) or min(message.place, message.seen, message.parts) < 0:
             raise ParamServeError(
                 f"a collective with op {message.op[:20]!r} and dtype {message.dtype[:20]!r}, at "
                 f"step {message.place} after number {message.seen}",
@@ -229,32 +355,70 @@ class Collectives:
             )
 
 
+def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
+    number, place, _, result, dtype, what, places = ended
+    return EndedRecord(number, place, result, dtype, what, dict(places), parts)
+
+
+def _restored(record: EndedRecord) -> _Ended:
+    """Of clients that do not come again."""
+    about = record.result, record.dtype, record.what, record.places
+    return _Ended(record.number, record.place, frozenset(), *about)
+
+
+def _answer(call: int, number: int, value: bytes, dtype: str) -> AllReduced:
+    return AllReduced(call, number, value, ended=True, dtype=dtype)
+
+
 def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
     ours, theirs = _in_words(message), _in_words(opened.first)
     if ours != theirs:
         raise ParamServeError(
             f"rank {rank} called {ours}, and rank {opened.rank} {theirs}",
-            fix="make the same calls in the same order on all ranks",
+            fix="make the same calls in the same order on all ranks, with numbers on all, or with "
+            "arrays or tensors of one shape and dtype: float(loss) is a number",
         )
+
+
+def _what(message: AllReduce) -> str:
+    """The kind of a call, in few words: all ranks make it alike."""
+    if message.op == BARRIER:
+        return BARRIER
+    value = "a number" if message.number else f"{message.dtype}{list(message.shape)}"
+    return f"{message.op} of {value}"
+
+
+def call_of(op: str) -> str:
+    """What makes a collective."""
+    return "worker.barrier()" if op == BARRIER else "worker.all_reduce()"
 
 
 def _in_words(message: AllReduce) -> str:
     if message.op == BARRIER:
-        return "worker.barrier()"
-    what = f"{message.dtype} {list(message.shape)}" if message.shape else f"one {message.dtype}"
+        return call_of(message.op)
+    if message.parts:
+        return f'worker.loader(..., shards="own") for its loader {message.parts} of that kind'
+    what = f"an array of {message.dtype} and shape {list(message.shape)}"
+    if message.number:
+        what = "a number"
     return f"worker.all_reduce(op={message.op!r}) with {what}"
 
 
-def reduced(call: AllReduce, values: list[bytes]) -> bytes:
-    """The values of the ranks as one, taken in the order of the ranks."""
-    if call.op == BARRIER:
-        return b""
-    combine = COMBINE[call.op]
-    arrays = [np.frombuffer(each, call.dtype) for each in values]
-    total = arrays[0].copy()
+def reduced(calls: list[AllReduce]) -> tuple[bytes, str]:
+    """The values of the ranks as one, taken in the order given, and its dtype.
+
+    Numbers of several dtypes become float64.
+    """
+    op, dtype = calls[0].op, calls[0].dtype
+    if op == BARRIER:
+        return b"", dtype
+    if any(each.dtype != dtype for each in calls):
+        dtype = "float64"
+    combine = COMBINE[op]
+    total, *others = (np.frombuffer(each.value, each.dtype).astype(dtype) for each in calls)
     with np.errstate(all="ignore"):  # Inf and NaN are values like others
-        for each in arrays[1:]:
+        for each in others:
             combine(total, each, out=total)
-        if call.op == "mean":
-            total /= np.array(len(arrays), call.dtype)
-    return total.tobytes()
+        if op == "mean":
+            total /= np.array(len(calls), dtype)
+    return total.tobytes(), dtype

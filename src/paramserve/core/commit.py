@@ -9,7 +9,7 @@ Both messages may be lost, repeated or late: `Vote` is repeated until its `Commi
 `Vote` for the clock committed last is answered with that `Commit` again.
 
 A worker that is started again may find its own gradients of the present clock on some shards and
-not on others. Then it brings them again to all. A shard that has told the lead of the older ones
+not on others. Then it pushes them again to all. A shard that has told the lead of the older ones
 keeps both until the lead has decided: each rank is in a clock once, whichever of the two it is.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from paramserve.core import policy_calls
 from paramserve.core.policy_epochs import PolicyEpoch
@@ -39,8 +39,7 @@ def lead_of(group: int, shards: int) -> int:
     return group % shards
 
 
-@dataclass
-class Contribution:
+class Contribution(Struct, eq=False):
     """One worker's gradients of one clock, unapplied, still in the memory where they arrived."""
 
     step: Step
@@ -48,16 +47,13 @@ class Contribution:
     gradients: dict[int, tuple[Gradient, Any]]
     """By block: the header part and this shard's elements."""
     finite: bool
+    weight: float
+    """What its gradients count for in the clock's sum."""
     large: bool = False
     """Whether a sum with its gradients may overflow."""
     refusal: tuple[str, str, str] | None = None
     """Why this shard refuses the step, if it does: (kind, failed, fix). Then it has no gradients
     here."""
-
-    @property
-    def weight(self) -> float:
-        """What its gradients count for in the clock's sum."""
-        return self.step.weight * self.step.factor
 
 
 class PreparedUpdates(NamedTuple):
@@ -76,7 +72,7 @@ class Collect:
     pending: dict[int, Contribution] = field(default_factory=dict)
     """By rank."""
     reported: list[tuple[int, Contribution]] = field(default_factory=list)
-    """By rank, what a newer incarnation has brought again after this shard had told the lead of it:
+    """By rank, what a newer incarnation has pushed again after this shard had told the lead of it:
     the lead may still decide for it."""
     sent: Vote | None = None
     """Waiting for the lead's answer since it was sent."""
@@ -91,30 +87,31 @@ class Collect:
     """The update, if the clock is decided with what was reported."""
 
     def has(self, ranks: Collection[int]) -> bool:
-        """Whether all of these ranks have brought theirs."""
+        """Whether all of these ranks have pushed."""
         return all(rank in self.pending for rank in ranks)
 
     def clients(self) -> tuple[int, ...]:
-        """Who brought something, in the order of their ranks."""
-        return tuple(each.session.client for _, each in sorted(self.pending.items()))
+        """Who pushed, in the order of their ranks."""
+        return tuple([self.pending[rank].session.client for rank in sorted(self.pending)])
 
     def has_step(self, request: ShardRequest) -> bool:
         """Whether this very request is kept here."""
         return any(each.step is request for each in self.everything())
 
     def everything(self) -> list[Contribution]:
-        """All that is kept, those first that a newer incarnation has brought again."""
-        return [each for _, each in [*self.reported, *sorted(self.pending.items())]]
+        """All that is kept, those first that a newer incarnation has pushed again."""
+        pending = [self.pending[rank] for rank in sorted(self.pending)]
+        return [*(each for _, each in self.reported), *pending] if self.reported else pending
 
     def supersede(self, rank: int) -> None:
-        """A newer incarnation brings its own for this clock: forget the older one's, unless the
+        """A newer incarnation pushes its own for this clock: forget the older one's, unless the
         lead was told of it."""
         older = self.pending.pop(rank)
         if self.sent is not None:
             self.reported.append((rank, older))
 
     def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
-        """What these clients brought, by rank; they are of different ranks."""
+        """What these clients pushed, by rank; they are of different ranks."""
         both = [*self.pending.items(), *self.reported]
         return {rank: each for rank, each in both if each.session.client in clients}
 
@@ -155,14 +152,14 @@ class Lead:
             return []
         repeated = vote.shard in self._votes
         self._votes[vote.shard] = vote
-        missing = [shard for shard in range(self._shards) if shard not in self._votes]
-        if missing:
+        if len(self._votes) < self._shards:
+            missing = [shard for shard in range(self._shards) if shard not in self._votes]
             # The clock's last workers may have died on their way to these: they would never ask.
             proposal = Prepare(vote.group, clock, vote.contributors)
             return [(shard, proposal) for shard in missing] if repeated else []
         sets = [frozenset(each.contributors) for each in self._votes.values()]
         agreed = frozenset.intersection(*sets)
-        if all(each == agreed for each in sets):
+        if sets.count(agreed) == len(sets):
             return self._commit(epoch)
         if not enough(agreed):
             return []
@@ -171,6 +168,10 @@ class Lead:
         for shard in differing:
             del self._votes[shard]
         return [(shard, proposal) for shard in sorted(differing)]
+
+    def has_decided(self, clock: int) -> bool:
+        """Whether a clock is decided already, though its commit may wait here."""
+        return self.last is not None and self.last.clock >= clock
 
     def forget_votes(self) -> None:
         """The group has other members: all shards vote again."""
@@ -187,12 +188,13 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
     """The one decision about a clock, from what all shards hold of it."""
     first = parts[0]
     nothing = Commit(first.group, first.clock, (), 0.0)
-    refusal = next((part.refusal for part in parts if part.refusal), None)
+    refusal, good = None, bool(first.contributors)
+    for part in parts:
+        refusal = refusal or part.refusal
+        good = good and part.finite and not part.skip
     if refusal:
         return structs.replace(nothing, refusal=refusal)
-    if any(part.skip for part in parts) or not first.contributors:
-        return nothing
-    if not all(part.finite for part in parts):
+    if not good:
         return nothing
     try:
         scale = policy_calls.scale(epoch, first.weight)
@@ -224,14 +226,16 @@ def refusal_of(
     Args:
         blocks: of the group, by number.
     """
+    if _alike(steps):
+        return None
     pushing = [(rank, step) for rank, step in zip(ranks, steps, strict=True) if step.push]
-    brought: dict[int, list[tuple[int, Any]]] = {
+    values_of: dict[int, list[tuple[int, Any]]] = {
         _CLIPPING: [(rank, step.clip_norm) for rank, step in pushing]
     }
     for rank, step in pushing:
         for header in step.push:
-            brought.setdefault(header.block, []).append((rank, header.hyper))
-    for number, values in brought.items():
+            values_of.setdefault(header.block, []).append((rank, header.hyper))
+    for number, values in values_of.items():
         if any(value != values[0][1] for _, value in values):
             told = _different(values, blocks.get(number))
             if told:
@@ -242,6 +246,22 @@ def refusal_of(
                     "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss)",
                 )
     return None
+
+
+def _alike(steps: Sequence[Step]) -> bool:
+    """Whether all that push have the same clipping, and for each block the same
+    hyper-parameters."""
+    alike, clip_norm, known = True, None, dict[int, Any]()
+    for step in steps:
+        if step.push:
+            clip_norm = step.clip_norm if clip_norm is None else clip_norm
+            alike = alike and step.clip_norm == clip_norm
+        for header in step.push:
+            if header.block in known:
+                alike = alike and header.hyper == known[header.block]
+            else:
+                known[header.block] = header.hyper
+    return alike
 
 
 def _different(values: Sequence[tuple[int, Any]], block: ShardStorage | None) -> str:

@@ -12,32 +12,30 @@ from itertools import islice
 from typing import NamedTuple
 
 from paramserve.config import NO_RANK, CoordinatorConfig
-from paramserve.core.collectives import Collectives
-from paramserve.core.directory import Directory
-from paramserve.core.leases import LeaseBook
-from paramserve.core.membership import (
-    DEAD,
-    EXPECTED,
-    LEFT,
-    LIVE,
-    RESTARTING,
-    RETIRING,
-    Membership,
-)
+from paramserve.core.checkpointing import Checkpointing, FileEvent, FileWork
+from paramserve.core.cluster_state import ClusterRecord, ClusterState
+from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
 from paramserve.errors import (
+    CheckpointError,
+    ConnectTimeout,
     CoordinatorGone,
     DefineTimeout,
     ParamServeError,
     UnknownName,
     WorkerFenced,
+    shown,
 )
 from paramserve.messages import (
     AllReduce,
     AllReduced,
+    AskCheckpoint,
     AskStatus,
+    CheckpointReport,
     CoordinatorNotice,
     CoordinatorReply,
     CoordinatorRequest,
+    CutTaken,
+    DatasetSize,
     Defined,
     Enlist,
     Enlisted,
@@ -53,7 +51,9 @@ from paramserve.messages import (
     MarkDead,
     Member,
     Members,
+    Missing,
     Ok,
+    OpenCollective,
     PlaceBlock,
     Placed,
     Reconnect,
@@ -61,6 +61,7 @@ from paramserve.messages import (
     Register,
     Scale,
     ServerBeat,
+    ServerNotice,
     Status,
     WorkerBeat,
     encode,
@@ -101,6 +102,12 @@ class TimePassed(NamedTuple):
     """Look at deadlines and at silent processes."""
 
 
+class NoListener(NamedTuple):
+    """No process listens any more where a shard's server did: it has ended."""
+
+    shard: int
+
+
 class ProcessPaused(NamedTuple):
     """This process did not run for so long: what came in was not read, so that no silence and no
     wait of that time counts."""
@@ -108,7 +115,15 @@ class ProcessPaused(NamedTuple):
     seconds: float
 
 
-CoordinatorEvent = Called | Noticed | ConnectionLost | TimePassed | ProcessPaused
+class FilesWorked(NamedTuple):
+    """Work on the files of checkpoints is done, or has failed."""
+
+    event: FileEvent
+
+
+CoordinatorEvent = (
+    Called | Noticed | ConnectionLost | TimePassed | NoListener | ProcessPaused | FilesWorked
+)
 
 
 @dataclass
@@ -119,6 +134,15 @@ class Decided:
     members: Members | None = None
     server_lost: bool = False
     """Whether a server that had registered is lost, and its values with it."""
+    look_for: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Shards whose server has not come again after a reset, with its addresses: find out whether a
+    process listens there, and say so if none does (`NoListener`)."""
+    notices: list[tuple[int, ServerNotice]] = field(default_factory=list)
+    """What to tell a server, by its connection."""
+    work: list[FileWork] = field(default_factory=list)
+    """On the files of checkpoints, to be done in this order, in a thread (`FilesWorked`)."""
+    checkpoints: list[CheckpointReport] = field(default_factory=list)
+    """How things stand after each checkpoint that is over."""
 
 
 @dataclass
@@ -135,24 +159,50 @@ class Party:
     """Records that this client has logged, as far as is known."""
 
 
+@dataclass
+class _Absent:
+    """A party whose connection was reset: it may connect again."""
+
+    party: Party
+    since: float
+    look_at: float
+    """When to look whether its process still listens, if it is a server."""
+
+
+Waits = Join | PlaceBlock | Lookup | Lease | AllReduce | AskCheckpoint
+"""Calls that may have to wait."""
+
+
 class _Waiting(NamedTuple):
     connection: int
-    message: Join | PlaceBlock | Lookup | Lease | AllReduce
+    message: Waits
     deadline: float
 
 
 class Coordination:
-    """The coordinator without its sockets."""
+    """The coordinator without its sockets.
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    Args:
+        record: of the checkpoint that the cluster goes on from; None: it begins.
+    """
+
+    def __init__(self, config: CoordinatorConfig, record: ClusterRecord | None = None) -> None:
         self.config = config
-        self.membership = Membership(config.servers, config.workers)
-        self.directory = Directory(config.servers)
-        self.leases = LeaseBook()
-        self.collectives = Collectives(self.membership, config.limits.reduce_bytes_max)
+        state = ClusterState(
+            config.servers,
+            config.workers,
+            config.limits.reduce_bytes_max,
+            config.consistency,
+            record,
+        )
+        self.membership, self.directory = state.membership, state.directory
+        self.leases, self.collectives = state.leases, state.collectives
+        self.checkpoints: Checkpointing | None = None
+        """None: the cluster writes none."""
+        if config.checkpoints.folder:
+            self.checkpoints = Checkpointing(config.checkpoints, config.servers, state)
         self._parties: dict[int, Party] = {}
-        self._absent: list[tuple[Party, float]] = []
-        """Parties whose connection was reset, and when: they may connect again."""
+        self._absent: list[_Absent] = []
         self._waiting: list[_Waiting] = []
         self._records: deque[tuple[int, Record]] = deque()
         """Each with its size."""
@@ -162,11 +212,13 @@ class Coordination:
         self._first_record = 0
         self._lost_records = 0
         self._now = 0.0
+        self._began: float | None = None
         self._decided = Decided()
 
     def step(self, event: CoordinatorEvent, now: float) -> Decided:
         """Let one event happen at `now` (seconds on a clock that never goes back)."""
         self._now = now
+        self._began = self._began if self._began is not None else now
         decided = self._decided = Decided()
         before = self.membership.number
         match event:
@@ -182,21 +234,48 @@ class Coordination:
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
+            case NoListener():
+                self._no_listener(event.shard)
             case ProcessPaused():
                 self.membership.paused(event.seconds)
                 self._waiting = [
                     each._replace(deadline=each.deadline + event.seconds) for each in self._waiting
                 ]
-                self._absent = [(party, since + event.seconds) for party, since in self._absent]
+                for each in self._absent:
+                    each.since += event.seconds
+                    each.look_at += event.seconds
+                if self.checkpoints is not None:
+                    self.checkpoints.paused(event.seconds)
+            case FilesWorked():
+                assert self.checkpoints is not None
+                self.checkpoints.worked(event.event, now)
         if self.membership.number != before:
             members = self.membership.members.values()
             living = {each.client for each in members if each.state in (LIVE, RETIRING)}
             self.leases.changed(living, self.membership.number)
             self.collectives.changed()
+        if self.checkpoints is not None:
+            self.checkpoints.look(now, self.can_be_saved)
         self._retry_waiting()  # joins may change the membership, but no member ends there
         if self.membership.number != before:
             decided.members = self.membership.snapshot()
+        if self.checkpoints is not None:
+            self._pass_on(self.checkpoints)
         return decided
+
+    def _pass_on(self, checkpoints: Checkpointing) -> None:
+        """Have done what checkpoints need."""
+        servers = {each.shard: number for number, each in self._parties.items()}
+        self._decided.notices += [
+            (servers[shard], notice) for shard, notice in checkpoints.notices if shard in servers
+        ]  # the others are told when they connect again
+        self._decided.work += checkpoints.work
+        self._decided.checkpoints += checkpoints.ended
+        checkpoints.notices, checkpoints.work, checkpoints.ended = [], [], []
+
+    def can_be_saved(self) -> bool:
+        """Whether all servers have come, and something is defined."""
+        return self.membership.complete and bool(self.directory.find(None))
 
     def _reply(self, connection: int, message: CoordinatorReply) -> None:
         self._decided.replies.append((connection, message))
@@ -209,8 +288,10 @@ class Coordination:
         if reply is not None:
             self._reply(connection, reply)
             return
-        assert isinstance(message, Join | PlaceBlock | Lookup | Lease | AllReduce)
-        wait_s = self.config.deadlines.start_s if isinstance(message, Join) else message.wait_s
+        assert isinstance(message, Waits)
+        wait_s = message.wait_s
+        if isinstance(message, Join) and not wait_s:
+            wait_s = self.config.deadlines.start_s
         self._waiting.append(_Waiting(connection, message, self._now + wait_s))
         if len(self._waiting) > WAITING_MAX:
             oldest = self._waiting.pop(0)
@@ -242,6 +323,9 @@ class Coordination:
                 return self._lease(party, message)
             case AllReduce():
                 return self.collectives.call(message, self._worker_of(party, "called a collective"))
+            case DatasetSize():
+                member = self._worker_of(party, "made a loader")
+                return self.leases.compare_size(message, member.rank)
             case GiveBack():
                 self.leases.give_back(message, party.client)
             case Leave():
@@ -261,6 +345,13 @@ class Coordination:
                 self._records_max = self.config.limits.log_records_max * message.workers
             case AskStatus():
                 return self._status(message)
+            case AskCheckpoint():
+                if self.checkpoints is None:
+                    raise CheckpointError(
+                        "no checkpoint was taken: the cluster has no folder for checkpoints",
+                        fix="start it with one: checkpoint=",
+                    )
+                return self.checkpoints.ask(connection, message)
         return Ok(message.call)
 
     def _enlist(self, party: Party, message: Enlist) -> Enlisted:
@@ -275,10 +366,13 @@ class Coordination:
             config.consistency,
             config.cluster,
             config.deadlines.heartbeat_s,
+            config.checkpoints,
         )
 
     def _join(self, party: Party, message: Join) -> Joined | None:
         if not self.membership.complete:
+            return None
+        if self.checkpoints is not None and not self.checkpoints.servers_seen():
             return None
         before = self.membership.members.get(message.rank)
         client, incarnation = self.membership.join(message, self._now)
@@ -293,10 +387,11 @@ class Coordination:
             self.config.consistency,
             self.config.cluster,
             self.membership.late(message.rank, incarnation),
-            self.config.restarts,
+            self.config.restarts or bool(self.config.checkpoints.folder),
             self.config.deadlines.heartbeat_s,
             before is not None and before.state in (LEFT, DEAD),
             self.membership.workers_at_first,
+            self.membership.workers_before,
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:
@@ -367,12 +462,19 @@ class Coordination:
         if isinstance(message, ServerBeat):
             if party.shard == message.shard:
                 self.membership.heard_server(message, self._now)
+                beats = [each.beat for each in self.membership.servers.values()]
                 if self.membership.complete:
-                    self.leases.reported([each.beat for each in self.membership.servers.values()])
-            return
-        if isinstance(message, WorkerBeat):
+                    self.leases.reported(beats)
+                if self.checkpoints is not None:
+                    self.checkpoints.heard(message, beats, self._now)
+        elif isinstance(message, WorkerBeat):
             self._heard(party)
             self._log(party, message)
+        elif self.checkpoints is not None and party.shard is not None:
+            if isinstance(message, CutTaken):
+                self.checkpoints.cut_taken(message, self._now)
+            elif party.shard == message.shard:
+                self.checkpoints.cut_written(message, self._now)
 
     def _log(self, party: Party, message: WorkerBeat) -> None:
         """Keep what a client has logged, and count what it has dropped."""
@@ -415,16 +517,18 @@ class Coordination:
             if each is party:  # its end was not noticed here
                 self._parties[number] = Party()
                 self._waiting = [w for w in self._waiting if w.connection != number]
-        self._absent = [each for each in self._absent if each[0] is not party]
+        self._absent = [each for each in self._absent if each.party is not party]
         self._parties[connection] = party
         self._heard(party)
         if party.shard is not None:
             self.membership.heard_server(self.membership.servers[party.shard].beat, self._now)
             self._decided.members = self.membership.snapshot()
+            if self.checkpoints is not None:
+                self.checkpoints.came_again(party.shard)
 
     def _known(self, message: Reconnect) -> Party:
         """The party that reconnects, if it is still waited for."""
-        parties = [*self._parties.values(), *(party for party, _ in self._absent)]
+        parties = [*self._parties.values(), *(each.party for each in self._absent)]
         if message.shard >= 0:
             entry = self.membership.servers.get(message.shard)
             told = (message.pid, message.addresses)
@@ -449,27 +553,42 @@ class Coordination:
 
     def _give_up_absent(self) -> None:
         """End the wait for parties that did not connect again in time."""
-        stall_s = self.config.deadlines.stall_s
-        silent = self.membership.silent_servers(self._now, stall_s)
+        deadlines = self.config.deadlines
+        silent = self.membership.silent_servers(self._now, deadlines.stall_s)
         absent, self._absent = self._absent, []
-        for party, since in absent:
-            if party.shard is not None and party.shard in silent:
-                self._server_lost(party.shard)
-            elif party.shard is None and self._now - since > stall_s:
-                self._client_lost(party)
+        for each in absent:
+            shard = each.party.shard
+            if shard is not None and shard in silent:
+                self._server_lost(shard)
+            elif shard is None and self._now - each.since > deadlines.stall_s:
+                self._client_lost(each.party)
             else:
-                self._absent.append((party, since))
+                self._absent.append(each)
+                if shard is not None and self._now >= each.look_at:
+                    each.look_at = self._now + deadlines.reconnect_s
+                    addresses = self.membership.servers[shard].addresses
+                    self._decided.look_for.append((shard, addresses))
+
+    def _no_listener(self, shard: int) -> None:
+        """A server that has not come again has ended. One that has is another connection's."""
+        left = [each for each in self._absent if each.party.shard != shard]
+        if len(left) < len(self._absent):
+            self._absent = left
+            self._server_lost(shard)
 
     def _lost(self, connection: int, *, reset: bool) -> None:
         self._waiting = [w for w in self._waiting if w.connection != connection]
         party = self._parties.pop(connection, None)
+        if self.checkpoints is not None:
+            self.checkpoints.lost(connection)
         if party is None:
             return
         if reset and (party.shard is not None or party.client):
-            self._absent.append((party, self._now))
+            look_at = self._now + self.config.deadlines.reconnect_s
+            self._absent.append(_Absent(party, self._now, look_at))
             if len(self._absent) <= WAITING_MAX:
                 return
-            party, _ = self._absent.pop(0)
+            party = self._absent.pop(0).party
         if party.shard is not None:
             self._server_lost(party.shard)
         elif party.enlisted is not None:
@@ -480,6 +599,8 @@ class Coordination:
     def _server_lost(self, shard: int) -> None:
         self.membership.server_lost(shard)
         self._decided.server_lost = True
+        if self.checkpoints is not None:
+            self.checkpoints.server_lost(shard, self._now)
 
     def _client_lost(self, party: Party) -> None:
         self.directory.client_gone(party.client)
@@ -501,7 +622,26 @@ class Coordination:
             end,
             self._lost_records,
             self.collectives.number,
+            self._now - self._began if self._began is not None else 0.0,
+            self._open_collective(),
+            self.config.servers,
+            self.checkpoints.report(self._now) if self.checkpoints is not None else None,
         )
+
+    def _open_collective(self) -> OpenCollective | None:
+        """The collective that ranks wait in. A call that its caller has given up waits until its
+        `wait_s` is over."""
+        calls = {
+            self._parties[each.connection].rank: each.message
+            for each in self._waiting
+            if isinstance(each.message, AllReduce)
+        }
+        if not calls:
+            return None
+        missing = tuple(each.rank for each in self.collectives.missing())
+        number = self.collectives.number + 1
+        op = next(iter(calls.values())).op
+        return OpenCollective(number, op, tuple(sorted(calls)), missing)
 
     def _page(self, skip: int) -> tuple[Record, ...]:
         """The records from there on that fit into one status."""
@@ -534,18 +674,32 @@ class Coordination:
         if isinstance(message, Lease):
             return Leased(message.call, holders=self.leases.holders(message))
         if isinstance(message, AllReduce):
-            missing = tuple((each.rank, each.state) for each in self.collectives.missing())
+            missing = tuple(
+                Missing(each.rank, each.state, *self.membership.furthest(each.rank))
+                for each in self.collectives.missing()
+            )
             if message.last:
                 self.collectives.withdraw(self._parties[waiting.connection].rank)
             return AllReduced(message.call, missing=missing)
+        if isinstance(message, AskCheckpoint):
+            assert self.checkpoints is not None
+            late = self.checkpoints.asked_too_long(waiting.connection, message)
+            return failure(message.call, late)
         return failure(message.call, self._late(message))
 
     def _late(self, message: Join | PlaceBlock | Lookup) -> ParamServeError:
         if isinstance(message, Join):
-            missing = sorted(set(range(self.config.servers)) - set(self.membership.servers))
-            return ParamServeError(
-                f"the servers of shards {missing} did not come up in time",
-                fix="look at their output, or raise start_s",
+            missing = self.membership.missing_servers
+            if not missing:
+                return ConnectTimeout(
+                    "the servers have registered, and the folder of checkpoints "
+                    f"{shown(self.config.checkpoints.folder)} does not answer",
+                    fix="look at its storage",
+                )
+            return ConnectTimeout(
+                f"{self.config.servers - len(missing)} of {self.config.servers} servers have "
+                f"registered, those of shards {missing} have not",
+                fix="start the missing servers, or look at their output",
             )
         if isinstance(message, Lookup):
             known = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}

@@ -63,7 +63,14 @@ def of_policies(known: ConsistencySpec | None, came: ConsistencySpec) -> Differe
 def of_tables(known: TableSpec | None, came: TableSpec | None) -> Difference:
     """Two tables, by the options that differ."""
     old, new = _of_options(_options_of(known), _options_of(came))
+    if known is not None and came is not None and bool(known.labels) != bool(came.labels):
+        old, new = (_said(text, side.labels) for text, side in ((old, known), (new, came)))
     return Difference("the options", old, new)
+
+
+def _said(options: str, labels: int) -> str:
+    """Options with labels as a user gives them: their number is a default that no call has."""
+    return options.replace(f"labels={labels}", f"labels={labels > 0}")
 
 
 def _of_calls(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct, structs
 
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, cut, size_of
+from paramserve.core.partition import DTYPES, METADATA, PLAIN_DTYPES, borders, cut, size_of
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
 
@@ -48,6 +50,20 @@ class Entry:
     stage: Stage
     nth: int = -1
     """As `PlaceBlock.nth`."""
+    whole_tensors: bool = False
+    """As `PlaceBlock.whole_tensors`."""
+    saved: bool = False
+    """Whether it is of the checkpoint that the cluster goes on from."""
+
+
+class BlockRecord(Struct, frozen=True):
+    """A block as it is saved. `stage`: "defined", "open" or "refused"."""
+
+    spec: BlockSpec
+    attempt: int
+    stage: str
+    nth: int
+    whole_tensors: bool
 
 
 class Directory:
@@ -61,6 +77,32 @@ class Directory:
         self._by_name: dict[tuple[str, str], Entry] = {}
         self._loads = [0] * shards
         """Bytes of values on each shard."""
+
+    @classmethod
+    def restored(cls, records: Sequence[BlockRecord], shards: int) -> Directory:
+        """A directory of saved blocks, which are cut anew where they were on another number of
+        shards. What was not defined then is open."""
+        made = cls(shards)
+        for each in records:
+            spec, stage = each.spec, Stage(each.stage)
+            if spec.table is None and len(spec.cuts) != shards + 1:
+                cuts = made._cuts(spec.pieces, spec.dtype, each.whole_tensors)
+                spec = structs.replace(spec, cuts=cuts)
+            saved = stage is Stage.DEFINED
+            entry = Entry(spec, each.attempt, 0, stage, each.nth, each.whole_tensors, saved)
+            made._groups[spec.group_name] = spec.group
+            made._entries.append(entry)
+            if stage is not Stage.REFUSED:
+                made._policies.setdefault(spec.group_name, spec.consistency)
+                made._enter(entry)
+        return made
+
+    def records(self, saved: Collection[int]) -> tuple[BlockRecord, ...]:
+        """All blocks, to be saved; defined are those of these numbers that are defined now."""
+        return tuple(
+            BlockRecord(each.spec, each.attempt, _saved(each, saved), each.nth, each.whole_tensors)
+            for each in self._entries
+        )
 
     def place(self, call: PlaceBlock, client: int) -> tuple[BlockSpec, int] | None:
         """The block for these tensors, and the attempt with which this client must define it.
@@ -154,12 +196,13 @@ class Directory:
             self._check_order(call)
             return None
         entry = next(iter(entries.values()))
-        if len(entries) > 1 or entry.spec.pieces != call.pieces:
-            raise _mismatch(call, entry.spec, differences.of_pieces(entry.spec.pieces, call.pieces))
-        if entry.spec.table != call.table:
-            raise _mismatch(call, entry.spec, differences.of_tables(entry.spec.table, call.table))
-        if entry.spec.dtype != call.dtype:
-            raise _mismatch(call, entry.spec, Difference("dtype", entry.spec.dtype, call.dtype))
+        spec, found = entry.spec, list[Difference]()
+        if len(entries) > 1 or spec.pieces != call.pieces:
+            found.append(differences.of_pieces(spec.pieces, call.pieces))
+        if spec.table != call.table:
+            found.append(differences.of_tables(spec.table, call.table))
+        if spec.dtype != call.dtype:
+            found.append(Difference("dtype", spec.dtype, call.dtype))
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
             # A client that waits sends its hyper-parameters with each push.
@@ -167,7 +210,9 @@ class Directory:
         else:
             same = theirs == ours
         if not same:
-            raise _mismatch(call, entry.spec, differences.of_rules(theirs, ours))
+            found.append(differences.of_rules(theirs, ours))
+        if found:
+            raise _mismatch(call, entry, found)
         return entry
 
     def _check_order(self, call: PlaceBlock) -> None:
@@ -179,6 +224,8 @@ class Directory:
             if same and entry.stage is not Stage.REFUSED:
                 names = [p.name for p in spec.pieces], [p.name for p in call.pieces]
                 found = differences.of_names(*names)
+                if entry.saved:
+                    raise _mismatch(call, entry, [found])
                 raise DefineMismatch(
                     f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
                     f"is defined with {found.known}, now {found.came} came",
@@ -202,9 +249,9 @@ class Directory:
 
     def _new(self, call: PlaceBlock, client: int) -> Entry:
         _check(call)
-        size, itemsize = size_of(call.pieces), np.dtype(call.dtype).itemsize
-        at = borders(call.pieces) if call.whole_tensors else None
-        cuts = () if call.table is not None else cut(size, itemsize, self._loads, at)
+        cuts: tuple[int, ...] = ()
+        if call.table is None:
+            cuts = self._cuts(call.pieces, call.dtype, call.whole_tensors)
         group = self._groups.setdefault(call.group, len(self._groups))
         policy = call.consistency
         if policy is None and call.table is not None:
@@ -222,12 +269,30 @@ class Directory:
             call.table,
             call.aliases,
         )
-        self._load(spec, 1)
-        entry = Entry(spec, 1, client, Stage.DEFINING, call.nth)
+        entry = Entry(spec, 1, client, Stage.DEFINING, call.nth, call.whole_tensors)
         self._entries.append(entry)
-        for piece in call.pieces:
-            self._by_name[call.group, piece.name] = entry
+        self._enter(entry)
         return entry
+
+    def _cuts(self, pieces: Sequence[Piece], dtype: str, whole_tensors: bool) -> tuple[int, ...]:
+        """Where a new block is cut."""
+        at = borders(pieces) if whole_tensors else None
+        return cut(size_of(pieces), np.dtype(dtype).itemsize, self._loads, at)
+
+    def _enter(self, entry: Entry) -> None:
+        """Let a block's names be known."""
+        self._load(entry.spec, 1)
+        for piece in entry.spec.pieces:
+            self._by_name[entry.spec.group_name, piece.name] = entry
+
+
+def _saved(entry: Entry, saved: Collection[int]) -> str:
+    """The stage of a block in a checkpoint that has these blocks."""
+    stage = Stage.OPEN
+    if entry.stage is Stage.REFUSED or (entry.stage is Stage.DEFINED and entry.spec.block in saved):
+        stage = entry.stage
+    told: str = stage.value
+    return told
 
 
 def _is_table(call: PlaceBlock) -> bool:
@@ -242,13 +307,18 @@ def _texts(rule: RuleSpec) -> dict[str, str]:
     return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 
 
-def _mismatch(call: PlaceBlock, spec: BlockSpec, found: Difference) -> DefineMismatch:
+def _mismatch(call: PlaceBlock, entry: Entry, found: Sequence[Difference]) -> DefineMismatch:
+    """The error for a define that differs from what is there in all of this."""
     names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
-    return DefineMismatch(
-        f"{names} in group {spec.group_name!r} is defined with {found.what} {found.known}, "
-        f"now {found.came} came",
-        fix="define a name with one shape, dtype, rule and group, or choose another name",
-    )
+    there = "is in the checkpoint" if entry.saved else "is defined"
+    told = "; ".join(f"with {each.what} {each.known}, now {each.came} came" for each in found)
+    fix = "define a name with one shape, dtype, rule and group, or choose another name"
+    if entry.saved:
+        fix = (
+            "go on with the model and the rule that were saved, or begin anew without resume=; "
+            "another learning rate is set after worker.optimizer, in optimizer.param_groups"
+        )
+    return DefineMismatch(f"{names} in group {entry.spec.group_name!r} {there} {told}", fix=fix)
 
 
 def _check(call: PlaceBlock) -> None:
@@ -266,6 +336,10 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"{len(call.aliases)} further names of tied tensors, allowed are {PIECES_MAX}"
     elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, call.group)):
         wrong = "a name is empty, longer than 512 characters or has control characters"
+    elif METADATA in (*names, *call.aliases):
+        wrong = (
+            f"no tensor can be called {METADATA!r}: safetensors files keep the name for themselves"
+        )
     elif call.table is not None and not _is_table(call):
         wrong = f"a table needs a rule, its own name for its group, and a dim from 1 to {DIM_MAX}"
     elif any(length < 0 for piece in call.pieces for length in piece.shape):

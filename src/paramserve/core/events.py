@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from msgspec import Struct
 
-from paramserve.core.shard_sessions import Answer, Memory, ShardSession
+from paramserve.core.request_memory import Memory
+from paramserve.core.shard_sessions import Answer, ShardSession
 from paramserve.errors import ParamServeError
-from paramserve.messages import Inquire, Members, PeerMessage, ShardRequest
+from paramserve.messages import CutTaken, Inquire, Members, PeerMessage, ShardRequest
 
 
-class ClientHere(NamedTuple):
+class ClientHere(Struct, frozen=True):
     """A client opened a connection (its older one is closed after this)."""
 
     client: int
@@ -23,19 +23,19 @@ class ClientHere(NamedTuple):
     """As `Hello` says; 0: as `window`."""
 
 
-class ClientGone(NamedTuple):
+class ClientGone(Struct, frozen=True):
     """A client's connection ended. It may come back: nothing of it is forgotten yet."""
 
     client: int
 
 
-class ClientBye(NamedTuple):
+class ClientBye(Struct, frozen=True):
     """A client closed itself: its session is forgotten."""
 
     client: int
 
 
-class Requested(NamedTuple):
+class Requested(Struct, frozen=True):
     """A numbered request came in. `memory` has the client's arenas by number; 0 is the payload."""
 
     client: int
@@ -43,22 +43,37 @@ class Requested(NamedTuple):
     memory: Memory
 
 
-class Inquired(NamedTuple):
+class Inquired(Struct, frozen=True):
     client: int
     message: Inquire
 
 
-class FromShard(NamedTuple):
+class FromShard(Struct, frozen=True):
     """Another shard (or this one) speaks about a clock, the members, or a change of policy."""
 
     message: PeerMessage
 
 
-class MembersChanged(NamedTuple):
+class MembersChanged(Struct, frozen=True):
     message: Members
 
 
-class DeadlineReached(NamedTuple):
+class CutWanted(Struct, frozen=True):
+    """Shard 0 is to begin a whole cut, unless one is under way; or the cut for the checkpoint of
+    this number, and is to say when it is there."""
+
+    checkpoint: int = 0
+    full: bool = True
+
+
+class CheckpointEnded(Struct, frozen=True):
+    """A checkpoint is committed or given up: the cut for it is not needed any more."""
+
+    checkpoint: int
+    committed: bool
+
+
+class DeadlineReached(Struct, frozen=True):
     """The `deadline` of the last effects has passed."""
 
 
@@ -70,25 +85,27 @@ Event = (
     | Inquired
     | FromShard
     | MembersChanged
+    | CutWanted
+    | CheckpointEnded
     | DeadlineReached
 )
 
 
-class Reply(NamedTuple):
+class Reply(Struct, frozen=True):
     """Answer the request that a session holds, and go on with those behind it."""
 
     session: ShardSession
     answer: Answer
 
 
-class Send(NamedTuple):
+class Send(Struct, frozen=True):
     """Send a message to a shard, which may be this one."""
 
     shard: int
     message: PeerMessage
 
 
-class EnterGroups(NamedTuple):
+class EnterGroups(Struct, frozen=True):
     """A client's rank is to be a member of these groups as well, from now on."""
 
     rank: int
@@ -98,26 +115,37 @@ class EnterGroups(NamedTuple):
     groups: tuple[int, ...]
 
 
-class LookAgain(NamedTuple):
+class LookAgain(Struct, frozen=True):
     """Execute the waiting requests of a group again: something has changed that they wait for."""
 
     group: int
 
 
-GroupEffect = Reply | Send | EnterGroups | LookAgain
-"""What the machine of a group asks of its shard."""
+class Tell(Struct, frozen=True):
+    """Tell the coordinator."""
+
+    message: CutTaken
 
 
-@dataclass(slots=True)
-class Effects:
+class GoOn(Struct, frozen=True):
+    """Execute what waits behind a cut, as far as it is allowed now."""
+
+
+GroupEffect = Reply | Send | EnterGroups | LookAgain | Tell | GoOn
+"""What the machine of a group, or a cut, asks of its shard."""
+
+
+class Effects(Struct):
     """What the role must do after an event, in order.
 
     `replies`: to which client, what. `peers`: to which other shard, what. `drops`: clients whose
-    connection broke the protocol. `refused`: why a `ClientHere` was not admitted.
+    connection broke the protocol. `refused`: why a `ClientHere` was not admitted. `notices`: what
+    the coordinator is told.
     """
 
-    replies: list[tuple[int, Answer]] = field(default_factory=list)
-    peers: list[tuple[int, PeerMessage]] = field(default_factory=list)
-    drops: list[int] = field(default_factory=list)
+    replies: list[tuple[int, Answer]] = []
+    peers: list[tuple[int, PeerMessage]] = []
+    drops: list[int] = []
     refused: ParamServeError | None = None
     deadline: float | None = None
+    notices: list[CutTaken] = []

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from paramserve.config import NO_RANK
-from paramserve.consistency.base import ADMIT, Admit, Pull, Wait
+from paramserve.consistency.base import ADMIT, Admit, Pull, Wait, new_pull
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
@@ -46,7 +47,7 @@ from paramserve.messages import (
     Vote,
     Waiting,
 )
-from paramserve.rules.base import PushInfo
+from paramserve.rules.base import new_push_info
 
 ASK_AGAIN_S = 1e-4
 """A policy that waits for a time is not asked again sooner than this."""
@@ -81,7 +82,7 @@ class GroupMachine:
         self.lead = Lead(shards) if self.leader == shard else None
         """Set on the group's lead shard only."""
         self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, outbox)
-        self.membership = MembershipAgreement(state, shard, shards, resend_s, outbox)
+        self.membership = MembershipAgreement(state, shard, shards, resend_s, outbox, self.lead)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.deadline: float | None = None
@@ -101,35 +102,37 @@ class GroupMachine:
             ParamServeError, ValueError, TypeError, MemoryError: why the step is refused.
         """
         state, rank, step = self.state, session.rank, request.message
-        assert isinstance(step, Step)
+        assert type(step) is Step
         state.now = now
         if session.done is not None:
             return self._read_at_last(session, request, session.done)
         if state.table is not None:
             state.table.clock = state.members.slowest
-            state.table.collects = state.collects
+            state.table.collects = (
+                state.collects if state.changes.later else state.changes.first.policy.collects
+            )
         steps = bool(step.push or step.tick or step.skip)
-        asked, member = request, rank in state.members.clocks
+        clocks, changes = state.members.clocks, state.changes
+        asked, member = request, rank in clocks
         if step.clock == CURRENT_CLOCK:
             session.asks_clock.add(state.id)
             if session.live and not member:
                 self.hold(session, request)  # until this shard knows that it is a member
                 return None
             step = structs.replace(step, clock=self._clock_asked(session, step))
-            request = request._replace(message=step)
+            request = structs.replace(request, message=step)
         parts: list[stepping.Part] = []
         wrong: Exception | None = None
         try:
+            if rank in state.saved.by_rank or (step.saved and rank >= 0):
+                state.saved.step(rank, step)
             parts = stepping.gradients(state, step, request.memory)
-        except (ParamServeError, ValueError, TypeError) as error:
+        except (ParamServeError, ValueError, TypeError, MemoryError) as error:
             if not step.tick:
-                raise
-            wrong = error  # it ends a clock all the same: the worker has counted it
-        except MemoryError:
-            if not step.tick:
-                raise
-            wrong = no_memory(self.shard, "a Step", "no")
-        paused = state.changes.paused
+                raise  # else it ends a clock all the same: the worker has counted it
+            lacks = isinstance(error, MemoryError)
+            wrong = no_memory(self.shard, "a Step", "no") if lacks else error
+        paused = changes.paused
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
             self.hold(session, asked)
             return None
@@ -139,15 +142,16 @@ class GroupMachine:
             return self._with_news(session, self._not_a_member(session, request))
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
-        known = state.members.clocks.get(rank, step.clock)
-        if known < step.clock and not state.at(known).policy.collects:
+        if member and clocks[rank] < step.clock and not state.at(clocks[rank]).policy.collects:
             # It has joined on another shard at a later clock, and sends no step of those before.
             state.members.ticked(rank, step.clock - 1)
-            self._look_again()
-        epoch = state.of(rank, step.clock)
+            self.look_again()
+        epoch = state.of(rank, step.clock) if changes.later else changes.first
         answer: Answer | None
         if not steps:
             answer = self._read(session, request)
+        elif rank in state.ahead and wrong is None and state.has_step(rank, step):
+            answer = self._apply(session, request, [], epoch, None)  # nothing a second time
         elif epoch.policy.collects:
             answer = self._collect(session, request, parts, wrong)
         else:
@@ -180,32 +184,35 @@ class GroupMachine:
     ) -> Answer | None:
         """Execute a step by itself, under a policy that does not collect."""
         step, memory = request.message, request.memory
-        assert isinstance(step, Step)
+        assert type(step) is Step
         try:
             if wrong is not None:
                 raise wrong
             done, written = stepping.apply_now(self.state, session, step, parts, memory, epoch)
         finally:
-            self._tick(session, step)
+            if step.tick:
+                self._tick(session, step)
         if self._looking:  # what the tick has released may push before this step reads
             self.hold(session, request)
             session.done = done
             return None
         answer = self._read(session, request, done, written)
         if epoch.guarded:  # a user's policy may look at anything
-            self._look_again()
+            self.look_again()
         return answer
 
     def _tick(self, session: ShardSession, step: Step) -> None:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
         a policy that collects, the commit does that."""
-        state, rank = self.state, session.rank
-        if step.tick and rank in state.members.clocks and not state.at(step.clock).policy.collects:
-            slowest = state.members.slowest
-            state.members.ticked(rank, step.clock)
-            self.membership.enter_others(rank, session.client)
-            if state.members.slowest != slowest:
-                self._look_again()
+        members, changes, rank = self.state.members, self.state.changes, session.rank
+        epoch = self.state.at(step.clock) if changes.later else changes.first
+        if rank in members.clocks and not epoch.policy.collects:
+            slowest = members.slowest
+            members.ticked(rank, step.clock)
+            if self.membership.entering:
+                self.membership.enter_others(rank, session.client)
+            if self.waiting and members.slowest != slowest:
+                self.look_again()
 
     def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
         """The answer to a step whose clock was over without it: it changes nothing, and its worker
@@ -236,7 +243,7 @@ class GroupMachine:
         """Tell a client that asks where it goes on, and each one that its group has another
         policy."""
         message = answer.message
-        if not isinstance(message, Done):
+        if type(message) is not Done:
             return answer
         state, taken = self.state, self.state.changes.taken
         asks = state.id in session.asks_clock
@@ -250,7 +257,7 @@ class GroupMachine:
                 session.told[state.id] = taken[-1].number
                 news = tuple(each for each in taken if each.number > told)
                 message = structs.replace(message, news=news)
-        return answer if message is answer.message else answer._replace(message=message)
+        return answer if message is answer.message else structs.replace(answer, message=message)
 
     # --- reads, and what waits -------------------------------------------------------------------
 
@@ -268,20 +275,21 @@ class GroupMachine:
             written: blocks whose values are at their places already.
         """
         step, state, rank, exact = request.message, self.state, session.rank, False
-        assert isinstance(step, Step)
+        assert type(step) is Step
         if step.pull and rank in state.members.clocks:
             clock = step.clock + step.tick
-            epoch = state.at(clock)
+            epoch = state.at(clock) if state.changes.later else state.changes.first
             try:
-                admission = policy_calls.on_pull(epoch, Pull(rank, clock), state)
+                admission = policy_calls.on_pull(epoch, new_pull((rank, clock)), state)
             except PolicyFailed as error:
                 error.applied = "no" if done is None else "yes"
                 raise
-            if isinstance(admission, Wait):
+            if admission is not ADMIT and isinstance(admission, Wait):
                 self.hold(session, request)
                 session.done = done
                 return None
-            self._keep_read(epoch, rank, step)
+            if epoch.policy.keeps_reads or state.reads.kept:
+                self._keep_read(epoch, rank, step)
             exact = epoch.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
@@ -323,7 +331,7 @@ class GroupMachine:
         session.held = request
         self.waiting[session.client] = session
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """Something has changed that waiting requests may wait for."""
         if self.waiting and not self._looking:
             self._looking = True
@@ -372,8 +380,8 @@ class GroupMachine:
         if state.buffered and policy_calls.on_membership(state.at(state.members.slowest), state):
             stepping.flush(state)
         self._maybe_vote()
-        self._look_again()
-        self._plan()
+        self.look_again()
+        self.replan()
 
     # --- joining and suspending ------------------------------------------------------------------
 
@@ -399,8 +407,8 @@ class GroupMachine:
             return None
         if not state.collects:
             self.membership.enter_others(rank, session.client)
-        at = state.members.clock_of(rank, state.start)
-        done = Done(seq, state.version, state.members.slowest, at=at)
+        members = state.members
+        done = Done(seq, state.version, members.slowest, at=members.clock_of(rank, state.start))
         return self._with_news(session, Answer(done))
 
     def suspend(self, session: ShardSession, request: Request, now: float) -> Answer | None:
@@ -413,8 +421,7 @@ class GroupMachine:
         return Answer(Done(seq, state.version, state.members.slowest))
 
     def is_out(self, rank: int, client: int, seq: int) -> bool:
-        """Whether it is known here that a rank is no member since a client's request, or has
-        joined after it."""
+        """Whether a rank is known to be no member since a client's request, or to have joined."""
         members = self.state.members
         return rank not in members.clocks or members.knows(rank, client, seq, member=False)
 
@@ -441,9 +448,13 @@ class GroupMachine:
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
         reason, ranks = self._why(client)
-        clocks = self.state.members.clocks
+        state = self.state
+        clocks = state.members.clocks
         missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
-        return Waiting(self.state.id, self.state.members.slowest, missing, reason)
+        session = self.waiting.get(client)
+        held = bool(state.collect.pending) or (session is not None and session.held is not None)
+        held = held and bool(missing) and not state.at(state.committed).policy.partial
+        return Waiting(state.id, state.members.slowest, missing, reason, held)
 
     def _why(self, client: int) -> tuple[str, tuple[int, ...]]:
         state, session = self.state, self.waiting.get(client)
@@ -505,7 +516,7 @@ class GroupMachine:
         or without any while the rank had ended.
         """
         state, collect, rank, step = self.state, self.state.collect, session.rank, request.message
-        assert isinstance(step, Step)
+        assert type(step) is Step
         if step.tick and rank in state.members.clocks:
             if step.clock < state.committed:
                 state.brought_by[rank] = session.client
@@ -516,7 +527,7 @@ class GroupMachine:
             if step.clock == state.committed + 1 and ahead:
                 self.hold(session, request)
                 return None
-            if wrong is None and self.shards == 1:
+            if wrong is None and self.shards == 1 and len(state.members.clocks) == 1:
                 answer = self._commit_single_worker(session, request, parts)
                 if answer is not None:
                     return answer
@@ -525,7 +536,8 @@ class GroupMachine:
             if first and older is not None and step.clock == state.committed:
                 collect.supersede(rank)
                 self.let_go(older.session)
-        stepping.flush(state)  # of a policy before
+        if state.buffer.count:
+            stepping.flush(state)  # of a policy before
         refused = None
         if wrong is not None:
             refused = collecting.refusal_with(state, self.shard, rank, wrong)
@@ -533,41 +545,45 @@ class GroupMachine:
         state.brought_by[rank] = session.client
         state.came(rank)
         session.held = request
-        partial = state.at(state.committed).policy.partial
-        if collect.sent is not None and (partial or collect.has(state.members.clocks)):
+        if collect.sent is not None and (
+            state.at(state.committed).policy.partial or collect.has(state.members.clocks)
+        ):
             collect.sent = None  # The lead is told of what has come since.
         self._maybe_vote()
-        self._plan()
+        self.replan()
         return None
 
     def _commit_single_worker(
         self, session: ShardSession, request: Request, parts: list[stepping.Part]
     ) -> Answer | None:
-        """Collect, decide and apply a clock in one: one worker steps on the only shard. None: the
-        step needs the general path, which comes to the same."""
+        """Collect, decide and apply a clock in one: the only member steps on the only shard. None:
+        the step needs the general path, which comes to the same."""
         state, step, rank = self.state, request.message, session.rank
-        assert isinstance(step, Step)
-        epoch = state.at(state.committed)
-        if epoch.guarded or len(state.members.clocks) != 1 or rank not in state.members.clocks:
+        assert type(step) is Step
+        changes, clocks = state.changes, state.members.clocks
+        epoch = state.at(state.committed) if changes.later else changes.first
+        if epoch.guarded or rank not in clocks:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
         plain = plain and not self.membership.entering
         if not plain or state.collect.pending or state.buffer.count:
             return None
-        if step.clock != state.committed or not collecting.cannot_fail(parts):
+        if step.clock != state.committed or not collecting.cannot_fail(step, parts):
             return None
         commit = Commit(state.id, step.clock, (session.client,), epoch.policy.scale(1.0))
-        push = PushInfo(-1, step.clock, state.version, 0, 1.0, commit.scale)
+        push = new_push_info((-1, step.clock, state.version, 0, 1.0, commit.scale))
         written: Collection[int] = ()
         if parts:
             written = stepping.apply_parts(state, step, parts, request.memory, push)
         state.count_staleness(rank, 0)
-        state.mark(session.client, step.mark)
+        if step.mark is not None:
+            state.mark(session.client, step.mark)
         assert self.lead is not None, "the only shard leads all groups"
         self.lead.last = commit
         state.commit()
         state.brought_by[rank] = session.client
-        self._look_again()
+        if self.waiting:
+            self.look_again()
         done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact=True)
 
@@ -576,7 +592,7 @@ class GroupMachine:
         state, collect = self.state, self.state.collect
         if not collect.pending or collect.sent is not None:
             return
-        epoch = state.at(state.committed)
+        epoch = state.at(state.committed) if state.changes.later else state.changes.first
         if not epoch.policy.collects:
             return
         try:
@@ -585,7 +601,7 @@ class GroupMachine:
         except PolicyFailed as error:
             self._send_vote(collect.clients(), error)
             return
-        if isinstance(admission, Admit):
+        if admission is ADMIT or isinstance(admission, Admit):
             self._send_vote(collect.clients())
         else:
             collect.missing = admission.workers
@@ -623,10 +639,7 @@ class GroupMachine:
         if message.clock == self.state.committed and message.members < self.state.members.number:
             self.membership.tell(message.shard)
             return
-
-        def enough(clients: frozenset[int]) -> bool:
-            return self._enough(epoch, clients)
-
+        enough = partial(self._enough, epoch)
         for shard, answer in self.lead.on_vote(message, self.state.committed, epoch, enough):
             self._outbox.append(Send(shard, answer))
 
@@ -635,14 +648,14 @@ class GroupMachine:
         if not epoch.policy.partial:
             return True
         state = self.state
-        if not state.brought:
+        if not state.arrived:
             return True  # pending members are not kept waiting: nothing else is left of the clock
         pending = state.collect.pending
-        brought = {rank for rank in state.brought if pending[rank].session.client in clients}
-        if not brought:
+        arrived = {rank for rank in state.arrived if pending[rank].session.client in clients}
+        if not arrived:
             return False
         try:
-            return isinstance(policy_calls.on_clock(epoch, Proposed(state, brought)), Admit)
+            return isinstance(policy_calls.on_clock(epoch, Proposed(state, arrived)), Admit)
         except PolicyFailed:
             return True  # which its own `Vote` says
 
@@ -667,23 +680,25 @@ class GroupMachine:
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
-        for each in chosen.values():  # also of clients that have ended since
-            state.mark(each.session.client, each.step.mark)
+        for rank in chosen:  # also of clients that have ended since
+            if chosen[rank].step.mark is not None:
+                state.mark(chosen[rank].session.client, chosen[rank].step.mark)
         state.commit()
-        for each in collected:  # before any worker that steps both groups goes on in the others
-            self.membership.enter_others(each.session.rank, each.session.client)
+        if self.membership.entering:
+            for each in collected:  # before any that steps both groups goes on in the others
+                self.membership.enter_others(each.session.rank, each.session.client)
         for each in collected:
             session = each.session
             if session.held is None:
                 continue  # Its client has ended.
             answer = self._after_commit(commit, each, session.held, failure)
-            answer = self._with_news(session, answer)
-            self._outbox.append(Reply(session, answer))
+            self._outbox.append(Reply(session, self._with_news(session, answer)))
         self._settle()
-        self._look_again()
+        self.look_again()
 
     def _settle(self) -> None:
         """Take a decision about the members that waited for this clock."""
+        self.membership.join_behind()
         if self.membership.settle():
             self._forget_votes()
             self._go_on()
@@ -708,7 +723,9 @@ class GroupMachine:
         if skipped and session.fenced_by is not None:
             text = f"worker {session.rank} counted as dead when clock {commit.clock} was applied"
             return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
-        state.mark(session.client, step.mark)
+        if step.mark is not None:
+            state.mark(session.client, step.mark)
+        session.fenced_at = step.seq  # counts if it is fenced: the clock had it
         if skipped and commit.contributors and step.push:
             state.drop(session.rank)  # decided without it, as its policy allows
         if failure is not None and not skipped:
@@ -723,7 +740,7 @@ class GroupMachine:
         state = self.state
         state.now = now
         self.policies.propose(message)
-        self._plan()
+        self.replan()
         return Answer(Done(message.seq, state.version, state.members.slowest))
 
     def on_message(self, message: PeerMessage, window: int, now: float) -> None:
@@ -754,8 +771,8 @@ class GroupMachine:
                 if self.policies.on_switch(message):
                     self._settle()
                     self._maybe_vote()
-                    self._look_again()
-        self._plan()
+                    self.look_again()
+        self.replan()
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered, and ask policies that wait for a time."""
@@ -768,14 +785,16 @@ class GroupMachine:
             self._maybe_vote()
         self.policies.deadline_reached(now)
         self.membership.deadline_reached(now)
-        self._plan()
+        self.replan()
 
-    def _plan(self) -> None:
+    def replan(self) -> None:
         """Set `deadline`; the only shard is its own lead, and repeats nothing."""
         collect = self.state.collect
-        times = [] if collect.due is None else [collect.due]
+        due, policies, members = collect.due, self.policies, self.membership
         if self.shards > 1:
-            if collect.sent is not None:
-                times.append(collect.repeat_at)
-            times += self.policies.deadlines() + self.membership.deadlines()
-        self.deadline = min(times, default=None)
+            if collect.sent is not None and (due is None or collect.repeat_at < due):
+                due = collect.repeat_at
+            if policies.changing is not None or self.state.changes.paused or members.unacknowledged:
+                times = policies.deadlines() + members.deadlines()
+                due = min(times if due is None else [*times, due], default=None)
+        self.deadline = due

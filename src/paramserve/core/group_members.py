@@ -62,6 +62,20 @@ class GroupMembers:
         self.joined = joined
         self._recount(start, new)
 
+    def restore(
+        self,
+        number: int,
+        joined: Mapping[int, JoinedBy],
+        clocks: Mapping[int, int],
+        slowest: int,
+    ) -> None:
+        """Take over members and clocks of before; ranks that are not live may come back. The
+        members may be those of the lead, whose last decision had not come here: no member is behind
+        the clock at which it began."""
+        self.number, self.joined, self.slowest = number, joined, slowest
+        self.clocks, self._left = {}, dict(clocks)
+        self._recount(0, {rank: by.clock for rank, by in joined.items()})
+
     def knows(self, rank: int, client: int, seq: int, *, member: bool) -> bool:
         """Whether the lead's decision about a client's request is known here, or a later one.
 
@@ -97,9 +111,21 @@ class GroupMembers:
             together: whether all members are at that clock; else one may be at a later one.
         """
         if together:
-            self._set(dict.fromkeys(self.clocks, clock))
+            clocks = self.clocks
+            for rank in clocks:
+                clocks[rank] = clock
+            if clocks:
+                self.slowest, self._at_slowest = clock, len(clocks)
         else:
             self._set({rank: max(own, clock) for rank, own in self.clocks.items()})
+
+    def left(self) -> tuple[tuple[int, int], ...]:
+        """(rank, clock) of each rank that is not waited for any more: where it was."""
+        return tuple(sorted(each for each in self._left.items() if each[0] not in self.clocks))
+
+    def every_clock(self) -> dict[int, int]:
+        """The clocks of all that are waited for, or were."""
+        return {**self._left, **self.clocks}
 
     def fastest(self) -> int:
         """The largest clock, also of ranks that are not waited for any more."""
@@ -120,7 +146,10 @@ class GroupMembers:
         self._count()
 
     def _count(self) -> None:
-        if self.clocks:
-            clocks = list(self.clocks.values())
-            self.slowest = min(clocks)
-            self._at_slowest = clocks.count(self.slowest)
+        clocks, at_slowest = self.clocks, 0
+        for rank in clocks:
+            if not at_slowest or clocks[rank] < self.slowest:
+                self.slowest, at_slowest = clocks[rank], 1
+            elif clocks[rank] == self.slowest:
+                at_slowest += 1
+        self._at_slowest = at_slowest

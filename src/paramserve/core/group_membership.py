@@ -4,6 +4,8 @@ A rank joins or suspends its membership with a numbered request to every shard. 
 when it executes the request, and tells the others (`GroupMembership`), until each has said that it
 knows. Where gradients are collected the decision holds from the lead's undecided clock on: the lead
 counts no vote of a shard that does not know it yet. So a clock has the same members everywhere.
+While a clock is decided and not committed on the lead, as it stops for a cut, a rank that joins
+waits for the commit.
 
 A rank that steps several groups joins the first one by itself, and the others when its first step
 there is answered: where that one's clock is decided with it, all who step both are at the same
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from paramserve.core.commit import lead_of
+from paramserve.core.commit import Lead, lead_of
 from paramserve.core.events import EnterGroups, GroupEffect, Send
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
@@ -29,6 +31,7 @@ class MembershipAgreement:
         shard: number of this shard, of `shards`.
         resend_s: after which a decision that a shard does not know is sent again.
         outbox: takes what the shard is to do.
+        clocks: on the lead, its decisions about clocks.
     """
 
     def __init__(
@@ -38,11 +41,12 @@ class MembershipAgreement:
         shards: int,
         resend_s: float,
         outbox: deque[GroupEffect],
+        clocks: Lead | None,
     ) -> None:
         self._state = state
         self._shard = shard
         self._lead = lead_of(state.id, shards)
-        self._unacknowledged: dict[int, None] = {}
+        self.unacknowledged: dict[int, None] = {}
         """On the lead: the shards that are not known to go by the newest decision."""
         self._holds_from = 0
         """On the lead: its undecided clock when it decided last."""
@@ -51,10 +55,14 @@ class MembershipAgreement:
         self._repeat_at = 0.0
         self._next: GroupMembership | None = None
         """A decision that holds from a clock on which this shard has not come to."""
-        self._entering: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        self.entering: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         """By rank: the client that has joined, with which request, and the groups where it is a
         member when its first step is answered."""
         self._outbox = outbox
+        self._clocks = clocks
+        self._joining: dict[int, tuple[int, int]] = {}
+        """On the lead: by rank that joins behind a clock that is decided, the client and its
+        request."""
 
     # --- what the lead decides -------------------------------------------------------------------
 
@@ -62,7 +70,10 @@ class MembershipAgreement:
         """On the lead, make a live rank a member, as this request of a client asks; whether the
         decision is new."""
         state = self._state
-        if self._shard != self._lead or state.members.knows(rank, client, seq, member=True):
+        if self._clocks is None or state.members.knows(rank, client, seq, member=True):
+            return False
+        if self._clocks.has_decided(state.committed):
+            self._joining[rank] = client, seq
             return False
         clock = state.members.clock_of(rank, state.start)
         return self._decide({**state.members.joined, rank: JoinedBy(client, seq, clock)})
@@ -70,6 +81,7 @@ class MembershipAgreement:
     def suspend(self, rank: int, client: int, seq: int) -> bool:
         """On the lead, end a rank's membership, as this request of a client asks; whether the
         decision is new."""
+        self._joining.pop(rank, None)
         joined = self._state.members.joined
         known = self._state.members.knows(rank, client, seq, member=False)
         if self._shard != self._lead or known:
@@ -79,24 +91,30 @@ class MembershipAgreement:
     def members_changed(self) -> bool:
         """Forget who has ended; on the lead, end their memberships. Whether the decision is new."""
         members = self._state.members
-        for rank in [each for each in self._entering if each not in members.live]:
-            del self._entering[rank]
+        for rank in [each for each in self.entering if each not in members.live]:
+            del self.entering[rank]
         left = {rank: by for rank, by in members.joined.items() if rank in members.live}
         if self._shard != self._lead or len(left) == len(members.joined):
             return False
         return self._decide(left)
 
+    def join_behind(self) -> None:
+        """The clock is committed that was decided without ranks that join."""
+        for rank, (client, seq) in self._joining.items():
+            self._outbox.append(EnterGroups(rank, client, seq, (self._state.id,)))
+        self._joining = {}
+
     def _decide(self, joined: dict[int, JoinedBy]) -> bool:
         state = self._state
         self._holds_from = state.committed
-        self._unacknowledged.update(dict.fromkeys(self._others))
+        self.unacknowledged.update(dict.fromkeys(self._others))
         state.members.decided(state.members.number + 1, joined, state.start)
         self._tell_all()
         return True
 
     def _tell_all(self) -> None:
         self._repeat_at = self._state.now + self._resend_s
-        for shard in self._unacknowledged:
+        for shard in self.unacknowledged:
             self.tell(shard)
 
     def tell(self, shard: int) -> None:
@@ -109,7 +127,7 @@ class MembershipAgreement:
     def on_known(self, message: MembershipKnown) -> None:
         """On the lead: a shard goes by a decision."""
         if message.number >= self._state.members.number:
-            self._unacknowledged.pop(message.shard, None)
+            self.unacknowledged.pop(message.shard, None)
 
     # --- what the others know --------------------------------------------------------------------
 
@@ -144,36 +162,31 @@ class MembershipAgreement:
 
     def enter_later(self, rank: int, client: int, seq: int, groups: tuple[int, ...]) -> None:
         """A client joins with this request, and the groups that it steps after this one later."""
-        self._entering.pop(rank, None)
+        self.entering.pop(rank, None)
         if groups:
-            self._entering[rank] = client, seq, groups
+            self.entering[rank] = client, seq, groups
 
     def stay_out(self, rank: int, group: int) -> None:
         """A rank has suspended its membership of a group: of this one, or of one of those."""
-        client, seq, groups = self._entering.pop(rank, (0, 0, ()))
+        client, seq, groups = self.entering.pop(rank, (0, 0, ()))
         left = tuple(each for each in groups if each != group)
         if left and group != self._state.id:
-            self._entering[rank] = client, seq, left
-
-    @property
-    def entering(self) -> bool:
-        """Whether a rank enters further groups with its next step."""
-        return bool(self._entering)
+            self.entering[rank] = client, seq, left
 
     def enter_others(self, rank: int, client: int) -> None:
         """A member's first step is answered: its further groups wait for it from now on."""
-        found = self._entering.get(rank)
+        found = self.entering.get(rank)
         if found is not None and found[0] == client:
-            del self._entering[rank]
+            del self.entering[rank]
             self._outbox.append(EnterGroups(rank, *found))
 
     # --- time ------------------------------------------------------------------------------------
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what a shard does not know."""
-        if self._unacknowledged and self._repeat_at <= now:
+        if self.unacknowledged and self._repeat_at <= now:
             self._tell_all()
 
     def deadlines(self) -> list[float]:
         """When to repeat."""
-        return [self._repeat_at] if self._unacknowledged else []
+        return [self._repeat_at] if self.unacknowledged else []

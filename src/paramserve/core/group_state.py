@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,10 +17,11 @@ from paramserve.core.commit import Collect
 from paramserve.core.group_members import GroupMembers
 from paramserve.core.policy_epochs import Changes, PolicyEpoch, epoch_from
 from paramserve.core.read_copies import Reads
+from paramserve.core.saved_states import SavedStates
 from paramserve.core.sums import GradientBuffer
 from paramserve.core.table.block import KeyedBlock
-from paramserve.errors import UnknownName
-from paramserve.messages import GroupReport, Member
+from paramserve.errors import Overloaded, UnknownName
+from paramserve.messages import GroupReport, Member, Step
 
 Array = npt.NDArray[Any]
 
@@ -38,11 +39,6 @@ class Staleness:
     total: int = 0
     largest: int = 0
 
-    def add(self, staleness: int) -> None:
-        self.pushes += 1
-        self.total += staleness
-        self.largest = max(self.largest, staleness)
-
 
 @dataclass
 class Watching:
@@ -52,6 +48,8 @@ class Watching:
     keep: int
     kept: deque[tuple[int, dict[int, Array]]] = field(default_factory=deque)
     dropped: int = 0
+    last: int = 0
+    """The version of the newest."""
 
 
 class GroupState:
@@ -98,8 +96,15 @@ class GroupState:
         self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}
         """By rank: clock and note of its last two steps that had one, the older first. The last
         step may be one that the next incarnation takes again."""
+        self.saved = SavedStates()
+        self.ahead: dict[int, int] = {}
+        """By rank: the clock of a step that is in the values since before this shard went on from a
+        cut, of a call that was not over there. The rank is to make that call again."""
         self.watching: dict[int, Watching] = {}
         """By client."""
+        self.snapshot_due: Callable[[], None] | None = None
+        """Called in place of keeping a snapshot where gradients do not wait for a commit: then a
+        version has other pushes on each shard. None: there is one shard."""
         self._committed_at: float | None = None
         self._times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._median = 0.0
@@ -122,15 +127,16 @@ class GroupState:
         return self.buffer.count
 
     @property
-    def brought(self) -> Collection[int]:
+    def arrived(self) -> Collection[int]:
         """Ranks whose gradients of the present clock are here, of those that count already."""
-        return self.members.clocks.keys() & self.collect.pending.keys()
+        clocks = self.members.clocks
+        return {rank for rank in self.collect.pending if rank in clocks}
 
     @property
     def waited_s(self) -> float:
         """Seconds since the first of these came."""
         since = self.collect.since
-        return self.now - since if since is not None and self.brought else 0.0
+        return self.now - since if since is not None and self.arrived else 0.0
 
     @property
     def step_s(self) -> float:
@@ -218,18 +224,23 @@ class GroupState:
     def commit(self) -> None:
         """The present clock is decided."""
         self.committed += 1
-        self.members.commit(self.committed, together=not self.changes.later)
-        self.settle()
+        later = bool(self.changes.later)
+        self.members.commit(self.committed, together=not later)
+        if later:
+            self.settle()
         self._committed_at = self.now
         if self._times:
             self._median = median(self._times)
 
     def count_staleness(self, rank: int, staleness: int) -> None:
         """A gradient of a rank was applied, or will be."""
-        known = self.staleness.get(rank)
-        if known is None:
-            known = self.staleness[rank] = Staleness()
-        known.add(staleness)
+        if rank not in self.staleness:
+            self.staleness[rank] = Staleness()
+        known = self.staleness[rank]
+        known.pushes += 1
+        known.total += staleness
+        if staleness > known.largest:
+            known.largest = staleness
 
     def drop(self, rank: int) -> None:
         """A gradient came too late, or was too stale."""
@@ -243,6 +254,14 @@ class GroupState:
             if len(self.marks) > MARKS_MAX:
                 del self.marks[next(iter(self.marks))]
 
+    def has_step(self, rank: int, step: Step) -> bool:
+        """Whether this step, the first one of a rank that is ahead, is in the values already. The
+        rank is not ahead any more."""
+        del self.ahead[rank]
+        return step.clock < self.committed or not (
+            step.tick and self.at(step.clock).policy.collects
+        )
+
     def keep_note(self, rank: int, clock: int, note: bytes) -> None:
         """Keep the note of a rank's step for the next incarnation of the rank, unless there is one
         of a later step: then the next incarnation goes on behind that."""
@@ -255,32 +274,58 @@ class GroupState:
     def advance(self) -> None:
         """Count an update, and keep a snapshot for readers that asked for one at this version."""
         self.version += 1
-        for watching in self.watching.values():
-            if self.version % watching.every == 0:
-                self._keep(watching)
+        for client in self.watching:
+            if self.version % self.watching[client].every == 0:
+                if self.snapshot_due is not None and not self.collects:
+                    self.snapshot_due()
+                else:
+                    self._keep(self.watching[client], self.version, self._copied)
 
-    def _keep(self, watching: Watching) -> None:
+    def _copied(self) -> dict[int, Array]:
+        return {
+            number: np.copy(block.value)
+            for number, block in self.blocks.items()
+            if isinstance(block, ShardBlock)
+        }
+
+    def keep_snapshot(self, version: int, values: Callable[[], dict[int, Array]]) -> None:
+        """Keep the values of a cut for the readers that asked for one since their last.
+
+        Args:
+            version: what it is called on all shards.
+            values: gives the values by block.
+        """
+        for watching in self.watching.values():
+            if version // watching.every > watching.last // watching.every:
+                self._keep(watching, version, values)
+
+    def _keep(
+        self, watching: Watching, version: int, values: Callable[[], dict[int, Array]]
+    ) -> None:
         if len(watching.kept) >= watching.keep:
             watching.kept.popleft()
             watching.dropped += 1
+        watching.last = version
         try:
-            values = {
-                number: np.copy(block.value)
-                for number, block in self.blocks.items()
-                if isinstance(block, ShardBlock)
-            }
-        except MemoryError:  # the reader lacks one; the update is applied all the same
+            watching.kept.append((version, values()))
+        except (
+            MemoryError,
+            Overloaded,
+        ):  # the reader lacks one; the update is applied all the same
             watching.dropped += 1
-        else:
-            watching.kept.append((self.version, values))
 
     def report(self, *, notes: bool = False) -> GroupReport:
         """What this shard has done for the group; with `notes`, those of the ranks as well."""
         present, members = self.at(self.start).policy, self.members
+        clocks: Mapping[int, int] = members.clocks
+        if self.ahead:  # those ranks begin with the call that was not over
+            clocks = {
+                rank: min(clocks[rank], self.ahead.get(rank, clocks[rank])) for rank in clocks
+            }
         return GroupReport(
             self.name,
             self.version,
-            tuple(sorted(members.clocks.items())),
+            tuple(sorted(clocks.items())),
             self.skipped,
             tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(self.staleness.items())),
             tuple((r, each.session.client) for r, each in sorted(self.collect.pending.items())),
@@ -296,15 +341,16 @@ class GroupState:
             tuple((r, *note) for r, both in sorted(self.notes.items()) for note in both)
             if notes
             else (),
+            members.left(),
         )
 
 
 class Proposed:
     """A group as it would stand if only some had sent their gradients."""
 
-    def __init__(self, group: GroupState, brought: Collection[int]) -> None:
+    def __init__(self, group: GroupState, arrived: Collection[int]) -> None:
         self._group = group
-        self.brought = brought
+        self.arrived = arrived
 
     @property
     def clocks(self) -> Mapping[int, int]:

@@ -5,6 +5,9 @@ self-scheduling (Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(
 each worker's share by its measured speed. What a worker that ended had not finished goes back,
 once all shards have said how much of it is in the values.
 
+For a checkpoint all grants are followed from before its cut on (`LeaseBook.follow`). What of them
+is done in the cut, the cut's own marks say; the rest is given out again when the run goes on.
+
 Nothing here knows what the samples are, or reads a clock.
 """
 
@@ -13,15 +16,24 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from paramserve.errors import Overloaded, ParamServeError
-from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, LeaseReport, ServerBeat
+from paramserve.messages import (
+    DatasetSize,
+    GiveBack,
+    Lease,
+    Leased,
+    LeasePlan,
+    LeaseReport,
+    SameSize,
+    ServerBeat,
+)
 
 Mark = tuple[int, int]
 """(lease, samples): all of a client's older leases of that turn, and so much of this one."""
@@ -123,6 +135,165 @@ TURNS_MAX = 64
 """Turns of one loader that are under way at one time."""
 
 
+class Marks:
+    """How much of each client's leased samples is in a cut: what each shard says.
+
+    Args:
+        told: by shard, (client, lease, samples).
+        begun: the same with calls that are not over in the cut, of clients that have some.
+    """
+
+    def __init__(
+        self,
+        told: Sequence[Iterable[tuple[int, int, int]]],
+        begun: Sequence[Iterable[tuple[int, int, int]]] = (),
+    ) -> None:
+        self._told = [_by_client(shard) for shard in told]
+        self._begun = _by_client(mark for shard in begun for mark in shard)
+
+    def lowest(self, client: int) -> Mark:
+        """What all shards have of a client."""
+        return min((each.get(client, NO_MARK) for each in self._told), default=NO_MARK)
+
+    def highest(self, client: int) -> Mark:
+        """What some shard has of it."""
+        return max((each.get(client, NO_MARK) for each in self._told), default=NO_MARK)
+
+    def begun(self, client: int) -> Mark:
+        """What all have, with the call that is not over."""
+        return max(self.lowest(client), self._begun.get(client, NO_MARK))
+
+
+def _by_client(told: Iterable[tuple[int, int, int]]) -> dict[int, Mark]:
+    found: dict[int, Mark] = {}
+    for client, *mark in told:
+        found[client] = max(found.get(client, NO_MARK), (mark[0], mark[1]))
+    return found
+
+
+class TurnRecord(Struct, frozen=True):
+    """One turn of a loader as it is saved, with nothing leased: samples that were never leased,
+    where they begin, and the spans (epoch, start, stop) that are to be done again. `begun`: (rank,
+    *span) of those that the rank is to do, in one call, since it has begun a call with them."""
+
+    number: int
+    fresh: int
+    epoch: int
+    position: int
+    back: tuple[tuple[int, int, int], ...]
+    begun: tuple[tuple[int, int, int, int], ...] = ()
+
+
+class LoaderRecord(Struct, frozen=True):
+    """A loader as it is saved. `over`: turns from `first` on that are; `given` and `finished` by
+    rank."""
+
+    name: str
+    plan: LeasePlan
+    samples: int
+    first: int
+    over: tuple[int, ...]
+    turns: tuple[TurnRecord, ...]
+    given: dict[int, int]
+    finished: dict[int, int]
+    repeated: int
+    left_over: int
+
+
+class LeasesRecord(Struct, frozen=True):
+    """The lease book as it is saved, by loader; `next`: the number of the next lease."""
+
+    next: int
+    loaders: tuple[LoaderRecord, ...]
+
+
+class Followed:
+    """All grants of a turn since a moment, for a checkpoint whose cut lies after it.
+
+    Args:
+        back: what was free then, besides what was never leased.
+        holders: then, by client.
+    """
+
+    def __init__(self, back: Iterable[Span], holders: Mapping[int, Holder]) -> None:
+        self._spans = list(back)
+        """All that was free then, or is in a grant."""
+        self._grants: dict[int, dict[int, Grant]] = {}
+        """By client and number: as far as they are not given back."""
+        self._marks: dict[int, list[Mark]] = {}
+        """Of each client, in order: a mark of another turn's lease says nothing of these."""
+        for client, holder in holders.items():
+            for grant in holder.grants:
+                self.add(client, grant, fresh=True)
+
+    def add(self, client: int, grant: Grant, *, fresh: bool) -> None:
+        """A client has this lease; `fresh`: of samples that were not free before."""
+        number, (epoch, start, stop), done = grant.number, grant.span, grant.done
+        self._grants.setdefault(client, {})[number] = Grant(number, grant.span, done)
+        if fresh:
+            self._spans.append(Span(epoch, start + done, stop))
+
+    def shorten(self, client: int, number: int, samples: int) -> None:
+        """A client will take no more of a lease than its first samples."""
+        grant = self._grants.get(client, {}).get(number)
+        if grant is not None:
+            epoch, start, _ = grant.span
+            grant.span = Span(epoch, start, start + samples)
+
+    def finished(self, client: int, mark: Mark) -> None:
+        """All up to this mark is in the values now; whether it is in the cut, that one's says."""
+        marks = self._marks.setdefault(client, [])
+        if mark not in marks[-1:]:
+            marks.append(mark)
+
+    def done(self, client: int, mark: Mark) -> list[Span]:
+        """What a client has used up to its mark in the cut, and had not when this began."""
+        grants = self._grants.get(client, {})
+        known = [m for m in (*self._marks.get(client, ()), mark) if m <= mark and m[0] in grants]
+        found = []
+        for grant in grants.values() if known else ():
+            epoch, start, _ = grant.span
+            reached = grant.reached(max(known))
+            if reached > grant.done:
+                found.append(Span(epoch, start + grant.done, start + reached))
+        return found
+
+    def begun(self, marks: Marks) -> dict[int, list[Span]]:
+        """By client, what it has begun a call with that is not over in the cut with these marks."""
+        found = {}
+        for client in self._grants:
+            over = self.done(client, marks.lowest(client))
+            found[client] = without(self.done(client, marks.begun(client)), over)
+        return found
+
+    def left(self, marks: Marks) -> tuple[list[Span], dict[int, int], int]:
+        """What is to be done again after the cut with these marks; how many samples each client has
+        used since this began; and how many of other samples some shards have."""
+        low = {client: self.done(client, marks.lowest(client)) for client in self._grants}
+        high = [self.done(client, marks.highest(client)) for client in self._grants]
+        used = {client: sum(map(_samples, each)) for client, each in low.items()}
+        some = sum(_samples(span) for each in high for span in each) - sum(used.values())
+        return without(self._spans, [span for each in low.values() for span in each]), used, some
+
+
+def _samples(span: Span) -> int:
+    return span.stop - span.start
+
+
+def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
+    """The positions of the first that are in none of the others."""
+    left = sorted(spans)
+    for epoch, start, stop in done:
+        cut = []
+        for each in left:
+            if each.epoch != epoch or each.stop <= start or stop <= each.start:
+                cut.append(each)
+                continue
+            cut += [Span(epoch, each.start, start), Span(epoch, stop, each.stop)]
+        left = [each for each in cut if each.start < each.stop]
+    return left
+
+
 class Leases:
     """One turn of one loader: `samples` samples, epoch after epoch.
 
@@ -143,6 +314,11 @@ class Leases:
         self._position = 0
         self._back: list[Span] = []
         """What was given back, in order."""
+        self._begun: dict[int, list[Span]] = {}
+        """By rank, what it is to do first, in one call: it had begun that when this was saved."""
+        self._kept: dict[int, deque[Span]] = {}
+        """What of that is still to be given out."""
+        self._followed: Followed | None = None
 
     def take(
         self, client: int, rank: int, number: int, message: Lease, speeds: Mapping[int, float]
@@ -159,28 +335,53 @@ class Leases:
         last = holder.last
         if last is not None and last.lease > message.seen:
             return structs.replace(last, call=message.call)
-        span = self._next_span()
-        if span is None:
-            holder.idle = message.idle
-            self.over = self.over or self._nothing_to_come()
-            return Leased(message.call, over=True) if self.over else None
-        mine, every, plan = list(speeds).index(rank), list(speeds.values()), self.plan
-        batch = batch_sizes(plan.batch * len(every), every, plan.low, plan.high)[mine]
-        unit = batch * plan.batches_per_step
-        few = FIRST_STEPS_MAX if message.speed == 0 else STEPS_MAX
-        left = self._left_in(span.epoch)
-        steps = min(max(math.ceil(left * shares(every)[mine] / unit), 1), few)
-        given = Span(span.epoch, span.start, min(span.start + steps * unit, span.stop))
-        self._remove(given)
+        self._free_kept(speeds)
+        fresh = False
+        if rank in self._kept:
+            given, batch = self._take_kept(rank)
+        else:
+            span = self._next_span()
+            if span is None:
+                holder.idle = message.idle
+                self.over = self.over or self._nothing_to_come()
+                return Leased(message.call, over=True) if self.over else None
+            mine, every, plan = list(speeds).index(rank), list(speeds.values()), self.plan
+            batch = batch_sizes(plan.batch * len(every), every, plan.low, plan.high)[mine]
+            unit = batch * plan.batches_per_step
+            few = FIRST_STEPS_MAX if message.speed == 0 else STEPS_MAX
+            left = self._left_in(span.epoch)
+            steps = min(max(math.ceil(left * shares(every)[mine] / unit), 1), few)
+            given = Span(span.epoch, span.start, min(span.start + steps * unit, span.stop))
+            fresh = not self._back
+            self._remove(given)
         grant = Grant(number, given)
         holder.grants.append(grant)
+        if self._followed is not None:
+            self._followed.add(client, grant, fresh=fresh)
         holder.idle = False
         holder.last = Leased(message.call, number, *given, batch)
         self._tally.given[rank] = self._tally.given.get(rank, 0) + grant.samples
         return holder.last
 
+    def _take_kept(self, rank: int) -> tuple[Span, int]:
+        """What a rank had begun, and the batch that makes one call of it."""
+        kept, whole = self._kept[rank], sum(map(_samples, self._begun[rank]))
+        given = kept.popleft()
+        if not kept:
+            del self._kept[rank]
+        return given, -(-whole // self.plan.batches_per_step)
+
+    def _free_kept(self, ranks: Collection[int]) -> None:
+        """What ranks had begun that are not among these is any rank's."""
+        for rank in [each for each in self._kept if each not in ranks]:
+            del self._begun[rank]
+            for span in self._kept.pop(rank):
+                self._put(span)
+
     def finished(self, client: int, mark: Mark) -> None:
         """All that a client was given up to this mark is in the values."""
+        if self._followed is not None:
+            self._followed.finished(client, mark)
         holder = self.holders.get(client)
         if holder is None or all(grant.number != mark[0] for grant in holder.grants):
             return  # of another turn, or known already
@@ -205,6 +406,8 @@ class Leases:
             end = max(grant.done, grant.reached(mark))
             self._put(Span(epoch, start + end, stop))
             grant.span = Span(epoch, start, start + end)
+            if self._followed is not None:
+                self._followed.shorten(client, grant.number, end)
             if grant.done < end:
                 kept.append(grant)
         holder.grants = kept
@@ -215,10 +418,47 @@ class Leases:
         Args:
             highest: mark up to which some shard has had its steps.
         """
-        for grant in self.holders.pop(client).grants:
+        holder = self.holders.pop(client)
+        for grant in holder.grants:
             epoch, start, stop = grant.span
             self._tally.repeated += max(grant.reached(highest) - grant.done, 0)
-            self._put(Span(epoch, start + grant.done, stop))
+            if grant.span in self._begun.get(holder.rank, ()) and not grant.done:
+                self._kept.setdefault(holder.rank, deque()).append(grant.span)
+            else:
+                self._put(Span(epoch, start + grant.done, stop))
+
+    def follow(self, on: bool = True) -> None:
+        """Keep in mind what happens from now on, for `record`; or no longer."""
+        kept = (span for spans in self._kept.values() for span in spans)
+        self._followed = Followed((*self._back, *kept), self.holders) if on else None
+
+    def record(
+        self, number: int, marks: Marks, ranks: Mapping[int, int]
+    ) -> tuple[TurnRecord, dict[int, int], int]:
+        """This turn as of a cut with these marks of clients, which have these ranks, and the counts
+        of `Followed.left`."""
+        assert self._followed is not None, "it is not followed"
+        back, used, some = self._followed.left(marks)
+        begun = {(ranks[c], *span) for c, s in self._followed.begun(marks).items() for span in s}
+        # What was begun at an earlier cut, and is still to be done.
+        begun |= {(r, *s) for r in self._begun for s in self._begun[r] if not without([s], back)}
+        place = self._fresh, self._epoch, self._position
+        return TurnRecord(number, *place, tuple(back), tuple(sorted(begun))), used, some
+
+    def go_on_from(self, record: TurnRecord) -> None:
+        """Nothing is leased; this is what is left."""
+        self._fresh, self._epoch, self._position = record.fresh, record.epoch, record.position
+        for rank, *span in record.begun:
+            self._begun.setdefault(rank, []).append(Span(*span))
+        self._kept = {rank: deque(spans) for rank, spans in self._begun.items()}
+        begun = [span for spans in self._begun.values() for span in spans]
+        for each in without(map(Span._make, record.back), begun):
+            self._put(each)
+
+    def go_on_with(self, plan: LeasePlan, more: int) -> None:
+        """By this plan from now on, and with so many more samples."""
+        self.plan = plan
+        self._fresh += more
 
     def close(self) -> None:
         """Nothing more of this turn will be done: what is left filled no step."""
@@ -227,7 +467,7 @@ class Leases:
 
     def _nothing_to_come(self) -> bool:
         """Whether all holders wait for more samples, as this one does."""
-        return all(
+        return not self._kept and all(
             not holder.grants or (holder.idle and holder.ended is None)
             for holder in self.holders.values()
         )
@@ -283,7 +523,90 @@ class _Loader:
         self.first = 0
         self.over: set[int] = set()
         self.speeds: dict[int, float] = {}
+        self.of_before = False
+        """Whether the plan is that of a checkpoint, and no rank has come with its own since."""
         self.tally = Tally()
+        self._before: LoaderRecord | None = None
+        """As it was when it began to be followed."""
+        self._ended: dict[int, Leases] = {}
+        """Turns that have ended since."""
+
+    @classmethod
+    def restored(cls, record: LoaderRecord) -> _Loader:
+        """A loader as it was saved."""
+        made = cls(record.plan, 1)
+        made.samples, made.first, made.over = record.samples, record.first, set(record.over)
+        made.of_before = True
+        made.tally = Tally(
+            dict(record.given), dict(record.finished), record.repeated, record.left_over
+        )
+        for each in record.turns:
+            turn = made.turns[each.number] = Leases(made.plan, made.samples, 0, made.tally)
+            turn.go_on_from(each)
+        return made
+
+    def follow(self, name: str, on: bool = True) -> None:
+        """As `Leases.follow`."""
+        tally = self.tally
+        self._ended, self._before = {}, None
+        for turn in self.turns.values():
+            turn.follow(on)
+        if on:
+            self._before = LoaderRecord(
+                name,
+                self.plan,
+                self.samples,
+                self.first,
+                tuple(sorted(self.over)),
+                (),
+                {},
+                dict(tally.finished),
+                tally.repeated,
+                tally.left_over,
+            )
+
+    def record(self, marks: Marks, ranks: Mapping[int, int]) -> LoaderRecord:
+        """This loader as of a cut with these marks of clients, whose ranks are told."""
+        before = self._before
+        assert before is not None, "it is not followed"
+        finished, turns, repeated = dict(before.finished), [], before.repeated
+        for number, turn in sorted({**self._ended, **self.turns}.items()):
+            record, used, some = turn.record(number, marks, ranks)
+            turns.append(record)
+            repeated += some
+            for client, samples in used.items():
+                rank = ranks[client]
+                finished[rank] = finished.get(rank, 0) + samples
+        return structs.replace(
+            before,
+            turns=tuple(turns),
+            given=dict(self.tally.given),
+            finished=finished,
+            repeated=repeated,
+        )
+
+    def go_on_with(self, plan: LeasePlan, workers: int) -> None:
+        """Take over the plan of a run that goes on, where it shares out the same order: other
+        batches, or more samples of an only turn. Any other one changes nothing."""
+        known, self.of_before = self.plan, False
+        samples = type(self)(plan, workers).samples
+        more, size = samples - self.samples, plan.size
+        turns = {*self.turns, *self.over, *range(self.first)}
+        same_order = (known.size, known.order) == (size, plan.order)
+        if not same_order or more < 0 or (more and not turns <= {0}):
+            return
+        if more and self.first:  # the only turn was over
+            self.first = 0
+            self.turns[0] = turn = Leases(plan, 0, 0, self.tally)
+            turn.go_on_from(TurnRecord(0, 0, self.samples // size, self.samples % size, ()))
+            turn.follow(self._before is not None)
+        for turn in self.turns.values():
+            turn.go_on_with(plan, more)
+        self.plan, self.samples = plan, samples
+        if self._before is not None:
+            self._before = structs.replace(
+                self._before, plan=plan, samples=samples, first=self.first
+            )
 
     def turn(self, name: str, number: int) -> Leases | None:
         """The turn of this number; None: it is over."""
@@ -300,10 +623,15 @@ class _Loader:
             epochs = -(-self.samples // self.plan.size)
             turn = Leases(self.plan, self.samples, number * epochs, self.tally)
             self.turns[number] = turn
+            if self._before is not None:
+                turn.follow()
         return turn
 
     def end(self, number: int) -> None:
-        self.turns.pop(number).close()
+        turn = self.turns.pop(number)
+        turn.close()
+        if self._before is not None:
+            self._ended[number] = turn
         self.over.add(number)
         while self.first in self.over:
             self.over.remove(self.first)
@@ -318,7 +646,43 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._loaders: dict[str, _Loader] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Of loaders without leases: the rank that made one first, and its dataset's length."""
         self._next = 1
+        self._followed: dict[int, int] | None = None
+        """While grants are followed: ranks of all clients that have had one."""
+
+    @classmethod
+    def restored(cls, record: LeasesRecord) -> LeaseBook:
+        """A book as it was saved: nothing is leased."""
+        made = cls()
+        made._next = record.next
+        made._loaders = {each.name: _Loader.restored(each) for each in record.loaders}
+        return made
+
+    def follow(self, on: bool = True) -> None:
+        """Follow all grants from now on, for a checkpoint whose cut is to come; or no longer."""
+        for name, loader in self._loaders.items():
+            loader.follow(name, on)
+        holders = [each for turn in self._turns() for each in turn.holders.items()]
+        self._followed = {client: holder.rank for client, holder in holders} if on else None
+
+    def record(self, marks: Marks) -> LeasesRecord:
+        """The book as of the cut with these marks, which was taken since `follow`: as if all
+        clients had ended there."""
+        assert self._followed is not None, "it is not followed"
+        ranks = self._followed
+        return LeasesRecord(
+            self._next, tuple(each.record(marks, ranks) for each in self._loaders.values())
+        )
+
+    def compare_size(self, message: DatasetSize, rank: int) -> SameSize:
+        """Which rank made a loader first, and over how many samples; of more loaders than are kept
+        each one is the first."""
+        here = (rank, message.size)
+        if len(self._sizes) < LOADERS_MAX:
+            self._sizes.setdefault(message.loader, here)
+        return SameSize(message.call, *self._sizes.get(message.loader, here))
 
     def take(
         self, message: Lease, client: int, rank: int, ranks: Collection[int], workers: int
@@ -342,6 +706,8 @@ class LeaseBook:
             self._finished(client, message.taken)
         if message.speed:
             loader.speeds[rank] = message.speed
+        if self._followed is not None:
+            self._followed[client] = rank
         speeds = {each: loader.speeds.get(each, 0.0) for each in sorted({*ranks, rank})}
         reply = turn.take(client, rank, self._next, message, speeds)
         if reply is not None:
@@ -361,6 +727,18 @@ class LeaseBook:
                     fix="make the loader once, and iterate over it again",
                 )
             known = self._loaders[name] = _Loader(plan, workers)
+            if self._followed is not None:
+                known.follow(name)
+        if known.of_before:
+            known.go_on_with(plan, workers)
+        if known.plan.size != plan.size:
+            raise ParamServeError(
+                f"rank {rank} came with {plan.size} samples for loader {name!r}, and a rank before "
+                f"it with {known.plan.size}",
+                fix="give worker.loader and worker.sampler the same dataset on all ranks, and make "
+                "them in the same order; where each rank has a part of its own, give "
+                'worker.loader(..., shards="own")',
+            )
         if known.plan != plan:
             raise ParamServeError(
                 f"rank {rank} came with another plan for loader {name!r} than a rank before: "
@@ -403,15 +781,14 @@ class LeaseBook:
         Args:
             beats: the newest one of every shard.
         """
-        told = [_marks(beat) for beat in beats]
+        marks = Marks([(mark for group in beat.groups for mark in group.marks) for beat in beats])
         held = {client for beat in beats for group in beat.groups for _, client in group.held}
         members = min(beat.members for beat in beats)
         for turn in self._turns():
             for client, holder in list(turn.holders.items()):
-                marks = [each.get(client, NO_MARK) for each in told]
-                turn.finished(client, min(marks))
+                turn.finished(client, marks.lowest(client))
                 if holder.ended is not None and holder.ended <= members and client not in held:
-                    turn.release(client, max(marks))
+                    turn.release(client, marks.highest(client))
 
     def reports(self) -> tuple[LeaseReport, ...]:
         """What became of each loader's samples."""
@@ -449,12 +826,3 @@ def check_plan(message: Lease) -> None:
 def _described(plan: LeasePlan) -> str:
     given: Mapping[str, int] = structs.asdict(plan)
     return ", ".join(f"{name}={value}" for name, value in given.items())
-
-
-def _marks(beat: ServerBeat) -> dict[int, Mark]:
-    """By client: how far its samples are in one shard's values."""
-    found: dict[int, Mark] = {}
-    for group in beat.groups:
-        for client, lease, samples in group.marks:
-            found[client] = max(found.get(client, NO_MARK), (lease, samples))
-    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from paramserve.config import NO_RANK
 from paramserve.errors import ParamServeError, RankTaken
@@ -33,6 +33,16 @@ class ServerEntry:
     """Whether its connection has ended."""
 
 
+class MembershipRecord(Struct, frozen=True):
+    """The membership as it is saved. `awaited`: ranks that were waited for from the beginning."""
+
+    number: int
+    next_client: int
+    workers: int
+    members: tuple[Member, ...]
+    awaited: tuple[int, ...]
+
+
 class Membership:
     """The coordinator's knowledge of its members, as a value that changes only through calls."""
 
@@ -42,6 +52,8 @@ class Membership:
         """How many there are to be at present."""
         self.workers_at_first = workers
         """How many the cluster was started for."""
+        self.workers_before = 0
+        """How many the checkpoint is of that the cluster has gone on from; 0: of none."""
         self._awaited_from_first = set(range(workers))
         """Ranks that the others wait for from the beginning, as long as they have not ended."""
         self.number = 1
@@ -55,14 +67,44 @@ class Membership:
         self.came_later: set[int] = set()
         """Clients of ranks that the others have been under way without: added ones, and those that
         have come again after they had ended for good."""
+        self.returned: set[int] = set()
+        """Ranks that have left without being asked to, and have not come again."""
         self._enlisted: set[int] = set()
         """Shards that were given out to servers which have not registered yet."""
         self._next_client = 1
+
+    def go_on_from(self, record: MembershipRecord) -> None:
+        """As if every rank had ended when this was saved: each is expected again, for its next
+        incarnation. A rank that is new is open, as one that is added."""
+        self.number = record.number + 1
+        self._next_client = record.next_client
+        self.workers_before = record.workers
+        self._awaited_from_first = {each for each in record.awaited if each < self.workers}
+        self.members = {}
+        for each in record.members:
+            ended = LEFT if each.state == LEFT else DEAD
+            state = EXPECTED if each.rank < self.workers else ended
+            self.members[each.rank] = structs.replace(each, state=state)
+
+    def record(self) -> MembershipRecord:
+        """The membership, to be saved."""
+        return MembershipRecord(
+            self.number,
+            self._next_client,
+            self.workers,
+            tuple(member for _, member in sorted(self.members.items())),
+            tuple(sorted(self._awaited_from_first)),
+        )
 
     @property
     def complete(self) -> bool:
         """Whether every server has registered."""
         return len(self.servers) == self.expected_servers
+
+    @property
+    def missing_servers(self) -> list[int]:
+        """Shards whose server has not registered yet."""
+        return [shard for shard in range(self.expected_servers) if shard not in self.servers]
 
     @property
     def all_left(self) -> bool:
@@ -141,6 +183,13 @@ class Membership:
         if call.rank == NO_RANK:
             self._next_client += 1
             return client, 0
+        if not self.workers:
+            raise ParamServeError(
+                f"rank {call.rank} joined a cluster that was started without workers: it takes "
+                "clients without a rank only",
+                fix="say how many there are where it is started: paramserve serve --workers 2, or "
+                "workers=2 of ps.serve or ps.Cluster",
+            )
         if call.workers not in (0, self.workers, self.workers_at_first):
             raise ParamServeError(
                 f"the cluster was started for {self._for_workers}, but rank {call.rank} was "
@@ -205,6 +254,11 @@ class Membership:
         if member.state in (LEFT, DEAD):  # The others go on without it.
             self._awaited_from_first.discard(member.rank)
         self._restarting.pop(member.rank, None)
+        before = self.members.get(member.rank)
+        if member.state == LEFT and before is not None and before.state == LIVE:
+            self.returned.add(member.rank)
+        else:
+            self.returned.discard(member.rank)
         self.members[member.rank] = member
         self.number += 1
 
@@ -240,6 +294,17 @@ class Membership:
         entry = self.servers.get(beat.shard)
         if entry is not None:
             entry.heard_at, entry.beat = now, beat
+
+    def furthest(self, rank: int) -> tuple[str, int]:
+        """The group that a rank has ended most steps of, and how many, as the servers told last;
+        ("", 0): none is known."""
+        clocks: dict[str, int] = {}
+        for entry in self.servers.values():
+            for report in entry.beat.groups:
+                for each, clock in report.clocks:
+                    if each == rank:
+                        clocks[report.name] = min(clock, clocks.get(report.name, clock))
+        return max(clocks.items(), key=lambda each: each[1], default=("", 0))
 
     def paused(self, seconds: float) -> None:
         """No process could be heard for so long: each was heard of, or left, that much later."""

@@ -24,6 +24,8 @@ DTYPES = ("float32", "float64")
 """What rules update."""
 PLAIN_DTYPES = (*DTYPES, "int64")
 """What blocks without a rule (model buffers) may hold."""
+METADATA = "__metadata__"
+"""No tensor's name: a safetensors file has it for what it tells of itself."""
 
 
 def size_of(pieces: Sequence[Piece]) -> int:

@@ -17,6 +17,8 @@ class GroupTraits:
 
     def __init__(self, cluster: ConsistencySpec) -> None:
         self.cluster = terms(cluster)
+        self.lasting: dict[int, PolicyTraits] = {}
+        """By group that is defined and whose policy was not changed, what holds for all clocks."""
         self._own: dict[int, PolicyTraits] = {}
         self._changes: dict[int, tuple[tuple[int, int, PolicyTraits], ...]] = {}
         """By group: (number, first clock, terms), newest first; replaced whole, never altered."""
@@ -25,10 +27,14 @@ class GroupTraits:
         """A block of this group was found, which was defined with this policy."""
         if described is not None and group not in self._own:
             self._own[group] = terms(described)
+        self.lasting[group] = self._own.get(group, self.cluster)
+        if group in self._changes:  # asked last: another thread may hear of a change meanwhile
+            self.lasting.pop(group, None)
 
     def undefined(self, group: int) -> None:
         """The only block of this group that was known was refused: the next one decides."""
         self._own.pop(group, None)
+        self.lasting.pop(group, None)
 
     def changed(self, news: GroupPolicy) -> None:
         """A shard told of a change; what is known already changes nothing."""
@@ -38,6 +44,7 @@ class GroupTraits:
         new = (news.number, news.clock, terms(news.policy))
         newest_first = sorted((*known, new), key=lambda each: each[0], reverse=True)
         self._changes[news.group] = tuple(newest_first[:CHANGES_MAX])
+        self.lasting.pop(news.group, None)
 
     def at(self, group: int, clock: int) -> PolicyTraits:
         """The terms of a step of a group that begins at `clock`."""

@@ -27,18 +27,19 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
+        self.kept: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
+        """By rank: version and copies by block, oldest first."""
         self._spare: list[dict[int, Array]] = []
 
     @property
     def nbytes(self) -> int:
         """Of all copies."""
-        kept = [copies for each in self._kept.values() for _, copies in each]
+        kept = [copies for each in self.kept.values() for _, copies in each]
         return sum(array.nbytes for copies in (*kept, *self._spare) for array in copies.values())
 
     def keep(self, rank: int, version: int, blocks: Iterable[ShardBlock]) -> None:
         """A worker reads these values now, and has those of the other blocks from before."""
-        kept = self._kept.setdefault(rank, deque())
+        kept = self.kept.setdefault(rank, deque())
         now = {block.spec.block: block.value for block in blocks}
         if kept and kept[-1][0] == version:
             copies = kept[-1][1]
@@ -59,7 +60,7 @@ class Reads:
 
     def of(self, rank: int, version: int) -> dict[int, Array]:
         """By block, what a worker read at this version; empty if it did not."""
-        kept = self._kept.get(rank)
+        kept = self.kept.get(rank)
         if not kept:
             return {}
         while len(kept) > 1 and kept[0][0] < version:  # the last one goes into the next
@@ -68,13 +69,13 @@ class Reads:
 
     def only(self, ranks: Iterable[int]) -> None:
         """Forget all other ranks."""
-        gone = set(self._kept).difference(ranks)
+        gone = set(self.kept).difference(ranks)
         for rank in sorted(gone):
-            del self._kept[rank]
+            del self.kept[rank]
         if gone:
             self._spare.clear()
 
     def forget(self, rank: int) -> None:
         """This worker goes by a policy that needs no copies."""
-        if self._kept.pop(rank, None) is not None:
+        if self.kept.pop(rank, None) is not None:
             self._spare.clear()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
-from paramserve.core.shard_sessions import Answer, Memory, Request
+from paramserve.core.request_memory import Memory
+from paramserve.core.shard_sessions import Answer, Request
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
 from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
@@ -26,6 +27,9 @@ from paramserve.messages import (
     Step,
     TakeSnapshot,
 )
+
+if TYPE_CHECKING:
+    from paramserve.core.cut_parts import ShardCut
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -112,44 +116,43 @@ class Replies:
         Returns:
             The answer; a refusal if there is no memory for them.
         """
-        step = request.message
-        assert isinstance(step, Step)
+        step, memory = request.message, request.memory
+        assert type(step) is Step
+        inline: list[tuple[int, Array]] = []
         try:
-            return Answer(done, self._values(blocks, step, request.memory, written), exact)
+            for place in step.pull:
+                block = blocks[place.block]
+                if type(block) is KeyedBlock:
+                    if place.arena:
+                        block.read(memory, place)
+                    else:
+                        rows = np.empty(block.read_bytes(place) // 4, np.float32)
+                        block.read(memory, place, rows)
+                        inline.append((place.offset, rows))
+                elif not place.arena:
+                    inline.append((place.offset, block.value))
+                elif place.block not in written:
+                    np.copyto(memory.at(place.arena, place.offset, block), block.value)
+            return Answer(done, laid(inline, self._allocate) if inline else None, exact)
         except MemoryError:
             applied: Applied = "yes" if step.push and not done.skipped else "no"
             return Answer(refusal(step.seq, no_memory(self._shard, "the values read", applied)))
 
-    def _values(
-        self, blocks: Blocks, step: Step, memory: Memory, written: Collection[int]
-    ) -> Bytes | None:
-        inline: list[tuple[int, Array]] = []
-        for place in step.pull:
-            block = blocks[place.block]
-            if isinstance(block, KeyedBlock):
-                if place.arena == 0:
-                    rows = np.empty(block.read_bytes(place) // 4, np.float32)
-                    block.read(memory, place, rows)
-                    inline.append((place.offset, rows))
-                else:
-                    block.read(memory, place)
-            elif place.arena == 0:
-                inline.append((place.offset, block.value))
-            elif place.block not in written:
-                np.copyto(block.at(memory, place.arena, place.offset), block.value)
-        return laid(inline, self._allocate) if inline else None
-
-    def fetch(self, state: GroupState, message: Fetch, memory: Memory) -> Answer:
-        """Read one field of a block."""
+    def fetch(
+        self, state: GroupState, message: Fetch, memory: Memory, part: ShardCut | None = None
+    ) -> Answer:
+        """Read one field of a block, as it is now or in this shard's part of a cut."""
         block = state.block(message.block)
         if isinstance(block, KeyedBlock):
             raise _no_array(block)
-        source = block.field(message.field)
-        done = Done(message.seq, state.version, counts=tuple(block.counts))
+        read = block if part is None else part.block(message.block)
+        version = state.version if part is None else part.versions[state.id]
+        source = read.field(message.field)
+        done = Done(message.seq, version, counts=tuple(read.counts))
         if message.arena == 0:
             check_layout([(message.offset, source.nbytes)])
             return Answer(done, laid([(0, source)], self._allocate))
-        np.copyto(block.at(memory, message.arena, message.offset), source)
+        np.copyto(memory.at(message.arena, message.offset, block), source)
         return Answer(done)
 
     def _scanned(self, block: KeyedBlock, message: Scan) -> Bytes:
@@ -208,7 +211,7 @@ class Replies:
             else:
                 block = state.block(place.block)
                 assert isinstance(block, ShardBlock), "a table has no snapshots"
-                np.copyto(block.at(memory, place.arena, place.offset), value)
+                np.copyto(memory.at(place.arena, place.offset, block), value)
         check_layout([(offset, value.nbytes) for offset, value in inline])
         return Answer(taken, laid(inline, self._allocate) if inline else None)
 
@@ -218,7 +221,7 @@ def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
     block = state.block(message.block)
     if isinstance(block, KeyedBlock):
         raise _no_array(block)
-    source = block.at(memory, message.arena, message.offset)
+    source = memory.at(message.arena, message.offset, block)
     block.assign(message.field, source, message.active, message.counts)
     state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))

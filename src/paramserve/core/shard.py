@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,20 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core.block import ShardBlock, check_spec
+from paramserve.core.cut import LEAD, CutAgreement
+from paramserve.core.cut_parts import CutMemory, ShardCut
 from paramserve.core.events import (
+    CheckpointEnded,
     ClientBye,
     ClientGone,
     ClientHere,
+    CutWanted,
     DeadlineReached,
     Effects,
     EnterGroups,
     Event,
     FromShard,
+    GoOn,
     GroupEffect,
     Inquired,
     LookAgain,
@@ -34,6 +40,7 @@ from paramserve.core.events import (
     Reply,
     Requested,
     Send,
+    Tell,
 )
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import GroupState, Watching
@@ -46,9 +53,9 @@ from paramserve.core.replies import (
     put,
     refusal,
 )
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import (
     Answer,
-    Memory,
     Request,
     Sessions,
     ShardSession,
@@ -58,8 +65,16 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import DefineMismatch, Overloaded, ParamServeError, UnknownName
 from paramserve.messages import (
     Assign,
+    BlockSpec,
+    Commit,
+    CutAsk,
+    CutAt,
+    CutDone,
+    CutOver,
+    CutTo,
     Define,
     Done,
+    DropCut,
     Fetch,
     GroupReport,
     JoinGroup,
@@ -73,6 +88,7 @@ from paramserve.messages import (
     Step,
     SuspendMembership,
     Switch,
+    TakeCut,
     TakeSnapshot,
     Undefine,
     Waiting,
@@ -94,6 +110,7 @@ class Shard:
         rules: classes by name that the owner registered, besides the built-in ones.
         policies: the same for policies, and functions.
         allocate: gives memory [bytes] for the values of a reply that travel in it.
+        cut_memory: of copies for cuts.
     """
 
     def __init__(
@@ -108,6 +125,7 @@ class Shard:
         rules: Mapping[str, type[Any]] = NONE,
         policies: Mapping[str, Any] = NONE,
         allocate: Callable[[int], Bytes] = fresh,
+        cut_memory: CutMemory | None = None,
     ) -> None:
         self.number = number
         self.shards = shards
@@ -118,10 +136,16 @@ class Shard:
         self._limits = limits
         self._resend_s = resend_s
         self.rules = rules
-        self._policies = policies
+        self.policies = policies
         self._replies = Replies(number, limits.payload_bytes_max, allocate)
         self._outbox = deque[GroupEffect]()
         """What the groups' machines want done, within one event."""
+        self.cuts = CutAgreement(
+            number, shards, self.sessions, self.groups, resend_s, self._outbox, self._freeze
+        )
+        self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
+        self._deferred: list[FromShard | ClientBye] = []
+        """What has come since the shard stopped for a cut, and would change something."""
         self._now = 0.0
         self._effects = Effects()
 
@@ -152,34 +176,68 @@ class Shard:
             case MembersChanged():
                 if self.sessions.update(event.message):
                     self._members_changed()
+            case CutWanted(checkpoint, full):
+                if checkpoint:
+                    self.cuts.want_checkpoint(checkpoint, full, now)
+                elif not self.cuts.under_way:
+                    self.cuts.want((), True, None, now)
+            case CheckpointEnded(checkpoint, committed):
+                self.cuts.end_checkpoint(checkpoint)
+                for block in self.blocks.values():
+                    if isinstance(block, KeyedBlock) and block.changes is not None:
+                        block.changes.over(checkpoint, committed=committed)
             case DeadlineReached():
+                self.cuts.deadline_reached(now)
                 for machine in self.groups.values():
                     machine.deadline_reached(now)
                 for client in self.sessions.expired(now):
                     self._client_bye(client)
-        if self._outbox:
+        if self._outbox or self.cuts.settling:
             self._work_off()
-        deadline = None
-        for machine in self.groups.values():
-            due = machine.deadline
+        deadline = self.cuts.deadline
+        for number in self.groups:
+            due = self.groups[number].deadline
             if due is not None and (deadline is None or due < deadline):
                 deadline = due
         effects.deadline = deadline
         return effects
 
-    def report(self, *, notes: bool = False) -> tuple[GroupReport, ...]:
-        """What this shard has done, group by group; with `notes`, those of the ranks as well."""
-        return tuple(each.state.report(notes=notes) for _, each in sorted(self.groups.items()))
+    def report(
+        self, *, notes: bool = False, saved: tuple[str, int, int] | None = None
+    ) -> tuple[GroupReport, ...]:
+        """What this shard has done, group by group.
+
+        Args:
+            notes: whether the notes of the ranks are wanted as well.
+            saved: (group, rank, clock) where it is wanted what the rank had saved.
+        """
+        reports = []
+        for _, machine in sorted(self.groups.items()):
+            report = machine.state.report(notes=notes)
+            if saved is not None and machine.state.name == saved[0]:
+                found = machine.state.saved.before(*saved[1:])
+                report = structs.replace(report, saved=found)
+            reports.append(report)
+        return tuple(reports)
 
     def _work_off(self) -> None:
         """Do what the groups' machines ask for, and what follows from it."""
+        self._empty_outbox()
+        while self.cuts.settling:
+            self.cuts.settle()
+            if not self._outbox:
+                break
+            self._empty_outbox()
+
+    def _empty_outbox(self) -> None:
         outbox = self._outbox
         while outbox:
             effect = outbox.popleft()
             match effect:
                 case Reply(session, answer):
                     self._answer(session, answer)
-                    self._resume(session)
+                    if session.queue:
+                        self._resume(session)
                 case Send(shard, message):
                     if shard == self.number:
                         self._from_shard(message)
@@ -195,22 +253,71 @@ class Shard:
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():
                         held, session.held = session.held, None
-                        if held is not None:
-                            self._execute(session, held)
-                            self._resume(session)
+                        if held is None:
+                            continue
+                        assert waiting is not None
+                        if session.done is None and self._stops(session, held.message.seq):
+                            waiting.hold(session, held)
+                            continue
+                        self._execute(session, held)
+                        self._resume(session)
+                case Tell(told):
+                    self._effects.notices.append(told)
+                case GoOn():
+                    self._go_on()
 
     def _resume(self, session: ShardSession) -> None:
         """Execute what waits behind a request that is answered now."""
         while session.queue and session.held is None:
+            if self.cuts.stops and not self.cuts.allows(session, session.queue[0].message.seq):
+                break
             self._execute(session, session.queue.popleft())
 
+    def _stops(self, session: ShardSession, seq: int) -> bool:
+        """Whether a request is not executed before a cut is over."""
+        return self.cuts.stops and not self.cuts.allows(session, seq)
+
+    def _go_on(self) -> None:
+        """A cut is over, or more is allowed: do what waits behind it."""
+        deferred, self._deferred = self._deferred, []
+        for event in deferred:
+            if isinstance(event, FromShard):
+                self._from_shard(event.message)
+        for machine in self.groups.values():
+            machine.look_again()
+        for session in list(self.sessions.by_client.values()):
+            self._resume(session)
+        for event in deferred:
+            if isinstance(event, ClientBye):
+                self._client_bye(event.client)
+
+    def _freeze(self, ask: CutAsk, clients: Mapping[int, int]) -> ShardCut:
+        """This shard's part of a cut, as of now."""
+        memory = self.cut_memory
+        return ShardCut(self.number, ask, clients, self.groups, self.sessions, memory)
+
     def _from_shard(self, message: PeerMessage) -> None:
-        number = message.change.group if isinstance(message, Switch) else message.group
-        machine = self.groups.get(number)
+        if self.cuts.stops and self._waits_for_cut(message):
+            if FromShard(message) not in self._deferred:
+                self._deferred.append(FromShard(message))
+            return
+        match message:
+            case CutAsk() | CutAt() | CutTo() | CutDone() | CutOver():
+                self.cuts.on_message(message, self._now)
+                return
+            case Switch():
+                machine = self.groups.get(message.change.group)
+            case _:
+                machine = self.groups.get(message.group)
         if machine is None:
             return  # Its define is still on the way; the sender repeats.
-        window = self.sessions.window() if isinstance(message, Pause) else 0
+        window = self.sessions.window() if type(message) is Pause else 0
         machine.on_message(message, window, self._now)
+
+    def _waits_for_cut(self, message: PeerMessage) -> bool:
+        if isinstance(message, Commit):
+            return not self.cuts.allows_commit(message)
+        return isinstance(message, Pause)
 
     # --- clients and members ---------------------------------------------------------------------
 
@@ -223,6 +330,11 @@ class Shard:
 
     def _client_bye(self, client: int) -> None:
         """A client has closed itself, or is forgotten."""
+        session = self.sessions.by_client.get(client)
+        if self.cuts.stops and session is not None and session.queue:
+            self._deferred.append(ClientBye(client))  # what it has sent comes first
+            return
+        self.cuts.forget(client)
         for machine in self.groups.values():
             machine.forget(client)
         if self.sessions.close(client):
@@ -231,9 +343,11 @@ class Shard:
     def _members_changed(self) -> None:
         """Fence the sessions of ranks that have ended, and go on with the others."""
         for session in self.sessions.fence():
-            if session.held is not None:
-                assert isinstance(session.held.message, Step | JoinGroup | SuspendMembership)
-                self.groups[session.held.message.group].let_go(session)
+            held = None if session.held is None else session.held.message
+            if isinstance(
+                held, Step | JoinGroup | SuspendMembership
+            ):  # a cut is taken all the same
+                self.groups[held.group].let_go(session)
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
@@ -250,22 +364,22 @@ class Shard:
     # --- numbered requests -----------------------------------------------------------------------
 
     def _requested(self, event: Requested) -> None:
-        session = self.sessions.by_client.get(event.client)
-        if session is None:
+        if event.client not in self.sessions.by_client:
             self._effects.drops.append(event.client)
             return
-        seq = event.message.seq
+        session, message = self.sessions.by_client[event.client], event.message
+        seq = message.seq
         verdict = session.admit(seq)
         if verdict is Verdict.NEW:
-            request = Request(event.message, event.memory)
-            if session.unread and isinstance(event.message, Step):
-                session.have_read(event.message.oldest)
-            if session.held is not None:
+            request = Request(message, event.memory)
+            if session.unread and type(message) is Step:
+                session.have_read(message.oldest)
+            if session.held is not None or (self.cuts.stops and not self.cuts.allows(session, seq)):
                 session.queue.append(request)
             else:
                 self._execute(session, request)
         elif verdict is Verdict.REPEATED:
-            self._repeat(session, Request(event.message, event.memory))
+            self._repeat(session, Request(message, event.memory))
         elif verdict is Verdict.GAP:
             self._effects.drops.append(session.client)
         elif verdict is Verdict.FORGOTTEN:
@@ -301,11 +415,29 @@ class Shard:
         try:
             if session.fenced_by is not None:
                 raise session.fenced()
-            answer = self._dispatch(session, request)
+            message = request.message
+            if type(message) is Step and message.group in self.groups:
+                if message.more or session.rank in self.sessions.calls:
+                    self._begin_part(session, message)
+                answer = self.groups[message.group].step(session, request, self._now)
+            else:
+                answer = self._dispatch(session, request)
         except (ParamServeError, ValueError, TypeError, MemoryError) as error:
             answer = Answer(self._refusal(request.message, error))
         if answer is not None:
             self._answer(session, answer)
+
+    def _begin_part(self, session: ShardSession, step: Step) -> None:
+        """A step of a call that steps several groups, or the next one, begins."""
+        rank = session.rank
+        steps = rank >= 0 and bool(step.push or step.tick or step.skip)
+        if not (steps and self.sessions.begin_part(session, step)):
+            return
+        for machine in self.groups.values():
+            state = machine.state
+            # The rank does not make the call again that was not over: this one has other groups.
+            if rank in state.ahead and state.id != step.group and not state.collects:
+                del state.ahead[rank]
 
     def _refusal(self, message: ShardRequest, error: Exception) -> Refused:
         """Why a request is refused, from what it raised."""
@@ -317,8 +449,8 @@ class Shard:
         return refusal(message.seq, error)
 
     def _answer(self, session: ShardSession, answer: Answer) -> None:
-        if session.rank in self.sessions.retiring and isinstance(answer.message, Done):
-            answer = answer._replace(message=structs.replace(answer.message, retire=True))
+        if session.rank in self.sessions.retiring and type(answer.message) is Done:
+            answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
         session.record(answer)
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
@@ -346,6 +478,19 @@ class Shard:
                 return self._suspend(session, request, message)
             case SetPolicy() as message:
                 return self._group(message.group).set_policy(message, self._now)
+            case TakeCut() as message:
+                return self._take_cut(session, request, message)
+            case DropCut() as message:
+                self.cuts.let_go(message.cut)
+                return Answer(Done(message.seq))
+
+    def _take_cut(self, session: ShardSession, request: Request, message: TakeCut) -> Answer | None:
+        """On shard 0 the request is held until the cut is complete; it has no other effect."""
+        if self.number != LEAD:
+            return Answer(Done(message.seq))
+        session.held, session.done = request, Done(message.seq)
+        self.cuts.want(message.groups, False, session, self._now)
+        return None
 
     def _read(
         self, session: ShardSession, message: Fetch | Scan | TakeSnapshot, memory: Memory
@@ -353,7 +498,8 @@ class Shard:
         """Answer a request that only reads; it may be executed again."""
         match message:
             case Fetch():
-                return self._replies.fetch(self._group_of(message.block), message, memory)
+                part = self.cuts.part(message.cut, self._now) if message.cut else None
+                return self._replies.fetch(self._group_of(message.block), message, memory, part)
             case Scan():
                 return self._replies.scan(self._group_of(message.block), message, memory)
             case TakeSnapshot():
@@ -394,12 +540,12 @@ class Shard:
                 fix="run the same version on all sides",
             )
         if known is None or known.attempt < message.attempt:
-            block = self._new_block(message)
+            block = self.new_block(spec, message.attempt)
             if isinstance(block, ShardBlock):
-                np.copyto(block.value, block.at(memory, message.arena, message.offset))
+                np.copyto(block.value, memory.at(message.arena, message.offset, block))
             machine = self.groups.get(spec.group)
             if machine is None:
-                machine = self.groups[spec.group] = self._new_group(message)
+                machine = self.groups[spec.group] = self._new_group_of(message)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
@@ -416,8 +562,12 @@ class Shard:
                 del self.groups[state.id]
         return Answer(Done(message.seq))
 
-    def _new_block(self, message: Define) -> ShardBlock | KeyedBlock:
-        spec = message.spec
+    def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
+        """A block of zeros, or a table without rows, which is not known yet.
+
+        Raises:
+            ParamServeError: this shard cannot have it. Nothing was changed.
+        """
         if spec.table is None:
             check_spec(spec, self.shards)
         rule = None if spec.rule is None else build_rule(spec.rule, self.rules)
@@ -425,8 +575,8 @@ class Shard:
             raise ParamServeError(f"table {spec.group_name!r} has no rule", fix="give it one")
         try:
             if spec.table is not None and rule is not None:
-                return KeyedBlock(spec, self.shards, rule, message.attempt)
-            return ShardBlock(spec, self.number, rule, message.attempt)
+                return KeyedBlock(spec, self.shards, rule, attempt)
+            return ShardBlock(spec, self.number, rule, attempt)
         except MemoryError:
             size = sum(spec.cuts[self.number + 1 :][:1]) - sum(spec.cuts[self.number :][:1])
             what = f"{size} elements of {spec.dtype}" if spec.table is None else "a table"
@@ -435,21 +585,30 @@ class Shard:
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
 
-    def _new_group(self, message: Define) -> GroupMachine:
+    def _new_group_of(self, message: Define) -> GroupMachine:
         spec, own = message.spec, message.spec.consistency
-        policy = self.policy if own is None else build_policy(own, self._policies)
+        policy = self.policy if own is None else build_policy(own, self.policies)
         check_table_policy(spec.group_name, policy, spec.table is not None)
+        return self.new_group(spec.group, spec.group_name, policy)
+
+    def new_group(self, number: int, name: str, policy: Policy) -> GroupMachine:
+        """A group to which nothing has happened, which is not known yet."""
+        state = GroupState(number, name, policy, self.sessions.first, self.sessions.live())
+        if self.shards > 1:
+            state.snapshot_due = partial(self._snapshot_due, number)
         return GroupMachine(
-            GroupState(
-                spec.group, spec.group_name, policy, self.sessions.first, self.sessions.live()
-            ),
+            state,
             shard=self.number,
             shards=self.shards,
             resend_s=self._resend_s,
-            policies=self._policies,
+            policies=self.policies,
             replies=self._replies,
             outbox=self._outbox,
         )
+
+    def _snapshot_due(self, group: int) -> None:
+        if self.number == LEAD:
+            self.cuts.want_snapshot(group, self._now)
 
     def _watch(self, session: ShardSession, message: Watch) -> Answer:
         state = self._group(message.group).state

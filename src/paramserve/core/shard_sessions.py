@@ -11,40 +11,51 @@ An outcome keeps versions and no values: those are read again, as they are by th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
-from msgspec import structs
+from msgspec import Struct, structs
 
 from paramserve.config import NO_RANK, Limits
+from paramserve.core.request_memory import Memory
 from paramserve.errors import ClientClosed, Overloaded, ParamServeError, WorkerFenced
-from paramserve.messages import Done, Member, Members, Refused, ShardReply, ShardRequest
+from paramserve.messages import (
+    CURRENT_CLOCK,
+    Done,
+    Member,
+    Members,
+    Refused,
+    ShardReply,
+    ShardRequest,
+    Step,
+)
 
 if TYPE_CHECKING:
     from paramserve.core.events import ClientHere
 
 Array = npt.NDArray[Any]
-Memory = Mapping[int, npt.NDArray[np.uint8]]
 
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
+CLOSED_MAX = 256
+"""Clients that have closed themselves and are remembered, since other shards may still know them
+when a cut is taken."""
 ENDED = ("left", "dead", "restarting")
 """States of a member whose present incarnation may change nothing any more."""
 AWAITED = ("expected", "live", "restarting", "retiring")
 """States of a member for which a synchronous clock waits."""
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """A numbered request and the memory that it speaks of, by arena number; 0 is the payload."""
 
     message: ShardRequest
     memory: Memory
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """A reply and the bytes that follow it (none where the values lie in the client's arena)."""
 
     message: ShardReply
@@ -67,6 +78,21 @@ class Asked(NamedTuple):
     seq: int
     clock: int
     tick: bool
+
+
+class CallPart(NamedTuple):
+    """One group's part of a call that steps several.
+
+    Attributes:
+        clock: of the step, as it says.
+        more: if another part follows, the call's mark; see `messages.Step`.
+    """
+
+    client: int
+    seq: int
+    group: int
+    clock: int
+    more: tuple[int, int] | None
 
 
 class Verdict(Enum):
@@ -96,7 +122,7 @@ class ShardSession:
         self.last = 0
         """The highest number accepted."""
         self.queue: deque[Request] = deque()
-        """Accepted, not executed: behind one that is held."""
+        """Accepted, not executed: behind one that is held, or behind a cut."""
         self.held: Request | None = None
         """Executed as far as possible, not answered."""
         self.done: Done | None = None
@@ -111,6 +137,8 @@ class ShardSession:
         """Groups where the client does not know its clock: the next answer says it."""
         self.asked: dict[int, Asked] = {}
         """By group: the last step that did not say its clock."""
+        self.fenced_at = 0
+        """The last number whose effect counts, of a session that is fenced."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self.unread: dict[int, Array | None] = {}
@@ -118,10 +146,17 @@ class ShardSession:
         again then, and newer ones will do."""
         self._outcomes: dict[int, Done | Refused] = {}
 
+    @property
+    def executed(self) -> int:
+        """The last number whose request has had its effect, though it may wait to read."""
+        if self.held is not None:
+            return self.held.message.seq - (self.done is None)
+        return self.queue[0].message.seq - 1 if self.queue else self.last
+
     def admit(self, seq: int) -> Verdict:
         """What to do with this number; a new one counts as accepted from now on."""
         if seq == self.last + 1:
-            if len(self.queue) >= self.requests:
+            if self.queue and len(self.queue) >= self.requests:
                 return Verdict.GAP
             self.last = seq
             return Verdict.NEW
@@ -129,9 +164,18 @@ class ShardSession:
             return Verdict.GAP
         if seq in self._outcomes:
             return Verdict.REPEATED
-        if self.held is not None and seq >= self.held.message.seq:
+        oldest = self.held or (self.queue[0] if self.queue else None)
+        if oldest is not None and seq >= oldest.message.seq:
             return Verdict.PENDING
         return Verdict.FORGOTTEN
+
+    def outcomes(self) -> Mapping[int, Done | Refused]:
+        """What became of the last numbers."""
+        return self._outcomes
+
+    def keep_outcomes(self, outcomes: Iterable[Done | Refused]) -> None:
+        """Know what became of numbers before this session began here."""
+        self._outcomes.update({each.seq: each for each in outcomes})
 
     def outcome(self, seq: int) -> Done | Refused:
         """What became of a number; `admit` said REPEATED."""
@@ -139,18 +183,30 @@ class ShardSession:
 
     def record(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
-        message = answer.message
-        assert isinstance(message, Done | Refused), "all else answers no number"
+        message, outcomes, unread = answer.message, self._outcomes, self.unread
+        assert type(message) is Done or type(message) is Refused, "all else answers no number"
         seq = message.seq
-        self._outcomes[seq] = message
-        self._outcomes.pop(seq - self.requests, None)
+        over = seq - self.requests
+        outcomes[seq] = message
+        if over in outcomes:
+            del outcomes[over]
         if answer.payload is not None:
-            self.unread.pop(seq - self.requests, None)
-            self.unread[seq] = answer.payload if answer.exact else None
+            if over in unread:
+                del unread[over]
+            unread[seq] = answer.payload if answer.exact else None
 
     def have_read(self, oldest: int) -> None:
         """The client has read all answers to lower numbers, and asks for none of them again."""
-        self.unread = {seq: values for seq, values in self.unread.items() if seq >= oldest}
+        self.unread = {seq: self.unread[seq] for seq in self.unread if seq >= oldest}
+
+    def clock_of(self, part: CallPart) -> int | None:
+        """The clock of a step that has had its effect; None: it was refused."""
+        if isinstance(self._outcomes.get(part.seq), Refused):
+            return None
+        if part.clock != CURRENT_CLOCK:
+            return part.clock
+        asked = self.asked.get(part.group)
+        return asked.clock if asked is not None and asked.seq == part.seq else None
 
     def fenced(self) -> WorkerFenced:
         """Why its requests are refused, while `fenced_by` is set."""
@@ -185,6 +241,10 @@ class Sessions:
         self.members_number = 0
         """Of the membership that the coordinator told last."""
         self.retiring: frozenset[int] = frozenset()
+        self.closed: dict[int, int] = {}
+        """By client that has closed itself, of late: its last number that has had its effect."""
+        self.calls: dict[int, list[CallPart]] = {}
+        """By rank: of its last call, if that steps several groups, the parts that were begun."""
         self._shard = shard
         self._limits = limits
 
@@ -257,6 +317,9 @@ class Sessions:
         session = self.by_client.pop(client, None)
         if session is None:
             return False
+        self.closed[client] = session.fenced_at if session.fenced_by else session.executed
+        if len(self.closed) > CLOSED_MAX:
+            del self.closed[next(iter(self.closed))]
         session.held = None  # what is collected of it is answered to no connection
         session.live = False
         if self.workers.get(session.rank) is not session:
@@ -280,6 +343,60 @@ class Sessions:
             and now - session.gone_at >= SESSION_KEEP_S
         ]
 
+    # --- calls that step several groups ----------------------------------------------------------
+
+    def begin_part(self, session: ShardSession, step: Step) -> bool:
+        """A step of a rank begins that is a part of a call, or comes after one; whether the call
+        has several parts, and this is the last."""
+        known = self.calls.get(session.rank, [])
+        part = CallPart(session.client, step.seq, step.group, step.clock, step.more)
+        if not (known and known[-1].client == part.client and known[-1].more):
+            known = []
+        elif known[-1].seq == part.seq:  # it was held
+            return False
+        if known or part.more:
+            self.calls[session.rank] = [*known, part]
+        else:
+            self.calls.pop(session.rank, None)
+        return bool(known) and part.more is None
+
+    def in_call(self, rank: int, client: int, last: int) -> bool:
+        """Whether a call of this client of a rank is not over with this number."""
+        parts = self.calls.get(rank, ())
+        return any(each.client == client and each.seq == last and each.more for each in parts)
+
+    def begun(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
+        """By group and rank, the clocks of steps that a cut has of calls that are not over there.
+
+        Args:
+            clients: the last number of each client in the cut.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for session, last in self._within_calls(clients):
+            for part in self.calls[session.rank]:
+                clock = session.clock_of(part) if part.seq <= last else None
+                if clock is not None:
+                    found.setdefault(part.group, {})[session.rank] = clock
+        return found
+
+    def begun_marks(self, clients: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+        """(client, lease, samples): how much of its leased samples is in a cut, with a call that is
+        not over there.
+
+        Args:
+            clients: as for `begun`.
+        """
+        calls = [self.calls[session.rank][0] for session, _ in self._within_calls(clients)]
+        return tuple((each.client, *each.more) for each in calls if each.more and any(each.more))
+
+    def _within_calls(self, clients: Mapping[int, int]) -> Iterator[tuple[ShardSession, int]]:
+        """The sessions whose last numbers are not those of a call's last part; and the numbers."""
+        for rank, parts in self.calls.items():
+            client = parts[0].client
+            last, session = clients.get(client, 0), self.by_client.get(client)
+            if session is not None and self.in_call(rank, client, last):
+                yield session, last
+
     # --- members ---------------------------------------------------------------------------------
 
     def update(self, message: Members) -> bool:
@@ -297,6 +414,12 @@ class Sessions:
         self._mark_live()
         return True
 
+    def restore(self, number: int, members: Iterable[Member]) -> None:
+        """Know the members as of a cut; the coordinator tells what has changed since."""
+        self.members_number = number
+        self.members = {member.rank: member for member in members}
+        self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
+
     def fence(self) -> list[ShardSession]:
         """Fence the sessions of ranks that have ended or have a newer incarnation; the new ones."""
         newly = []
@@ -309,6 +432,7 @@ class Sessions:
                 session.fenced_by = member
             elif ended or session.incarnation < member.incarnation:
                 session.fenced_by = member
+                session.fenced_at = session.executed
                 newly.append(session)
         return newly
 

@@ -24,6 +24,13 @@ class Keep(Protocol):
     def __call__(self, out: Array | None = None) -> None: ...
 
 
+class Unsaved(Protocol):
+    """What is still to be copied of a block for a cut."""
+
+    def finish(self) -> None:
+        """Copy it: the block is about to change."""
+
+
 class ShardStorage(ABC):
     """Base of what a group holds on one shard."""
 
@@ -36,8 +43,17 @@ class ShardStorage(ABC):
         self.attempt = attempt
         self.dtype = np.dtype(spec.dtype)
         self.hyper: Hyper = ()
-        self._checked: Hyper | None = None
-        """Hyper-parameters that were found good last: most pushes bring the same."""
+        self.unsaved: list[Unsaved] = []
+        """For cuts: what is to be copied before the block changes."""
+        self.checked: tuple[Sequence[int] | None, Hyper | None] | None = None
+        """Pieces and hyper-parameters of a push that `check` has found good last: most pushes have
+        the same."""
+        self._hyper_checked: Hyper | None = None
+
+    def save(self) -> None:
+        """Finish the copies for cuts, before the first change after them."""
+        while self.unsaved:
+            self.unsaved.pop().finish()
 
     def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
         """Refuse a push that cannot be applied, before anything is written.
@@ -52,22 +68,25 @@ class ShardStorage(ABC):
             )
         if active is not None:
             self._check_active(active)
-        if hyper is None or hyper == self._checked:
-            return
+        if hyper is not None and hyper != self._hyper_checked:
+            self._check_hyper(self.rule, hyper)
+            self._hyper_checked = hyper
+        self.checked = active, hyper
+
+    def _check_hyper(self, rule: Rule, hyper: Hyper) -> None:
         about = self._about("failed to check its hyper-parameters")
-        with guarded(about, self.rule, (ValueError, ParamServeError)):
-            self.rule.check(hyper)
-            needed = self.rule.states(hyper)
-            kept = self.rule.states(self.hyper)
+        with guarded(about, rule, (ValueError, ParamServeError)):
+            rule.check(hyper)
+            needed = rule.states(hyper)
+            kept = rule.states(self.hyper)
         if len(needed) > len(kept):
-            named = zip(self.rule.hyper_names, hyper, strict=True)
+            named = zip(rule.hyper_names, hyper, strict=True)
             given = ", ".join(f"{name}={value:g}" for name, value in named)
             raise ParamServeError(
-                f"{type(self.rule).__name__} with {given} "
+                f"{type(rule).__name__} with {given} "
                 f"needs the state {', '.join(needed)}, but {self.names} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )
-        self._checked = hyper
 
     @abstractmethod
     def _check_active(self, active: Sequence[int]) -> None: ...

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.config import NO_RANK
-from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, Push
+from paramserve.consistency.base import APPLY, Apply, Buffer, Drop, new_push
 from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import check_layout
-from paramserve.core.shard_sessions import Memory, ShardSession
+from paramserve.core.request_memory import Memory
+from paramserve.core.shard_sessions import ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.core.sums import addable
 from paramserve.core.table.block import KeyedBlock
@@ -30,8 +31,8 @@ from paramserve.errors import (
     ShapeMismatch,
     TableFull,
 )
-from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, Step
-from paramserve.rules.base import Hyper, PushInfo
+from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, ReadTarget, Step
+from paramserve.rules.base import Hyper, PushInfo, new_push_info
 from paramserve.rules.compiled import compiled
 
 Array = npt.NDArray[Any]
@@ -45,43 +46,57 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
     Raises:
         ParamServeError: something about it is wrong. Nothing was applied.
     """
-    if not (math.isfinite(step.weight) and step.weight > 0.0):
+    if not 0.0 < step.weight < math.inf:
         raise ParamServeError(f"weight {step.weight} is not positive", fix="give a number > 0")
-    if not (math.isfinite(step.factor) and step.factor > 0.0):
+    if not 0.0 < step.factor < math.inf:
         raise ParamServeError(f"factor {step.factor} is not positive", fix="give a number > 0")
-    if not (math.isfinite(step.clip_norm) and step.clip_norm >= 0.0):
+    if not 0.0 <= step.clip_norm < math.inf:
         raise ParamServeError(f"clip_norm {step.clip_norm} is negative", fix="give a number > 0")
-    if len(step.note) > NOTE_BYTES_MAX:
+    if step.note and len(step.note) > NOTE_BYTES_MAX:
         raise ParamServeError(
             f"a note of {len(step.note)} bytes, allowed are {NOTE_BYTES_MAX}", fix="send less"
         )
+    blocks = state.blocks
     parts: list[Part] = []
     for header in step.push:
-        block = state.block(header.block)
-        block.check(header.active, header.hyper)
-        parts.append((block, header, block.gradient(memory, header)))
+        block = blocks[header.block] if header.block in blocks else state.block(header.block)
+        if (header.active, header.hyper) != block.checked:
+            block.check(header.active, header.hyper)
+        if type(block) is ShardBlock:
+            parts.append((block, header, memory.at(header.arena, header.offset, block)))
+        else:
+            parts.append((block, header, block.gradient(memory, header)))
     answered: list[tuple[int, int]] = []
     for place in step.pull:
-        block = state.block(place.block)
-        if isinstance(block, KeyedBlock):
+        block = blocks[place.block] if place.block in blocks else state.block(place.block)
+        if type(block) is KeyedBlock:
             block.check_place(memory, place)
-        elif place.arena != 0:
-            block.at(memory, place.arena, place.offset)
-        if place.arena == 0:
-            answered.append((place.offset, block.read_bytes(place)))
+            if not place.arena:
+                answered.append((place.offset, block.read_bytes(place)))
+        elif place.arena:
+            memory.at(place.arena, place.offset, block)
+        else:
+            answered.append((place.offset, block.nbytes))
     if answered:
         check_layout(answered)
-    if len(parts) > 1 and len({header.block for header in step.push}) < len(parts):
+    if step.push[1:] and len({header.block for header in step.push}) < len(parts):
         raise ShapeMismatch(
-            f"a step brings {len(parts)} gradients for blocks {[g.block for g in step.push]}",
+            f"a step has {len(parts)} gradients for blocks {[g.block for g in step.push]}",
             fix="send one gradient for each block",
         )
     return parts
 
 
-def finite(parts: list[Part]) -> bool:
-    """Whether all active elements are finite numbers."""
-    return all(block.finite(gradient, header.active) for block, header, gradient in parts)
+def largest(parts: list[Part], step: Step | None = None) -> float:
+    """The largest size of an active element, inf if one is NaN or Inf: as the client of the step
+    has found it when it captured the gradients, else from a pass over them."""
+    if step is not None and step.largest >= 0.0:
+        return step.largest
+    most = 0.0
+    for block, header, gradient in parts:
+        size = block.largest(gradient, header.active)
+        most = size if size > most else most
+    return most
 
 
 def apply_now(
@@ -98,11 +113,14 @@ def apply_now(
         The answer, and the blocks whose pulled values are left at their places already.
     Raises:
         NonFinite: and the policy refuses it. Nothing was applied.
+        NonFinite: a gradient was written to after it was looked at. They were applied in part if
+            a rule of ours found it ("Applied: unknown"), else not.
         RuleFailed: of one of the blocks. Nothing was applied to any of them.
         PolicyFailed: nothing was applied.
     """
     skip = step.skip
-    if parts and not skip and not finite(parts):
+    size = 0.0 if skip else largest(parts, step)
+    if size == math.inf:
         if epoch.policy.on_nonfinite == "refuse":
             raise NonFinite(
                 f"the gradient of worker {session.rank} (client {session.client}) for group "
@@ -116,29 +134,39 @@ def apply_now(
         state.mark(session.client, step.mark)
         return Done(step.seq, state.version, state.members.slowest), ()
     state.collect.prepared = None  # it was computed from what is changed now
-    staleness = max(0, state.version - step.base)
-    push = Push(session.rank, step.clock, staleness, step.weight, step.factor)
+    staleness = state.version - step.base if state.version > step.base else 0
+    push = new_push((session.rank, step.clock, staleness, step.weight, step.factor))
     decision = policy_calls.on_push(epoch, push, state)
     written: Collection[int] = ()
+    dropped = False
     match decision:
         case Drop():
             state.drop(session.rank)
+            dropped = True
         case Buffer():
-            large = state.buffer.large or not addable(parts, decision.weight)
+            large = state.buffer.large or not addable(parts, decision.weight, size)
             if large and not state.buffer.fits(parts, decision.weight):
                 return _overflown(state, session, step, epoch), ()
             _buffer(state, parts, decision, step.clock)
         case Apply():
-            flush(state)
-            corrected = _corrected(state, session, step, parts, decision, epoch)
-            if corrected is None:
-                return _skip(state, session, step), ()
-            push_info = PushInfo(
-                session.rank, step.clock, state.version, staleness, step.weight, decision.scale
+            if state.buffer.count:
+                flush(state)
+            if decision.compensate:
+                corrected = _corrected(state, session, step, parts, decision, epoch)
+                if corrected is None:
+                    return _skip(state, session, step), ()
+                parts = corrected
+            push_info = new_push_info(
+                (session.rank, step.clock, state.version, staleness, step.weight, decision.scale)
             )
-            written = apply_parts(state, step, corrected, memory, push_info, decision)
-    state.mark(session.client, step.mark)
-    dropped = isinstance(decision, Drop)
+            try:
+                written = apply_parts(state, step, parts, memory, push_info, decision)
+            except NonFinite as error:
+                if error.applied != "no" or epoch.policy.on_nonfinite == "refuse":
+                    raise
+                return _skip(state, session, step), ()
+    if step.mark is not None:
+        state.mark(session.client, step.mark)
     if not dropped:
         state.count_staleness(session.rank, staleness)
     return Done(step.seq, state.version, state.members.slowest, staleness, dropped), written
@@ -147,6 +175,7 @@ def apply_now(
 def _overflown(state: GroupState, session: ShardSession, step: Step, epoch: PolicyEpoch) -> Done:
     """A gradient is left out, as its policy says of NaN and Inf: with it, the buffer would hold
     some."""
+    _drop_nonfinite(state)
     if epoch.policy.on_nonfinite == "refuse":
         raise NonFinite(
             f"the sum of the gradients in the buffer of group {state.name!r} is not finite with "
@@ -171,18 +200,18 @@ def _corrected(
     how: Apply,
     epoch: PolicyEpoch,
 ) -> list[Part] | None:
-    """The gradients, corrected by what the values have changed since they were read, if asked to;
-    None: they cannot be applied.
+    """The gradients, corrected by what the values have changed since they were read; None: they
+    cannot be applied.
 
     Raises:
         NonFinite: they are not finite any more, and the policy refuses that. Nothing was applied.
     """
     # With several blocks, one may have been read before the others were.
     changed = state.version > step.base or len(state.blocks) > 1
-    if not how.compensate or not changed:
+    if not changed:
         return parts
     parts = _compensated(state.reads.of(session.rank, step.base), parts, how.compensate)
-    good = finite(parts)
+    good = largest(parts) < math.inf
     if not good and epoch.policy.on_nonfinite == "refuse":
         raise NonFinite(
             f"the gradient of worker {session.rank} for group {state.name!r} was finite, and "
@@ -208,31 +237,42 @@ def apply_parts(
         The blocks whose pulled values are left at their places already.
     Raises:
         RuleFailed: of one of the blocks. Nothing was applied to any of them.
+        NonFinite: a gradient was written to after it was looked at. They were applied in part if
+            a rule of ours found it ("Applied: unknown"), else not.
     """
-    places = {place.block: place for place in step.pull if place.arena != 0}
-    outs = {
-        number: block.at(memory, place.arena, place.offset)
-        for block, _, _ in parts
-        if isinstance(block, ShardBlock)
-        and (place := places.get(number := block.spec.block)) is not None
-    }
-    asked = {
-        block.spec.block: adapted(block, header.hyper, push, how) for block, header, _ in parts
-    }
+    places: dict[int, ReadTarget] = {}
+    for place in step.pull:
+        if place.arena:
+            places[place.block] = place
+    written: dict[int, Array] = {}
+    for block, header, _ in parts:
+        if type(block) is ShardBlock and header.block in places:
+            place = places[header.block]
+            written[header.block] = memory.at(place.arena, place.offset, block)
     keep: dict[int, Keep] = {}
-    if len(parts) > 1:  # none is changed before all that may fail are prepared
+    if step.push[1:]:  # none is changed before all that may fail are prepared
         for block, header, gradient in parts:
             if block.may_fail:
-                number = block.spec.block
-                keep[number] = block.prepare(gradient, header.active, *asked[number])
+                hyper, its_push = adapted(block, header.hyper, push, how)
+                keep[header.block] = block.prepare(gradient, header.active, hyper, its_push)
     for block, header, gradient in parts:
-        number = block.spec.block
-        if number in keep:
-            keep[number](outs.get(number))
-        else:
-            block.apply(gradient, header.active, *asked[number], outs.get(number))
+        out: Array | None = None
+        if header.block in written:
+            out = written[header.block]
+        if header.block in keep:
+            keep[header.block](out)
+            continue
+        hyper, its_push = header.hyper, push
+        if how is not APPLY:
+            hyper, its_push = adapted(block, hyper, push, how)
+        try:
+            block.apply(gradient, header.active, hyper, its_push, out)
+        except NonFinite as error:
+            if error.applied != "no":
+                state.advance()
+            raise
     state.advance()
-    return outs.keys()
+    return written
 
 
 def _compensated(read: Mapping[int, Array], parts: list[Part], lam: float) -> list[Part]:
@@ -283,17 +323,32 @@ def _buffer(state: GroupState, parts: list[Part], how: Buffer, clock: int) -> No
     buffer = state.buffer
     if buffer.count + 1 >= how.size:
         push = PushInfo(-1, clock, state.version, 0, 1.0, 1.0 / (buffer.count + 1))
-        keep = buffer.prepare(state.blocks, parts, how.weight, push)
+        try:
+            keep = buffer.prepare(state.blocks, parts, how.weight, push)
+        except NonFinite:
+            _drop_nonfinite(state)
+            raise
         before = buffer.count
         buffer.add(parts, how.weight)
         try:
             buffer.apply(state.blocks, push, keep)
-        except (RuleFailed, TableFull, MemoryError):  # those that were in the buffer may be lost
+        except (RuleFailed, TableFull, NonFinite, MemoryError):
+            # Those that were in the buffer may be lost.
             state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + before
             raise
-        state.advance()
+        finally:
+            state.advance()  # it may be applied in part
     else:
         buffer.add(parts, how.weight)
+
+
+def _drop_nonfinite(state: GroupState) -> None:
+    """Begin the buffer anew if it holds NaN or Inf, of a gradient that was written to after it was
+    looked at: no sum with it could be applied."""
+    buffer = state.buffer
+    if not buffer.finite(state.blocks):
+        state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + buffer.count
+        buffer.clear()
 
 
 def flush(state: GroupState) -> None:
@@ -306,6 +361,6 @@ def flush(state: GroupState) -> None:
     push = PushInfo(-1, state.members.slowest, state.version, 0, 1.0, 1.0 / count)
     try:
         buffer.apply(state.blocks, push)
-    except (RuleFailed, TableFull, MemoryError):
+    except (RuleFailed, TableFull, NonFinite, MemoryError):
         state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + count
     state.advance()

@@ -5,6 +5,7 @@ A sum of finite gradients may overflow. Only sums of gradients that are large en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from paramserve.core.commit import Contribution
 from paramserve.core.shard_storage import Keep
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import RowGradient
-from paramserve.errors import RuleFailed, TableFull
+from paramserve.errors import NonFinite, RuleFailed, TableFull
 from paramserve.messages import Gradient
 from paramserve.rules.base import Hyper, PushInfo
 from paramserve.rules.compiled import compiled
@@ -36,15 +37,17 @@ WEIGHT_MIN, WEIGHT_MAX = 2.0**-60, 2.0**60
 """Weights in between, their sums and what these are divided by are numbers of each dtype."""
 
 
-def addable(parts: Sequence[tuple[ShardBlock | KeyedBlock, Gradient, Any]], weight: float) -> bool:
+def addable(parts: Sequence[Part], weight: float, largest: float) -> bool:
     """Whether gradients are finite and, multiplied by `weight`, so small that their sum with others
-    like them cannot overflow."""
-    if not usual(weight):
-        return not parts
-    return all(
-        block.below(gradient, header.active, LARGEST[block.dtype] * SUM_SHARE / weight)
-        for block, header, gradient in parts
-    )
+    like them cannot overflow.
+
+    Args:
+        largest: the size of their largest element.
+    """
+    good = usual(weight)
+    for block, _, _ in parts:
+        good = good and largest < LARGEST[block.dtype] * SUM_SHARE / weight
+    return good or not parts
 
 
 def usual(weight: float) -> bool:
@@ -62,13 +65,16 @@ def reduced(
     Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
     1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
     """
-    if not any(each.large for each in contributions):
+    large = False
+    for each in contributions:
+        large = large or each.large
+    if not large:
         return *total(contributions, block), scale
     with np.errstate(over="ignore", invalid="ignore"):
         if all(usual(each.weight) for each in contributions):
             gradient, active = total(contributions, block)
             limit = LARGEST[block.dtype] / max(scale, 1.0)
-            if block.below(gradient, None, limit):
+            if block.largest(gradient, None) < limit:
                 return gradient, active, scale
         return *total(contributions, block, scale), 1.0
 
@@ -93,10 +99,10 @@ def total(
     kernels = compiled()
     number = block.spec.block
     parts = [(each.weight * scale, *each.gradients[number]) for each in contributions]
-    if isinstance(block, KeyedBlock):
+    if type(block) is KeyedBlock:
         return block.total(parts), None
     actives = [header.active for _, header, _ in parts]
-    if all(active is None for active in actives):
+    if actives.count(None) == len(actives):
         (weight, _, first), rest = parts[0], parts[1:]
         if not rest and weight == 1.0:
             return first, None
@@ -111,13 +117,12 @@ def total(
         return target, None
     target = block.scratch
     target.fill(0.0)
-    every = range(len(block.spec.pieces))
     for weight, header, gradient in parts:
-        for piece in every if header.active is None else header.active:
-            start, stop = block.bounds(piece)
+        for start, stop in block.ranges(header.active):
             target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
-    union = {p for active in actives for p in (every if active is None else active)}
-    return target, tuple(sorted(union))
+    if None in actives:
+        return target, tuple(range(len(block.spec.pieces)))
+    return target, tuple(sorted(set[int]().union(*(active or () for active in actives))))
 
 
 @dataclass
@@ -132,9 +137,13 @@ class Sum:
     """Of the last gradient."""
     count: int = 0
     """Gradients in it; 0: the array may hold anything."""
+    shared: bool = False
+    """Whether a cut has this array, too: the next gradient goes to a new one."""
 
     def add(self, part: Part, weight: float) -> None:
         block, header, gradient = part
+        if self.shared:
+            self.array, self.shared = self.array.copy(), False
         if not self.count:
             self.array.fill(0.0)
             self.active = set()
@@ -145,8 +154,7 @@ class Sum:
             self.active = None
             compiled().add_scaled_into(self.array, weight, gradient)
             return
-        for piece in header.active:
-            start, stop = block.bounds(piece)
+        for start, stop in block.ranges(header.active):
             self.array[start:stop] += self.array.dtype.type(weight) * gradient[start:stop]
         if self.active is not None:
             self.active.update(header.active)
@@ -159,6 +167,12 @@ class Sum:
     def pieces(self) -> tuple[int, ...] | None:
         """As a push names them."""
         return None if self.active is None else tuple(sorted(self.active))
+
+    def share(self) -> Sum:
+        """As it is now; neither changes with the other."""
+        self.shared = True
+        active = None if self.active is None else set(self.active)
+        return Sum(self.array, active, self.hyper, self.count, shared=True)
 
 
 @dataclass
@@ -190,6 +204,10 @@ class RowSum:
         """To try what one more gradient makes of it."""
         return RowSum(self.block, [*self.kept], self.hyper, self.count)
 
+    def share(self) -> RowSum:
+        """As `Sum.share`."""
+        return self.copy()
+
     def pieces(self) -> None:
         """As a push names them."""
 
@@ -213,7 +231,7 @@ class GradientBuffer:
                 found = self.sums.get(block.spec.block)
                 coming: Any = _empty_sum(block) if found is None else found.copy()
                 coming.add(part, weight)
-                if not block.finite(coming.array, None):
+                if block.largest(coming.array, None) == math.inf:
                     return False
         return True
 
@@ -227,6 +245,22 @@ class GradientBuffer:
                 found = self.sums[block.spec.block] = _empty_sum(block)
             found.add(part, weight)
 
+    def finite(self, blocks: Mapping[int, ShardBlock | KeyedBlock]) -> bool:
+        """Whether no sum holds NaN or Inf."""
+        kept = [(blocks[number], each) for number, each in self.sums.items() if each.count]
+        return all(block.largest(each.array, None) < math.inf for block, each in kept)
+
+    def clear(self) -> None:
+        """Begin anew, without the gradients that are in it."""
+        self.count = 0
+        self.large = False
+        for each in self.sums.values():
+            each.count = 0
+
+    def share(self) -> dict[int, Any]:
+        """The sums as they are now, by block: each a `Sum` or a `RowSum`."""
+        return {number: each.share() for number, each in self.sums.items() if each.count}
+
     def prepare(
         self,
         blocks: Mapping[int, ShardBlock | KeyedBlock],
@@ -237,7 +271,7 @@ class GradientBuffer:
         """Compute what users' rules make of the sums with these gradients, by block.
 
         Raises:
-            RuleFailed: nothing was applied, and the sums are as they were.
+            RuleFailed, NonFinite: nothing was applied, and the sums are as they were.
         """
         coming = {part[0].spec.block: part for part in parts}
         keep: dict[int, Keep] = {}
@@ -267,12 +301,12 @@ class GradientBuffer:
         """Update the blocks with their sums times `push.scale`, and begin anew.
 
         Raises:
-            RuleFailed, TableFull: of a rule that was not prepared, or of a table. Its block's sum
-                is lost.
+            RuleFailed, TableFull, NonFinite: of a rule that was not prepared, or of a table. Its
+                block's sum is lost.
         """
         self.count = 0
         self.large = False
-        failure: RuleFailed | TableFull | None = None
+        failure: RuleFailed | TableFull | NonFinite | None = None
         for number, each in sorted(self.sums.items()):
             if not each.count:
                 continue
@@ -283,7 +317,7 @@ class GradientBuffer:
                     prepared[number]()
                 else:
                     block.apply(each.array, each.pieces(), each.hyper, push)
-            except (RuleFailed, TableFull) as error:
+            except (RuleFailed, TableFull, NonFinite) as error:
                 failure = error
         if failure is not None:
             raise failure

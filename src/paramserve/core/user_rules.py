@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -70,13 +71,18 @@ class Copies:
 
     def compute(
         self, rule: Rule, gradient: Array, hyper: Hyper, runs: Sequence[Run], push: PushInfo
-    ) -> None:
+    ) -> bool:
         """Compute the update of these runs.
 
+        Returns:
+            Whether the gradient is finite. If not, there is no update: it was written to after its
+            client had looked at it, maybe while the rule read it.
         Raises:
             ValueError, TypeError: the rule returned something, resized an array, or made NaN or
                 Inf of finite numbers. What the rule itself raises passes through.
         """
+        if not _finite(gradient, runs):
+            return False
         for old, new in zip((self._value, *self._state), self._new, strict=True):
             for run in runs:
                 new[run.start : run.stop] = old[run.start : run.stop]
@@ -89,7 +95,13 @@ class Copies:
         names = ("value", *rule.states(rule.hyper()))
         for name, view, new in zip(names, given, self._new, strict=True):
             check_unchanged(rule.name, name, view, new.shape, new.dtype)
-            self._check_finite(name, new, gradient, runs)
+            if _finite(new, runs):
+                continue
+            if not _finite(gradient, runs):
+                return False
+            if all(_finite(old, runs) for old in (self._value, *self._state)):
+                raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")
+        return True
 
     def _pushed(self, rule: Rule, gradient: Array, runs: Sequence[Run]) -> Array:
         """The gradient for a rule that might write to it; it may be the client's own memory."""
@@ -104,16 +116,13 @@ class Copies:
             self._gradient[run.start : run.stop] = gradient[run.start : run.stop]
         return self._gradient[:]
 
-    def _check_finite(self, name: str, new: Array, gradient: Array, runs: Sequence[Run]) -> None:
-        finite = compiled().finite
-        if all(finite(new[run.start : run.stop]) for run in runs):
-            return
-        before = (self._value, *self._state, gradient)
-        if all(finite(array[run.start : run.stop]) for array in before for run in runs):
-            raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")
-
     def keep(self, runs: Sequence[Run]) -> None:
         """Copy the update of these runs to the block."""
         for old, new in zip((self._value, *self._state), self._new, strict=True):
             for run in runs:
                 old[run.start : run.stop] = new[run.start : run.stop]
+
+
+def _finite(array: Array, runs: Sequence[Run]) -> bool:
+    largest = compiled().largest
+    return all(largest(array[run.start : run.stop]) < math.inf for run in runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -167,7 +167,14 @@ class Fleet(Protocol):
 
 
 class Engine(Protocol):
-    """Settings of an engine; one may serve many runs, also at the same time."""
+    """Settings of an engine; one may serve many runs, also at the same time.
+
+    Attributes:
+        reads_refs: whether its workers are connected to the Ray that the driver is connected to, so
+            that they can read a `ray.ObjectRef`.
+    """
+
+    reads_refs: ClassVar[bool]
 
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:
         """A new, empty fleet. The caller closes it.

@@ -49,6 +49,18 @@ class Stopped(SystemExit):
         super().__init__(EXIT_TERMINATED)
 
 
+def silence_stops() -> None:
+    """Show no traceback of a stop that comes when its entry has ended, in this process from now
+    on: threading is silent for a SystemExit, but not for a class derived from it."""
+    tell = threading.excepthook
+
+    def told(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, Stopped):
+            tell(args)
+
+    threading.excepthook = told
+
+
 class _ThreadStopping(Stopping):
     """As `Stopping`, for an entry that runs in a thread."""
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import msgspec
 
@@ -70,6 +70,7 @@ class Local:
         python: the interpreter; this process's own if None.
     """
 
+    reads_refs: ClassVar[bool] = False
     python: str | None = None
 
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> LocalFleet:
@@ -224,7 +225,6 @@ class LocalFleet:
             if self._closed:
                 raise RuntimeError("this fleet is closed")
             process = self._spawn(role)
-            self._running.append(process)
             self._selector.register(process.reports_fd, selectors.EVENT_READ)
             if process.pidfd is not None:
                 self._selector.register(process.pidfd, selectors.EVENT_READ)
@@ -289,6 +289,9 @@ class LocalFleet:
                 os.close(fd)
 
     def _spawn(self, role: Role) -> LocalProcess:
+        """Start a process, and count it among those that `close` ends: an exception that comes in
+        between closes its pipe, and so it ends by itself."""
+        before = len(self._running)
         reports_fd, child_reports_fd = map(above_standard, os.pipe())
         os.set_blocking(reports_fd, False)
         child_streams: list[int] = []
@@ -297,13 +300,15 @@ class LocalFleet:
             with _parcel(role) as source:
                 fds = (source.fileno(), child_reports_fd, *child_streams)
                 popen = self._fork(role, fds) or self._start(role, fds)
+            self._running.append(LocalProcess(role.name, popen, reports_fd))
         except BaseException:
-            os.close(reports_fd)
+            if len(self._running) == before:
+                os.close(reports_fd)
             raise
         finally:
             for fd in (child_reports_fd, *child_streams):
                 os.close(fd)
-        return LocalProcess(role.name, popen, reports_fd)
+        return self._running[-1]
 
     def _fork(self, role: Role, fds: Sequence[int]) -> Forked | None:
         """A fork of a prepared process; None: it is to be started afresh.

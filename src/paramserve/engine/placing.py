@@ -205,6 +205,10 @@ def _number_of(role: str) -> int:
     return int(role.partition(" ")[2])
 
 
+FEWER = "use fewer workers or servers (of the command: --workers, --servers)"
+"""What also a run of `paramserve run` can do, whose processes need one CPU each."""
+
+
 def shortfall(
     roles: Sequence[str], needs: Mapping[str, Needs], totals: Mapping[str, float]
 ) -> tuple[str, str] | None:
@@ -238,9 +242,9 @@ def _help(name: str, have: float, counts: Mapping[str, int]) -> str:
     """What can be done where a resource is short."""
     share = math.floor(have / sum(counts.values()) / SHARE_STEP + 1e-9) * SHARE_STEP
     if name != "CPU" or share < SHARE_STEP:
-        return f"use fewer workers or servers, ask for less {name}, or add nodes"
+        return f"{FEWER}, ask for less {name}, or add nodes"
     kinds = ", ".join(f"{kind}=ps.Needs(num_cpus={share:g})" for kind in counts)
-    return f"let processes share cores, as in ps.OnRay({kinds}), use fewer, or add nodes"
+    return f"let processes share cores, as in ps.OnRay({kinds}), {FEWER}, or add nodes"
 
 
 def describe(groups: Sequence[Group]) -> str:

@@ -2,10 +2,10 @@
 
 Each process of a run imports numpy, Numba and paramserve, and workers torch as well: 0.7 to 3 s of
 processor time. A fork of a process that has done so costs milliseconds. A fork is used only where
-it equals a fresh start: while the driver's environment, working directory, standard streams and
-module path are those that the prepared process was started with (`surroundings`), and only where
-importing has started no thread of Python's (numeric libraries end their own before a fork).
-Otherwise the caller starts a fresh interpreter.
+it equals a fresh start: while the driver's environment, working directory and module path are
+those that the prepared process was started with (`surroundings`), and only where importing has
+started no thread of Python's (numeric libraries end their own before a fork) and has not
+initialised CUDA. Otherwise the caller starts a fresh interpreter.
 
 The prepared process is a child of the driver, and the parent of what it forks: it waits for them on
 the driver's behalf (`Forked.poll`). It ends with the driver, or when the driver closes it.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import logging
 import os
@@ -36,11 +37,13 @@ from paramserve.engine.child import EXIT_FAILED, EXIT_UNKNOWN, flush_c, main
 logger = logging.getLogger("paramserve")
 
 _START = """\
-import os, sys
+import gc, os, sys
+gc.disable()
 sys.path[:] = os.fsdecode({path!r}).split("\\0")
 from paramserve.engine.prepared import serve
 serve({control}, {driver})
 """
+"""Imports make no garbage worth a search: torch takes a third longer with the collector."""
 IMPORT_S = 60.0
 """The first fork waits for the imports: torch takes seconds, on a busy machine some ten."""
 ANSWER_S = 5.0
@@ -86,19 +89,13 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 def surroundings(python: str, environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a fresh process would take over from this one; None in it where it cannot be told."""
-    streams: list[tuple[int, int] | None] = []
-    for fd in (1, 2):
-        try:
-            found = os.fstat(fd)
-            streams.append((found.st_dev, found.st_ino))
-        except OSError:
-            streams.append(None)
+    """What a fresh process would take over from this one, but for its streams, which are pipes of
+    its own; None in it where it cannot be told."""
     try:
         here = os.getcwd()
     except OSError:  # removed
         here = None
-    return (python, {**os.environ, **environment}, here, streams, list(sys.path))
+    return (python, {**os.environ, **environment}, here, list(sys.path))
 
 
 def search_path() -> bytes:
@@ -200,7 +197,7 @@ class PreparedProcess:
         self._imported.update((request.module, *imports))
         if answer.failed:
             self.usable = False
-            logger.info("paramserve: processes are started one by one: %s", answer.failed)
+            logger.warning("paramserve: processes are started one by one: %s", answer.failed)
             return None
         return Forked(self, answer.number)
 
@@ -316,6 +313,7 @@ def serve(control_fd: int, driver: int) -> None:
         except OSError:  # the driver is gone
             os._exit(0)
     source_fd, reports_fd, *streams = fds
+    gc.enable()
     os.setpgid(0, 0)
     control.close()
     for theirs, standard in zip(streams, (STDOUT, STDERR), strict=True):
@@ -371,6 +369,7 @@ def _fork(request: ForkRequest, fds: list[int]) -> Answer | None:
     failed = _prepare(request) if len(fds) == DESCRIPTORS else "it has too many open files"
     pid = 0
     if not failed:
+        gc.freeze()  # a fork's collector would write to, and so copy, each page of what is imported
         try:
             pid = os.fork()
         except OSError as error:
@@ -403,6 +402,9 @@ def _prepare(request: ForkRequest) -> str:
     if threading.active_count() > 1:
         names = ", ".join(each.name for each in threading.enumerate()[1:])
         return f"importing {request.module} has started a thread ({names})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return f"importing {request.module} has initialised CUDA, which a fork cannot use"
     _flush()
     return ""
 

@@ -8,18 +8,46 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from paramserve.client.arrow import pyarrow
+from paramserve.client.arrow import pyarrow, saying
 from paramserve.config import check_number
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import ElasticAverage
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
+from paramserve.launch.abbreviation import abbreviated
 from paramserve.launch.roster import Restart
 
 SEED_BITS = 63
 """Of the seed of a run that was given none."""
+
+
+def check_arguments(args: object, kwargs: object) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a training function is called with behind the worker; of None for `kwargs` nothing.
+
+    Raises:
+        TypeError: `args` is no list and no tuple (a string would be one argument for each letter),
+            or `kwargs` no dict by names.
+    """
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes | bytearray):
+        fix = "leave it out for none" if args is None else f"write args=({abbreviated(args)},)"
+        raise TypeError(
+            "args must be a tuple or list of the arguments behind the worker, not "
+            f"{abbreviated(args)}: {fix}"
+        )
+    if kwargs is None:
+        return args, {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(
+            "kwargs must be a dict of arguments by their names, as in kwargs={'lr': 0.1}, not "
+            f"{abbreviated(kwargs)}"
+        )
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"kwargs goes by the names of parameters, and {name!r} is none")
+    return args, kwargs
 
 
 def check_weights(
@@ -51,6 +79,9 @@ def check_engine(engine: Engine | None) -> Engine:
     """The engine, or `Local()` for None. Raises `TypeError` for what is none."""
     if engine is None:
         return Local()
+    if isinstance(engine, type) and hasattr(engine, "open"):
+        name = engine.__name__
+        raise TypeError(f"engine must be an object, not the class {name}: call it: ps.{name}()")
     if isinstance(engine, type) or not hasattr(engine, "open"):
         raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
     return engine
@@ -69,9 +100,16 @@ def check_folder(path: str | os.PathLike[str] | None) -> str:
         raise TypeError(f"save_tables must be the path of a folder, not {path!r}")
     pyarrow()
     folder = os.path.abspath(os.fspath(path))
-    os.makedirs(folder, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    except OSError as error:
+        raise saying(
+            error,
+            f"save_tables cannot write to the folder {folder}: {error.strerror}. Applied: no. To "
+            "fix: name a folder that this process may make and write to",
+        ) from error
     return folder
 
 

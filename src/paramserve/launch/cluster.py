@@ -83,6 +83,7 @@ class Cluster:
         self._withdraw: Callable[[], None] | None = None
         chosen = check_engine(engine)
         self._supervisor = Supervisor(plan, chosen)
+        self._supervisor.start()
         if name is not None:
             try:
                 self._withdraw = chosen.publish(name, self.handle().encode())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from paramserve.client import Client, Connection, Table
 from paramserve.config import TLS, Credentials, Deadlines, Limits, check_count, check_settings
@@ -20,13 +20,16 @@ from paramserve.errors import (
     ClientClosed,
     ConnectTimeout,
     CoordinatorGone,
+    ParamServeError,
     ServerGone,
     UnknownName,
+    warn_user,
 )
 from paramserve.launch.arguments import check_folder
 from paramserve.launch.overview import Overview
 from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, Watching
-from paramserve.messages import Record
+from paramserve.messages import Record, ServerBeat, Status
+from paramserve.observe.checkpoints import checkpoint_status
 from paramserve.observe.status import RunStatus, of_cluster
 from paramserve.transport.auth import credentials_of
 from paramserve.transport.tcp import split_place
@@ -51,6 +54,8 @@ class _Packed(Struct, frozen=True, array_like=True):
     seed: int
     limits: Limits
     deadlines: Deadlines
+    served: bool = False
+    """Whether `paramserve serve` runs the cluster."""
 
 
 class Handle:
@@ -68,11 +73,15 @@ class Handle:
     """
 
     def __init__(
-        self, packed: _Packed, connect: Callable[[int, int], Client] | None = None
+        self,
+        packed: _Packed,
+        connect: Callable[[int, int], Client] | None = None,
+        require: Callable[[], None] | None = None,
     ) -> None:
         self.addresses = packed.addresses
         self._packed = packed
         self._connect = connect if connect is not None else self._dial
+        self._require = require
         self._lock = threading.RLock()
         self._reader: Reader | None = None
         self._overview: Overview | None = None
@@ -92,14 +101,19 @@ class Handle:
         limits: Limits,
         deadlines: Deadlines,
         connect: Callable[[int, int], Client] | None = None,
+        require: Callable[[], None] | None = None,
+        served: bool = False,
     ) -> Handle:
         """A handle of a cluster.
 
         Args:
             seed: of workers that join by it; equal for all.
             connect: how clients of a rank are made in this process.
+            require: raises in this process once the cluster has ended.
+            served: whether `paramserve serve` runs it.
         """
-        return cls(_Packed(addresses, credentials, seed, limits, deadlines), connect)
+        packed = _Packed(addresses, credentials, seed, limits, deadlines, served)
+        return cls(packed, connect, require)
 
     def __repr__(self) -> str:
         return f"Handle({self.addresses[0] if self.addresses else 'of nothing'!r})"
@@ -163,12 +177,14 @@ class Handle:
         if rank is None:
             return self._connect(-1, 0)
         _check_rank(rank, workers)
-        return Worker(self._connect(rank, workers or 0), self._packed.seed)
+        return _worker(self._connect(rank, workers or 0), self._packed.seed)
 
     # --- reading -----------------------------------------------------------------------------
 
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """The present values of one group, as `model.load_state_dict` takes them.
+
+        They are those of one moment on all servers, as of `Job.state_dict`.
 
         Tied tensors are there under all their names. What modules give as extra state
         (`get_extra_state`) is not: the servers do not have it.
@@ -189,7 +205,7 @@ class Handle:
         Raises:
             UnknownName: there is no such table (yet). The rest as `connect`.
         """
-        return self._reading().client.table(name)
+        return self._reading().table(name)
 
     def save_tables(self, folder: str | os.PathLike[str]) -> dict[str, str]:
         """Write every table, with its rule's state, to a file of its own, as
@@ -207,31 +223,64 @@ class Handle:
         self, every: int = 10, *, name: str = "model", keep: int = 8
     ) -> Iterator[Snapshot]:
         """Consistent copies of a group's values while it is trained, until all workers have ended,
-        the cluster has, or the handle is closed; as `Job.snapshots`."""
+        the cluster has, or the handle is closed; as `Job.snapshots`.
+
+        Raises:
+            UnknownName: all workers have ended, or the cluster has, and it had other groups only.
+            ValueError: it is a table: `table` reads it. The rest as `connect`.
+        """
         for option, value in (("every", every), ("keep", keep)):
             check_count(option, value)
         watching = Watching(name, every, keep, lambda: time.monotonic() - self._since)
         return self._follow(watching, self._closed)
 
     def status(self) -> RunStatus:
-        """How the cluster stands, as of the servers' last heartbeat; `seconds` counts from when
-        this handle was made.
+        """How the cluster stands; `seconds` counts from when its coordinator began.
+
+        Groups are as the servers say now, so not behind what was read from them; where one of them
+        is missing or does not answer, as of their last heartbeats (`Deadlines.heartbeat_s`).
 
         Raises:
             CoordinatorGone: no answer: the cluster has ended, or cannot be reached from here.
+            ClientClosed: the run or cluster has ended, in this process.
         """
         with self._lock:
-            overview = self._following()
-            told = overview.fresh(STATUS_S)
-            return of_cluster(told, time.monotonic() - self._since, overview.latest)
+            told = self._told()
+            told = structs.replace(told, servers=self._beats(told))
+            report = told.checkpoints
+            checkpoints = checkpoint_status(report) if report is not None else None
+            return of_cluster(told, self._following().latest, checkpoints)
+
+    def _told(self) -> Status:
+        """What the coordinator says now. Raises as `status`."""
+        following = self._following()
+        if self._require is None:
+            return following.fresh(STATUS_S)
+        self._require()
+        try:
+            return following.fresh(STATUS_S)
+        except CoordinatorGone:  # the run may go on from a checkpoint, with another one
+            self._require()
+            following.begin_anew()
+            following.addresses = self.addresses
+            return following.fresh(STATUS_S)
+
+    def _beats(self, told: Status) -> tuple[ServerBeat, ...]:
+        """What the servers say now, or else what they told the coordinator last."""
+        if told.silent_servers or len(told.servers) < max(told.expected_servers, 1):
+            return told.servers
+        try:
+            beats = self._reading().client.connection.reports(STATUS_S)
+        except ParamServeError:
+            return told.servers
+        return tuple(beats) if len(beats) == len(told.servers) else told.servers
 
     def metrics(self) -> list[Record]:
         """What workers have logged by `worker.log`, as far as the coordinator still has it
         (`Limits.log_records_max`), in the order in which it came in. Raises as `status`."""
         with self._lock:
-            overview = self._following()
-            overview.fresh(STATUS_S)
-            return list(overview.records)
+            self._told()
+            return list(self._following().records)
 
     def _reading(self) -> Reader:
         """What reads by this handle. Raises as `connect`."""
@@ -244,7 +293,11 @@ class Handle:
         if self._overview is None:
             packed = self._packed
             self._overview = Overview(
-                self.addresses, packed.credentials, packed.limits, packed.deadlines
+                self.addresses,
+                packed.credentials,
+                packed.limits,
+                packed.deadlines,
+                served=packed.served,
             )
         return self._overview
 
@@ -270,6 +323,7 @@ class Handle:
                 except (CoordinatorGone, ServerGone, ClientClosed):
                     if not opened:
                         raise
+                    _require_group(watching)
                     return
                 if self._closed != closed:
                     return
@@ -278,6 +332,7 @@ class Handle:
                         over, look_at = False, 0.0
                     yield found
                 elif over:  # and nothing has come since the last worker left
+                    _require_group(watching)
                     return
                 elif time.monotonic() >= look_at:
                     over = self._over(closed)
@@ -291,10 +346,10 @@ class Handle:
                 client.close()
 
     def _over(self, closed: int) -> bool:
-        """Whether all workers have ended, or this handle was closed meanwhile. A coordinator that
+        """Whether all workers have ended, or this handle was closed meanwhile. A cluster that
         is gone is told by the next question for a snapshot."""
-        with self._lock, contextlib.suppress(CoordinatorGone):
-            return self._closed != closed or self.status().state == "finished"
+        with self._lock, contextlib.suppress(ParamServeError):
+            return self._closed != closed or of_cluster(self._told(), {}).state == "finished"
         return False
 
     def _dial(self, rank: int, workers: int) -> Client:
@@ -310,11 +365,20 @@ class Handle:
             )
             return Client(connection)
         except ConnectTimeout as error:
+            if error.__cause__ is None:  # it answers: servers of it are missing
+                error.fix = "start the missing servers, then attach again"
+                raise
             raise CoordinatorGone(
                 f"the cluster at {', '.join(self.addresses)} does not answer: {error.failed}",
                 fix="look whether it runs, at its address, and whether a firewall is in between; a "
                 "handle lives as long as its cluster",
             ) from error
+
+
+def _require_group(watching: Watching) -> None:
+    unknown = watching.unknown()
+    if unknown is not None:
+        raise unknown
 
 
 def attach(
@@ -339,8 +403,8 @@ def attach(
         tls: of an address: certificates; None: no TLS.
     Raises:
         UnknownName: no living cluster has this name there.
-        CoordinatorGone: no answer from the address. NotAuthenticated: the token or a certificate
-            does not match.
+        CoordinatorGone: no answer from the address for 5 s. ConnectTimeout: servers of the cluster
+            are missing. NotAuthenticated: the token or a certificate does not match.
         ValueError: an argument that does not belong to a name, or to an address.
     """
     if ":" in name:
@@ -365,7 +429,9 @@ def _attach_to(address: str, engine: Engine | None, credentials: Credentials) ->
     if engine is not None:
         raise ValueError(f"engine is for the name of a cluster, and {address!r} is an address")
     addresses = (full_address(address),)
-    handle = Handle.of(addresses, credentials, seed=0, limits=Limits(), deadlines=Deadlines())
+    handle = Handle.of(
+        addresses, credentials, seed=0, limits=Limits(), deadlines=Deadlines(), served=True
+    )
     handle._reading()  # an address or a token that is wrong is told here
     return handle
 
@@ -395,9 +461,10 @@ def connect(
         token_file: the cluster's token; see `paramserve token`. Needed for `host:port`.
         tls: certificates; None: no TLS.
         seed: for the loader's order; the same number on all ranks.
-        timeout_s: until the cluster answers and is complete; `deadlines.start_s` if None.
+        timeout_s: until the cluster answers and all its servers are there; `deadlines.start_s` if
+            None. After 10 s a warning says what is missing.
     Raises:
-        ConnectTimeout: no answer from there, or the cluster was not complete in time.
+        ConnectTimeout: no answer from there in time, or servers of the cluster are missing.
         NotAuthenticated: the token or a certificate does not match.
         RankTaken: a living worker has this rank. It is free again when that has left or died.
         ParamServeError: the cluster has no such rank, or another number of workers. Nothing was
@@ -417,8 +484,24 @@ def connect(
         timeout_s=timeout_s,
         limits=check_settings("limits", limits, Limits),
         deadlines=check_settings("deadlines", deadlines, Deadlines),
+        tells=True,
     )
     client = Client(connection)
+    return _worker(client, seed)
+
+
+def _worker(client: Client, seed: int) -> Worker:
+    """The worker of a rank that has joined; warns where the others went on past its older
+    incarnation."""
+    for group, ended in list(client.steps.overtaken.items())[:1]:  # the others are much the same
+        warn_user(
+            f"rank {client.rank} comes back after it counted as dead or had left, and the others "
+            f"have gone on without it: it had ended at clock {ended} of group {group!r} and goes "
+            f"on at {client.steps.clocks[group]}, where the slowest of them is. worker.loader "
+            "leaves out its batches of the clocks between. To have a rank that died go on where it "
+            "was, under every policy, serve with --restart SECONDS (restart_s=): it is waited for "
+            "so long"
+        )
     return Worker(client, seed)
 
 

@@ -15,20 +15,26 @@ from msgspec.structs import replace
 
 from paramserve.engine.base import Failure
 from paramserve.errors import (
+    KINDS,
     CannotPlace,
+    CheckpointError,
     ClientClosed,
     CoordinatorGone,
     ParamServeError,
     RunTimeout,
     ServerGone,
+    UnknownRule,
     WorkerFailed,
     applied_of,
+    rebuild,
 )
 
 Kind = Literal["coordinator", "server", "worker"]
 
 CAUSE_S = 0.5
 """How long after a process that complains of another one's end that end may still show."""
+_OF_CHECKPOINTS = (CheckpointError, UnknownRule)
+"""Why a coordinator or server cannot begin: the error is told as it is."""
 COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
 """Errors that tell of another process's end."""
 
@@ -128,6 +134,12 @@ def how_it_ended(entry: Entry) -> str:
     return f"{told} ({first})" if first else told
 
 
+def started_again(entry: Entry, times: int) -> str:
+    """In one line: how a worker ended that is replaced now, and how often it may be."""
+    ended, *_ = how_it_ended(entry).splitlines()
+    return f"{entry.key} {ended}; it is started again ({entry.restarts + 1} of {times})"
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -141,7 +153,8 @@ def _told(entry: Entry) -> str:
     if entry.key.kind == "worker" and entry.failure is None:
         told += " before its function returned"
     if entry.restarts:
-        told += f" (it had been restarted {entry.restarts} times)"
+        times = "once" if entry.restarts == 1 else f"{entry.restarts} times"
+        told += f" (it had been restarted {times})"
     traceback = entry.failure.traceback.rstrip() if entry.failure is not None else ""
     return f"{told}\n\n{traceback}" if traceback else told
 
@@ -159,7 +172,13 @@ def gone(entry: Entry) -> ParamServeError:
     unplaced = _without_a_place(entry)
     if unplaced is not None:
         return unplaced
-    fix = "start the run again; a kill without a message is often the system short of memory"
+    failure = entry.failure
+    if failure is not None and issubclass(KINDS.get(failure.kind, Exception), _OF_CHECKPOINTS):
+        return rebuild(failure.kind, failure.failed, failure.applied, failure.fix)
+    fix = (
+        "start the run again, with ps.run(..., checkpoint=path): then it goes on by itself. A kill "
+        "without a message is often the system short of memory"
+    )
     if entry.failure is not None and entry.failure.fix:
         fix = entry.failure.fix
     kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
@@ -205,6 +224,18 @@ def stopped(seconds: float, *, workers: bool) -> ClientClosed:
         applied="unknown",
         fix="start it again",
     )
+
+
+def over(seconds: float, *, workers: bool, stopped: bool) -> ClientClosed:
+    """The error for what is asked of a run, or of a cluster without workers, that has ended."""
+    what = "run was stopped" if stopped else "run has finished"
+    fix = (
+        "read what it has left by job.wait() and its result, or by job.state_dict(); its servers "
+        "have ended with it, and tables are kept only by save_tables=folder of ps.run or ps.start"
+    )
+    if not workers:
+        what, fix = "cluster was closed", "start it again"
+    return ClientClosed(f"the {what} after {seconds:.1f} s", applied="no", fix=fix)
 
 
 def timed_out(timeout_s: float | None, workers: Iterable[Entry]) -> RunTimeout:

@@ -13,7 +13,7 @@ from collections import deque
 import msgspec
 
 from paramserve.config import Credentials, Deadlines, Limits
-from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError
+from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError, rebuild
 from paramserve.launch.entries import COORDINATOR, Key
 from paramserve.messages import (
     AskStatus,
@@ -24,6 +24,7 @@ from paramserve.messages import (
     Members,
     Ok,
     Record,
+    Refused,
     Scale,
     ServerBeat,
     Status,
@@ -48,9 +49,17 @@ RECORDS_S = 10.0
 """How long the last records may take to be fetched."""
 RECORDS_MAX = 1_000_000
 """Log records kept for the result; the oldest go first."""
+ENDED_FIX = (
+    "a handle lives as long as its run or cluster: read what a run has left by job.wait() and its "
+    "result; if it should still run, look why its first server does not"
+)
+SERVED_FIX = (
+    "look whether the first `paramserve serve` of the cluster runs, and what it has printed; the "
+    "values end with their servers: save them before, with `paramserve get`"
+)
 
-_ANSWERS: msgspec.msgpack.Decoder[CoordinatorReply | Members] = msgspec.msgpack.Decoder(
-    CoordinatorReply | Members
+_ANSWERS: msgspec.msgpack.Decoder[CoordinatorReply | Members | Refused] = msgspec.msgpack.Decoder(
+    CoordinatorReply | Members | Refused
 )
 
 
@@ -59,6 +68,7 @@ class Overview:
 
     Args:
         records: whether log records are fetched as well.
+        served: whether `paramserve serve` runs the cluster, so that no driver has what it left.
 
     Attributes:
         status: the last answer, or None before the first.
@@ -77,6 +87,7 @@ class Overview:
         deadlines: Deadlines,
         *,
         records: bool = True,
+        served: bool = False,
     ) -> None:
         self.status: Status | None = None
         self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
@@ -86,6 +97,7 @@ class Overview:
         self.addresses = addresses
         """The coordinator's; empty: not known yet."""
         self._credentials = credentials
+        self._ended_fix = SERVED_FIX if served else ENDED_FIX
         self._limits = limits
         self._stall_s = deadlines.stall_s
         self._lost_s = deadlines.lost_s
@@ -105,6 +117,19 @@ class Overview:
         """Of calls whose answer is wanted; None: it has not come."""
         self._unconfirmed: dict[int, MarkDead] = {}
         """Ends of workers that the coordinator may not know of yet."""
+
+    def begin_anew(self) -> None:
+        """From now on the line is to another coordinator, which has nothing of the one before;
+        records that had not come from there are lost."""
+        self.close()
+        self._link, self.status, self.error = None, None, None
+        self.addresses = ()
+        self._asked_at = self._mute_since = None
+        self._next_at = 0.0
+        self._missed = self._dropped + self._end_record - self._next_record
+        self._next_record = self._end_record = 0
+        self._answers.clear()
+        self._unconfirmed.clear()
 
     @property
     def beats(self) -> tuple[ServerBeat, ...]:
@@ -160,11 +185,14 @@ class Overview:
         before = self.status
         self.ask_now(time.monotonic(), timeout_s, raised=True)
         where = ", ".join(address.removeprefix("tcp:") for address in self.addresses)
-        if isinstance(self.error, ConnectionError):
+        if isinstance(self.error, ConnectionError | ConnectTimeout):
+            why = getattr(self.error, "failed", self.error)
             raise CoordinatorGone(
-                f"the coordinator at {where} has closed the connection: {self.error}",
-                fix="look whether the cluster was ended, or why its first server did",
-            )
+                f"the run or cluster at {where} has ended, or cannot be reached: its coordinator "
+                f"has closed the connection or listens no more ({why})",
+                applied="no",
+                fix=self._ended_fix,
+            ) from self.error
         if self.error is not None:
             raise self.error
         if self.status is None or self.status is before:
@@ -295,6 +323,9 @@ class Overview:
             if header is None:
                 return
             answer = _ANSWERS.decode(header)
+            if isinstance(answer, Refused):  # and the coordinator has ended the connection
+                kind = "CoordinatorGone" if answer.kind == "ServerGone" else answer.kind
+                raise rebuild(kind, answer.failed, answer.applied, answer.fix)
             if isinstance(answer, Ok | Failed):
                 self._unconfirmed.pop(answer.call, None)
             if isinstance(answer, Ok | Failed) and answer.call in self._answers:

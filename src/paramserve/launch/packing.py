@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
+import pickle
 import sys
-import warnings
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -20,12 +22,17 @@ import cloudpickle
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import Registered, build, check, spec
-from paramserve.errors import ParamServeError
+from paramserve.errors import ParamServeError, warn_user
+from paramserve.launch.abbreviation import abbreviated
 
 FETCH_S = 600.0
 """How long a value in Ray's object store is waited for: the task that makes it may still run."""
 LARGE_BYTES = 100_000_000
 """A larger package gets a warning: every worker has a copy of it."""
+
+
+SIGNATURE_MAX = 300
+"""Characters of a function's signature in an error."""
 
 
 class WithArguments:
@@ -41,53 +48,69 @@ class WithArguments:
         return self.function(*args, **kwargs)
 
 
+class _HoldsRef(Exception):
+    """What is pickled holds a `ray.ObjectRef`, and the workers are not connected to Ray."""
+
+
 def pack(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     limit_s: float = FETCH_S,
+    *,
+    on_ray: bool = False,
 ) -> bytes:
     """(function, args, kwargs) in cloudpickle; arguments that are `ray.ObjectRef` as their values.
 
     Args:
         limit_s: how long each such value is waited for.
+        on_ray: whether the workers can read the other refs: in lists, in what `function` captures.
     Raises:
-        TypeError: `function` is none, or something cannot be pickled; the text names it.
-        ParamServeError: Ray did not have a value in time; the text names the argument.
+        TypeError: `function` is none, or cannot be called so, or something cannot be pickled, or
+            holds a ref that the workers cannot read; the text names it.
+        ParamServeError: Ray did not have a value in time, or the task that makes it failed; the
+            text names the argument.
     """
     if not callable(function):
         raise TypeError(f"the training function must be callable, got {function!r}")
     _check_plain(function)
+    _check_call(function, args, kwargs)
     args = [_fetched(f"argument {i}", each, limit_s) for i, each in enumerate(args)]
     kwargs = {n: _fetched(f"argument {n!r}", each, limit_s) for n, each in kwargs.items()}
     try:
-        packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+        packed = _dumps((function, tuple(args), dict(kwargs)), on_ray)
     except Exception as error:
         culprits = [
             f"{where} ({type(value).__name__}: {why})"
             for where, value in _parts(function, args, kwargs)
-            if (why := _why_not(value)) is not None
+            if (why := _why_not(value, on_ray)) is not None
         ]
+        if not culprits and _why_not((function, tuple(args), dict(kwargs)), on_ray) is None:
+            raise  # not for what travels: a signal's handler raised
         what = "; ".join(culprits) if culprits else str(error)
+        fix = "Make it inside the training function, or pass what it is made from"
+        if isinstance(error, _HoldsRef):
+            fix = (
+                "Only workers of ps.OnRay() can read a ref: pass it as an argument of its own, in "
+                "args= or kwargs=, where its value arrives, or give the value by ray.get(ref)"
+            )
         raise TypeError(
-            f"{_name(function)} cannot be sent to the workers: {what}. Make it inside the "
-            "training function, or pass what it is made from"
+            f"{_name(function)} cannot be sent to the workers: {what}. {fix}"
         ) from error
     if len(packed) > LARGE_BYTES:
-        sizes = {w: len(cloudpickle.dumps(v)) for w, v in _parts(function, args, kwargs)}
+        sizes = {w: len(_dumps(v, on_ray)) for w, v in _parts(function, args, kwargs)}
         largest = max(sizes, key=sizes.__getitem__, default=_name(function))
-        warnings.warn(
+        warn_user(
             f"{_name(function)} takes {len(packed) / 1e6:.0f} MB to each worker, most of it "
-            f"{largest}: load such data inside the training function",
-            stacklevel=4,
+            f"{largest}: load such data inside the training function"
         )
     return packed
 
 
 def _fetched(where: str, value: Any, limit_s: float) -> Any:
     """An argument, or what it refers to in Ray's object store, as for a task of Ray."""
-    ray = sys.modules.get("ray")
-    if ray is not None and isinstance(value, getattr(ray, "ObjectRef", ())):
+    if _is_ref(value):
+        ray = sys.modules["ray"]
         try:
             return ray.get(value, timeout=limit_s)
         except ray.exceptions.GetTimeoutError as error:
@@ -97,7 +120,40 @@ def _fetched(where: str, value: Any, limit_s: float) -> Any:
                 fix="look by `ray status` whether the task that makes it has room, or wait for it "
                 "by ray.get and give the value",
             ) from error
+        except ray.exceptions.RayError as error:
+            raise ParamServeError(
+                f"{where} is {value!r}, and Ray has no value for it: {error}",
+                applied="no",
+                fix="correct the task that makes it, and submit it again",
+            ) from error
     return value
+
+
+def _is_ref(value: Any) -> bool:
+    """Whether it is a `ray.ObjectRef`; without importing Ray."""
+    return isinstance(value, getattr(sys.modules.get("ray"), "ObjectRef", ()))
+
+
+def _dumps(value: Any, on_ray: bool) -> bytes:
+    """In cloudpickle, but for `ray.ObjectRef`, which goes as Ray pickles it: cloudpickle's copy has
+    no owner, and reading it waits for ever.
+
+    Raises:
+        _HoldsRef: there is one, and not `on_ray`.
+    """
+
+    def reduced(part: Any) -> Any:
+        if not _is_ref(part):
+            return plain(part)
+        if not on_ray:
+            raise _HoldsRef(f"it holds {part!r}")
+        return pickle.loads, (sys.modules["ray"].cloudpickle.dumps(part),)
+
+    with io.BytesIO() as file:
+        pickler: Any = cloudpickle.Pickler(file)
+        plain, pickler.reducer_override = pickler.reducer_override, reduced
+        pickler.dump(value)
+        return file.getvalue()
 
 
 def _check_plain(function: Callable[..., Any]) -> None:
@@ -118,6 +174,49 @@ def _check_plain(function: Callable[..., Any]) -> None:
                 f"{name} has a yield, so that a call of it runs nothing: make it a plain def that "
                 "returns its result"
             )
+
+
+def _check_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a call that the function's own signature does not take. One that says nothing of
+    itself, or that passes on what it is given (`functools.wraps`), is not judged.
+
+    Raises:
+        TypeError: it takes no worker, or other arguments.
+    """
+    called = function.function if isinstance(function, WithArguments) else function
+    if hasattr(called, "__signature__"):  # what it says, not what it takes
+        return
+    try:
+        signature = inspect.signature(called, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # there is none, or its annotations have no values
+        return
+    try:
+        signature.bind("worker", *args, **kwargs)
+    except TypeError as error:
+        name = getattr(called, "__name__", _name(called))
+        given = [*map(abbreviated, args), *(f"{n}={abbreviated(v)}" for n, v in kwargs.items())]
+        fix = "args= and kwargs= have what it takes behind the worker"
+        if not signature.parameters:
+            fix = f"let it take the worker first: def {name}(worker)"
+        raise TypeError(
+            f"a worker cannot call {name}({', '.join(['worker', *given])}): {error}. It is "
+            f"{name}{textwrap.shorten(str(signature), SIGNATURE_MAX)}{_place(called)}. Applied: "
+            f"no. To fix: {fix}"
+        ) from error
+
+
+def _place(called: Any) -> str:
+    """Where it is defined, as " at file:line"; empty where that is not known."""
+    if isinstance(called, functools.partial):
+        called = _unwrapped(called)
+    if inspect.isclass(called):
+        called = called.__init__
+    elif not inspect.isroutine(called):
+        called = type(called).__call__
+    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    return f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 class ForServers(NamedTuple):
@@ -224,17 +323,19 @@ def _parts(
         function = function.function
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if inspect.isfunction(plain):
-        defaults = [*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()]
-        yield from (("a default value", value) for value in defaults)
+        names = plain.__code__.co_varnames[: plain.__code__.co_argcount]
+        last = zip(reversed(names), reversed(plain.__defaults__ or ()), strict=False)
+        defaults = {**dict(last), **(plain.__kwdefaults__ or {})}
+        yield from ((f"the default value of {name!r}", value) for name, value in defaults.items())
         captured = inspect.getclosurevars(plain)
         yield from ((f"captured {name!r}", value) for name, value in captured.nonlocals.items())
         if plain.__module__ == "__main__" or "<locals>" in plain.__qualname__:
             yield from ((f"global {name!r}", value) for name, value in captured.globals.items())
 
 
-def _why_not(value: Any) -> str | None:
+def _why_not(value: Any, on_ray: bool) -> str | None:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value, on_ray)
     except Exception as error:
         return str(error)
     return None

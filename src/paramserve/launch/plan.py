@@ -6,13 +6,15 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from paramserve.config import (
     CLUSTER_BYTES,
+    CheckpointPlan,
     ConsistencySpec,
     CoordinatorConfig,
     Credentials,
@@ -37,7 +39,8 @@ class Plan:
     Attributes:
         workers: worker processes to start.
         ranks: workers that other programs start; for a cluster without worker processes.
-        worker_payload: what the worker of a rank is told, given the coordinator's addresses; None
+        worker_payload: what the worker of a rank is told, given the coordinator's addresses and its
+            deadlines; None
             where there are no workers.
         worker_code: the training function with its arguments, pickled.
         server_code: the classes of the registered rules, pickled; empty: none.
@@ -47,13 +50,14 @@ class Plan:
         show_rank: whether each line that a process prints begins with which one it is.
         cluster: what tells it from every other one.
         environment: that workers' interpreters start with.
+        checkpoints: where they are written, and which one it goes on from.
     """
 
     servers: int
     workers: int
     consistency: ConsistencySpec
     ranks: int = 0
-    worker_payload: Callable[[int, tuple[str, ...]], bytes] | None = None
+    worker_payload: Callable[[int, tuple[str, ...], Deadlines], bytes] | None = None
     worker_code: bytes = b""
     worker_imports: tuple[str, ...] = ()
     server_code: bytes = b""
@@ -65,6 +69,19 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
     environment: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: CheckpointPlan = field(default_factory=CheckpointPlan)
+
+    def again(self, workers: int, checkpoints: CheckpointPlan) -> Plan:
+        """The same for processes that go on from a checkpoint: another cluster, so that none of the
+        old one's peers is taken for one of theirs."""
+        cluster = secrets.token_bytes(CLUSTER_BYTES)
+        return replace(self, workers=workers, cluster=cluster, checkpoints=checkpoints)
+
+    @property
+    def own_deadlines(self) -> Deadlines:
+        """Those of its processes: servers that read a checkpoint first are up later."""
+        start_s = self.deadlines.start_s + self.checkpoints.restore_s
+        return structs.replace(self.deadlines, start_s=start_s)
 
     @property
     def keys(self) -> list[Key]:
@@ -100,7 +117,7 @@ class Plan:
         """What the entry of a process is told."""
         if key.kind == "worker":
             assert self.worker_payload is not None, "a plan with workers has what they do"
-            return self.worker_payload(key.number, addresses)
+            return self.worker_payload(key.number, addresses, self.own_deadlines)
         common: dict[str, Any] = {
             "servers": self.servers,
             "workers": self.workers + self.ranks,
@@ -108,7 +125,8 @@ class Plan:
             "consistency": self.consistency,
             "cluster": self.cluster,
             "limits": self.limits,
-            "deadlines": self.deadlines,
+            "deadlines": self.own_deadlines,
+            "checkpoints": self.checkpoints,
         }
         if key.kind == "coordinator":
             restarts = isinstance(self.on_worker_death, Restart)
@@ -127,18 +145,14 @@ def addresses_in(directory: str) -> tuple[str, ...]:
     return (f"unix:{directory}/c.sock",)
 
 
-def make_directory() -> str:
-    """A new folder (0700) for sockets, with a path that is short enough for them.
-
-    Raises:
-        OSError: no temporary folder can be written.
-    """
-    prefix = "paramserve-"
+def directory_path() -> str:
+    """Where a new folder for sockets may be made, by a path that is short enough for them."""
+    name = f"paramserve-{secrets.token_urlsafe(6)}"
     base = tempfile.gettempdir()
-    too_long = len(os.fsencode(base)) + len(f"/{prefix}12345678") > _DIRECTORY_BYTES_MAX
+    too_long = len(os.fsencode(f"{base}/{name}")) > _DIRECTORY_BYTES_MAX
     if too_long or not _travels(base):
         base = "/tmp"
-    return tempfile.mkdtemp(prefix=prefix, dir=base)
+    return os.path.join(base, name)
 
 
 def _travels(path: str) -> bool:

@@ -93,6 +93,11 @@ class Processes(Mapping[Process, Key]):
             process.kill()
             del self._keys[process]
 
+    def kill_all(self) -> None:
+        """End all of them at once; their ends are told."""
+        for process in self._keys:
+            process.kill()
+
     def carry_out(self, decision: Decision) -> None:
         """Restart dead workers, end those that do not retire in time, start ranks whose processes
         have ended; the coordinator is told of each end.

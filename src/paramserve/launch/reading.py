@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client import Client, Snapshots
+from paramserve.client import Client, Snapshots, Table
+from paramserve.client.timeouts import SAY_S
+from paramserve.config import BUFFERS, is_trained
 from paramserve.core.partition import Block
-from paramserve.errors import ParamServeError, UnknownName
+from paramserve.errors import ParamServeError, UnknownName, warn_user
 
 State = dict[str, npt.NDArray[Any]]
 
 SNAPSHOT_POLL_S = 0.05
 """Between two questions for the next snapshot."""
-UNTRAINED = ".buffers"
-"""What `worker.optimizer` does not train lies in the group of this name behind its own."""
 EXTRA_STATE = "_extra_state"
 """Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
 
@@ -30,10 +33,10 @@ EXTRA_STATE = "_extra_state"
 class Snapshot(NamedTuple):
     """A group's values at one version.
 
-    `seconds` counts from when the group was first seen on the servers. `state` is what
-    `model.load_state_dict` takes, with buffers and tied tensors: tensors if torch is imported,
-    otherwise arrays; buffers are the present ones. `dropped`: earlier snapshots that were not read
-    in time.
+    `seconds` counts from when this call of `snapshots` first saw the group on the servers: another
+    call begins at 0 again. `state` is what `model.load_state_dict` takes, with buffers and tied
+    tensors: tensors if torch is imported, otherwise arrays; buffers are the present ones.
+    `dropped`: earlier snapshots that were not read in time.
     """
 
     version: int
@@ -57,10 +60,16 @@ class Reader:
 
     def read(self, name: str) -> State:
         """The present values of a group, or nothing if there is none."""
+        return self._read([name])[name]
+
+    def _read(self, names: Collection[str]) -> dict[str, State]:
+        """The values of groups at one moment: all are of one cut."""
         groups = self.blocks()
-        blocks = _of(name, groups)
-        state = self._state(blocks) | self.means(name, groups)
-        return with_aliases(state, [*blocks, *_of_ranks(name, groups)])
+        wanted = [block for name in names for block in _all_of(name, groups)]
+        if not wanted:
+            return {name: {} for name in names}
+        with self.client.dense.cut(wanted) as cut:
+            return {name: state_of(name, groups, partial(self._state, cut=cut)) for name in names}
 
     def means(self, name: str, groups: Mapping[str, list[Block]]) -> State:
         """What each rank keeps for a mean (`buffers="mean"`): the mean of what they told last.
@@ -69,32 +78,37 @@ class Reader:
             name: of the group that is trained.
             groups: as `blocks` gave them.
         """
-        told: dict[str, list[npt.NDArray[Any]]] = {}
-        for block in _of_ranks(name, groups):
-            for tensor, value in self._state([block]).items():
-                told.setdefault(tensor, []).append(value)
-        return {
-            tensor: np.asarray(np.mean(values, axis=0, dtype=np.float64), values[0].dtype)
-            for tensor, values in told.items()
-        }
+        return _means(name, groups, self._state)
 
     def read_all(self) -> dict[str, State]:
         """The present values of every group; what is not trained lies with what is."""
-        names = [n for n in self.blocks() if not n.endswith(UNTRAINED)]
-        return {name: self.read(name) for name in names}
+        return self._read([*filter(is_trained, self.blocks())])
 
     def state_dict(self, name: str) -> dict[str, Any]:
         """The present values of one group, as `as_state_dict` gives them. Raises what that does."""
         state = self.read(name)
-        values = {name: state} if state else dict.fromkeys(self.blocks(), state)
-        return as_state_dict(values, name, () if state else self.tables())
+        values = {name: state} if state else dict.fromkeys(filter(is_trained, self.blocks()), state)
+        tables = () if state else self.tables()
+        if not (values or tables):
+            raise _not_yet(f"group {name!r}")
+        return as_state_dict(values, name, tables)
+
+    def table(self, name: str) -> Table:
+        """A keyed table that is defined now. Raises `UnknownName` if there is none."""
+        try:
+            return self.client.table(name)
+        except UnknownName:
+            if self.blocks() or self.tables():
+                raise
+            raise _not_yet(f"table {name!r}") from None
 
     def tables(self) -> list[str]:
         """Names of the keyed tables that are defined now."""
         return [table.name for table in self.client.tables()]
 
     def save_tables(self, folder: str) -> dict[str, str]:
-        """Write every table, with its rule's state, to a file of its own.
+        """Write every table, with its rule's state, to a file of its own. A table without rows, as
+        of a run that failed early, replaces no file: that is warned of.
 
         Returns:
             The files' paths, by table.
@@ -103,7 +117,13 @@ class Reader:
         """
         files: dict[str, str] = {}
         for table in self.client.tables():
-            path = os.path.join(folder, f"{_file_name(table.name)}.parquet")
+            path = os.path.join(folder, table_file(table.name))
+            if os.path.exists(path) and not len(table):
+                warn_user(
+                    f"table {table.name!r} has no rows: {path} stays as it was before. To fix: "
+                    "delete that file if it is not wanted, or give load_tables= to go on from it"
+                )
+                continue
             try:
                 table.to_parquet(path, state=True)
             except OSError as error:
@@ -115,14 +135,41 @@ class Reader:
             files[table.name] = path
         return files
 
-    def _state(self, blocks: Iterable[Block]) -> State:
-        """The tensors of some blocks."""
+    def _state(self, blocks: Iterable[Block], cut: int = 0) -> State:
+        """The tensors of some blocks, of a cut or as they are now."""
         state: State = {}
         for block in blocks:
-            flat, _ = self.client.dense.fetch(block, 0)
+            flat, _ = self.client.dense.fetch(block, 0, cut=cut)
             for piece, low, high in zip(block.pieces, block.starts, block.starts[1:], strict=False):
                 state[piece.name] = flat[low:high].reshape(piece.shape)
         return state
+
+
+def state_of(
+    name: str, groups: Mapping[str, list[Block]], read: Callable[[Iterable[Block]], State]
+) -> State:
+    """A group's values, with what of it is not trained and under all names; nothing if there is no
+    such group.
+
+    Args:
+        groups: all blocks, by group.
+        read: gives the tensors of some blocks.
+    """
+    state = read(_of(name, groups)) | _means(name, groups, read)
+    return with_aliases(state, _all_of(name, groups))
+
+
+def _means(
+    name: str, groups: Mapping[str, list[Block]], read: Callable[[Iterable[Block]], State]
+) -> State:
+    told: dict[str, list[npt.NDArray[Any]]] = {}
+    for block in _of_ranks(name, groups):
+        for tensor, value in read([block]).items():
+            told.setdefault(tensor, []).append(value)
+    return {
+        tensor: np.asarray(np.mean(values, axis=0, dtype=np.float64), values[0].dtype)
+        for tensor, values in told.items()
+    }
 
 
 class Watching:
@@ -142,12 +189,24 @@ class Watching:
         self._seconds = seconds
         self._reader: Reader | None = None
         self._since_s: float | None = None
+        self._watches = False
+        """Whether the present servers have been told to keep snapshots."""
+        self._known: list[str] = []
+        """The run's groups and tables, as long as this one is none of them."""
+        self._missing_since_s: float | None = None
+        """Since when there are others; infinite: it was warned of."""
         self._after = 0
         self._kept: deque[Snapshot] = deque()
         self._lock = threading.Lock()
 
+    @property
+    def found(self) -> bool:
+        """Whether the group was there at some question."""
+        return self._since_s is not None
+
     def take(self, connect: Callable[[], Client]) -> Snapshot | None:
-        """The next one, or None if there is none yet.
+        """The next one, or None if there is none yet. Warns once of a group that is not defined
+        long after others are.
 
         Args:
             connect: makes its client, at the first call.
@@ -171,58 +230,93 @@ class Watching:
                 return
 
     def forget(self) -> None:
-        """Let go of the client, which is closed."""
-        self._reader = None
+        """Let go of the client, which is closed. Other servers begin with an older version."""
+        self._reader, self._watches, self._after = None, False, 0
 
     def take_kept(self) -> Snapshot | None:
         """One that `drain` took over; when the servers are gone."""
         with self._lock:
             return self._kept.popleft() if self._kept else None
 
+    def unknown(self) -> UnknownName | None:
+        """The error of a run that has ended while its groups were others; else None."""
+        if self.found or not self._known:
+            return None
+        return unknown_group(self.group, self._known)
+
     def _ask(self, reader: Reader) -> Snapshot | None:
         now_s = self._seconds()
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
-        if self._since_s is None:
+        if not self._watches:
             if self.group not in groups:
-                if self.group in reader.tables():
+                tables = reader.tables()
+                if self.group in tables:
                     self._reader = None  # the end of the run has nothing to take over
                     raise ValueError(
                         f"{self.group!r} is a table, of which there are no snapshots: read it with "
                         f"job.table({self.group!r})"
                     )
+                self._miss([*filter(is_trained, groups), *tables], now_s)
                 return None
             Snapshots(reader.client).watch(self.group, self._every, self._keep)
-            self._since_s = now_s
+            self._watches = True
+            if self._since_s is None:
+                self._since_s = now_s
+        assert self._since_s is not None, "it is set with the first watch"
         found = Snapshots(reader.client).take(self.group, self._after)
         if found is None:
             return None
         self._after = found.version
         state = dict(found.values)
-        if self.group + UNTRAINED in groups:
-            state = reader.read(self.group + UNTRAINED) | state
+        if self.group + BUFFERS in groups:
+            state = reader.read(self.group + BUFFERS) | state
         state |= reader.means(self.group, groups)
-        blocks = [*_of(self.group, groups), *_of_ranks(self.group, groups)]
-        state = with_aliases(state, blocks)
+        state = with_aliases(state, _all_of(self.group, groups))
         return Snapshot(found.version, now_s - self._since_s, as_tensors(state), found.dropped)
 
+    def _miss(self, known: list[str], now_s: float) -> None:
+        """Note what there is in place of the group, and warn of a name that may be wrong."""
+        self._known = known
+        if not known:
+            return
+        if self._missing_since_s is None:
+            self._missing_since_s = now_s
+        waited_s = now_s - self._missing_since_s
+        if waited_s >= SAY_S:
+            self._missing_since_s = math.inf
+            warn_user(
+                f"snapshots of group {self.group!r} have waited {waited_s:.0f} s: the run has not "
+                f"defined it; its groups: {', '.join(map(repr, known))}. They wait for it until "
+                "the run ends. To fix: give the name of one of these, as in "
+                f"snapshots(name={_nearest(self.group, known)!r})"
+            )
 
-def _file_name(name: str) -> str:
-    """A name with nothing in it that no file name can hold."""
+
+def _nearest(name: str, known: list[str]) -> str:
+    return (get_close_matches(name, known, n=1) or known)[0]
+
+
+def table_file(name: str) -> str:
+    """The file of a table: its name, with nothing in it that no file name can hold."""
     for letter in "%/\0":
         name = name.replace(letter, f"%{ord(letter):02X}")
-    return name
+    return f"{name}.parquet"
 
 
 def _of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     """The blocks that make up a group, those of what is not trained first: a tensor that is trained
     since then is in both."""
-    return [*groups.get(name + UNTRAINED, ()), *groups.get(name, ())]
+    return [*groups.get(name + BUFFERS, ()), *groups.get(name, ())]
 
 
 def _of_ranks(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     """The blocks in which each rank keeps its own buffers of a group; see `Reader.means`."""
-    own = re.compile(re.escape(name) + r"\.rank\d+" + re.escape(UNTRAINED))
+    own = re.compile(re.escape(name) + r"\.rank\d+" + re.escape(BUFFERS))
     return [block for group, blocks in groups.items() if own.fullmatch(group) for block in blocks]
+
+
+def _all_of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
+    return [*_of(name, groups), *_of_ranks(name, groups)]
 
 
 def with_aliases(state: State, blocks: Iterable[Block]) -> State:
@@ -248,12 +342,32 @@ def as_state_dict(
             "ps.run(..., save_tables=folder)",
         )
     if name not in values:
-        known = ", ".join(map(repr, values)) if values else "none"
-        raise UnknownName(
-            f"the run has no group {name!r}; its groups: {known}",
-            fix="name the group of worker.optimizer(..., name=), or 'default' for client.define",
-        )
+        raise unknown_group(name, [*values, *tables])
     return as_tensors(values[name])
+
+
+def _not_yet(what: str) -> UnknownName:
+    """The error for something that is asked for before anything is defined."""
+    return UnknownName(
+        f"{what} is not there yet: the workers have called none of worker.optimizer(...), "
+        "client.define(...) and client.table(...) so far",
+        fix="wait and ask again: status().groups names what there is; workers take some seconds to "
+        "start",
+    )
+
+
+def unknown_group(name: str, known: Collection[str]) -> UnknownName:
+    """The error for a group that a run does not have."""
+    if not known:
+        return UnknownName(
+            f"the run has no group {name!r}, and no other: no worker has called "
+            "worker.optimizer(...), client.define(...) or client.table(...)",
+            fix="call optimizer = worker.optimizer(model, optimizer) in the training function",
+        )
+    return UnknownName(
+        f"the run has no group {name!r}; its groups: {', '.join(map(repr, known))}",
+        fix="name the group of worker.optimizer(..., name=), or 'default' for client.define",
+    )
 
 
 def as_tensors(state: State) -> dict[str, Any]:

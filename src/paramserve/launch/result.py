@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,10 +11,12 @@ import msgspec
 
 from paramserve.client.labels import are_labels
 from paramserve.errors import ParamServeError, WorkerFailed
-from paramserve.launch.entries import Key, worker_failed
+from paramserve.launch.abbreviation import abbreviated
+from paramserve.launch.entries import Entry, worker_failed
 from paramserve.launch.reading import State, as_state_dict
 from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import Record, ServerBeat
+from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.history import StepRecord, StepsTaken
 from paramserve.observe.status import (
     GroupStatus,
@@ -42,6 +44,15 @@ class Restarted(NamedTuple):
     clock: int | None
     repeated: int
 
+    def __repr__(self) -> str:
+        """With the first line of the error: `error` has all of it."""
+        first, *_ = self.error.failed.splitlines() or [""]
+        kind = type(self.error).__name__
+        return (
+            f"Restarted(rank={self.rank}, error={kind}({abbreviated(first)}), "
+            f"clock={self.clock}, repeated={self.repeated})"
+        )
+
 
 @dataclass(frozen=True)
 class Result:
@@ -49,17 +60,22 @@ class Result:
 
     Attributes:
         returns: what the training function returned, by rank.
-        metrics: the records of `worker.log`, in the order in which they came in; the oldest are
-            missing where workers logged faster than they could be fetched, or a million in all.
+        metrics: the records of `worker.log`: `time_s` (seconds since the epoch), `rank`, `clock`
+            (the rank's steps until then), `values` (numbers by name). They come some of a rank at a
+            time: sort them by `time_s` to draw them. The oldest are missing where workers logged
+            faster than they could be fetched, or a million in all.
         dropped_records: records that are missing, of all workers together: dropped by a worker
             before they were sent, by the coordinator before the driver fetched them, or here.
-            `Limits.log_records_max` and `log_bytes_max` bound what the first two keep.
+            `Limits.log_records_max` and `log_bytes_max` bound what the first two keep. Not counted
+            is what a worker that was killed had logged since its last heartbeat
+            (`Deadlines.heartbeat_s`): it is lost, and no process knows how much it was.
         staleness: of each rank's pushes that were applied or buffered.
         failures: of workers without which the run went on, by rank.
         restarts: of workers that were started again, in order.
         seconds: from the start to the end of the processes.
         seed: the run's; the same one repeats a `Sync` run bit by bit.
-        stopped: whether `Job.stop`, or Ctrl-C in `run`, ended it.
+        stopped: whether it was ended before its workers were done: by `Job.stop`, by Ctrl-C in
+            `run`, or by an error, which then has this result.
         values: group name to tensor name to array; see `state_dict`.
         groups: how each group stood at the end: policy, updates, and staleness and dropped
             gradients of each worker.
@@ -74,6 +90,9 @@ class Result:
             evenly spaced. Of workers that returned or raised: one that was killed told nothing.
         extra_state: of each group what `get_extra_state` of rank 0's modules gave at the end,
             pickled: `state_dict` has it under its names.
+        rollbacks: of each time that the run went back to a checkpoint because a server or the
+            coordinator had ended, in order. Records of steps that this undid stay in `metrics`.
+        checkpoints: how its checkpoints stood at the end; None: it wrote none.
     """
 
     returns: Mapping[int, Any]
@@ -93,14 +112,20 @@ class Result:
     table_files: Mapping[str, str] = field(default_factory=dict)
     extra_state: Mapping[str, bytes] = field(default_factory=dict)
     steps: Mapping[str, Mapping[int, Sequence[StepRecord]]] = field(default_factory=dict)
+    rollbacks: Sequence[Rollback] = ()
+    checkpoints: CheckpointStatus | None = None
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
         rows = {name: table.rows for name, table in self.tables.items()}
         told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
         told += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
+        told += f", dropped={dict(self.dropped)}" if self.dropped else ""
+        told += f", rollbacks={len(self.rollbacks)}" if self.rollbacks else ""
         told += ", stopped=True" if self.stopped else ""
-        return f"Result(seconds={self.seconds:.1f}, {told}, returns={self.returns!r})"
+        return (
+            f"Result(seconds={self.seconds:.1f}, {told}, returns={abbreviated(dict(self.returns))})"
+        )
 
     @property
     def tables(self) -> dict[str, TableStatus]:
@@ -145,27 +170,23 @@ def result_of(
     supervisor: Supervisor,
     *,
     seed: int,
+    returns: Mapping[int, Any],
     values: Mapping[str, State],
     beats: Sequence[ServerBeat],
     table_files: Mapping[str, str],
 ) -> Result:
-    """The result of a run that has ended without an error.
+    """The result of a run that has ended.
 
     Args:
+        returns: see `returns_of`.
         values: what was read of each group when all workers were done.
         beats: what each server said then.
         table_files: what was written of its tables.
-    Raises:
-        WorkerFailed: what a function returned cannot be unpickled here.
     """
     status = supervisor.overview.status
     leases = status.leases if status is not None else ()
     return Result(
-        returns={
-            entry.key.number: _unpickle(entry.key, entry.returned)
-            for entry in supervisor.roster.workers()
-            if entry.returned is not None
-        },
+        returns=returns,
         metrics=list(supervisor.overview.records),
         dropped_records=supervisor.overview.dropped_records,
         staleness=by_rank(beats),
@@ -173,7 +194,7 @@ def result_of(
         restarts=_restarts(supervisor),
         seconds=supervisor.seconds,
         seed=seed,
-        stopped=supervisor.state == "stopped",
+        stopped=supervisor.ended_early,
         values=values,
         groups=by_group(beats),
         dropped=drops_by_rank(beats),
@@ -182,7 +203,30 @@ def result_of(
         table_files=table_files,
         extra_state=dict(supervisor.extra_states),
         steps=_steps(supervisor),
+        rollbacks=tuple(supervisor.rollbacks),
+        checkpoints=supervisor.checkpoints,
     )
+
+
+def returns_of(workers: Iterable[Entry]) -> tuple[dict[int, Any], WorkerFailed | None]:
+    """What the training function returned, by rank, and what went wrong with the first that cannot
+    be unpickled here. It came by the engine's own way, over no socket of ours."""
+    found: dict[int, Any] = {}
+    wrong: WorkerFailed | None = None
+    for entry in workers:
+        if entry.returned is None:
+            continue
+        try:
+            found[entry.key.number] = cloudpickle.loads(entry.returned)
+        except Exception as error:
+            if wrong is None:
+                wrong = WorkerFailed(
+                    f"what {entry.key} returned cannot be unpickled here: {type(error).__name__}: "
+                    f"{error}",
+                    applied="yes",
+                    fix="return plain data, or objects of modules that the driver can import",
+                )
+    return found, wrong
 
 
 def _steps(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
@@ -207,7 +251,8 @@ def _restarts(supervisor: Supervisor) -> list[Restarted]:
     found = []
     for number, entry in enumerate(supervisor.restarts):
         later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]
-        successor = later[0] if later else supervisor.roster.entries[entry.key]
+        # Fewer ranks were started anew where some had been scaled away.
+        successor = later[0] if later else supervisor.roster.entries.get(entry.key, entry)
         clock, repeated = None, 0
         # A rank that was scaled away and came again has an entry of its own.
         follows = successor.restarts == entry.restarts + 1
@@ -216,15 +261,3 @@ def _restarts(supervisor: Supervisor) -> list[Restarted]:
             clock, repeated = resumed.clock, resumed.repeated
         found.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
     return found
-
-
-def _unpickle(key: Key, returned: bytes) -> Any:
-    """What a function returned. It came by the engine's own way, over no socket of ours."""
-    try:
-        return cloudpickle.loads(returned)
-    except Exception as error:
-        raise WorkerFailed(
-            f"what {key} returned cannot be unpickled here: {type(error).__name__}: {error}",
-            applied="yes",
-            fix="return plain data, or objects of modules that the driver can import",
-        ) from error

@@ -102,6 +102,11 @@ class Roster:
         """Whether the coordinator and all servers are ready."""
         return all(entry.ready for entry in self._of("coordinator", "server"))
 
+    @property
+    def readable(self) -> bool:
+        """Whether they are, and none of them has fallen."""
+        return self.serving and all(e.fell_at is None for e in self._of("coordinator", "server"))
+
     def workers(self) -> list[Entry]:
         return self._of("worker")
 

@@ -10,28 +10,66 @@ import copy
 import logging
 import sys
 import threading
-import warnings
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
 
-from paramserve.client import Table
-from paramserve.config import check_count
+from paramserve.client import Client, Table
+from paramserve.client.timeouts import ranks
+from paramserve.config import NO_RANK, check_count
+from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import terms as policy_terms
 from paramserve.engine.base import Engine
-from paramserve.errors import ClientClosed, ParamServeError, rebuild
+from paramserve.errors import (
+    CheckpointError,
+    ClientClosed,
+    ParamServeError,
+    RunTimeout,
+    WorkerFailed,
+    rebuild,
+    warn_user,
+)
+from paramserve.launch.attempt import Attempt, Kept
+from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
-from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, State, Watching, is_extra
-from paramserve.launch.result import Result, result_of, unpickled
+from paramserve.launch.reading import (
+    SNAPSHOT_POLL_S,
+    Reader,
+    Snapshot,
+    Watching,
+    as_state_dict,
+    is_extra,
+)
+from paramserve.launch.result import Result, result_of, returns_of, unpickled
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
-from paramserve.messages import ServerBeat
-from paramserve.observe.status import RunStatus, by_group
+from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
+from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
+from paramserve.observe.status import GroupStatus, RunStatus, by_group, trained_only
 
 logger = logging.getLogger("paramserve")
 
 GOES_ON = "; the run goes on until job.stop() or the end of this process"
+KEPT = "paramserve: the attribute `result` of this error has what was done until then"
 END_S = 2.0
 """How much longer than `stop_s` and `exit_s` the end of a run may take to be known."""
+
+
+T = TypeVar("T")
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint that `Job.checkpoint` has had written.
+
+    `path` is what `resume=` takes. `clocks`: by group, the steps that each worker has in it.
+    `bytes`: of the files that were written for it. `pause_s`: the longest that a server executed
+    nothing for it. `seconds`: from the call until it was complete.
+    """
+
+    path: str
+    clocks: dict[str, int]
+    bytes: int
+    pause_s: float
+    seconds: float
 
 
 class Job:
@@ -48,6 +86,7 @@ class Job:
     Args:
         save_tables: folder for the tables at the end; empty: they are not written.
         load_tables: names of those that begin with rows of a file.
+        recovery: the checkpoints that it writes and may go on from; None: none.
     """
 
     def __init__(
@@ -57,21 +96,22 @@ class Job:
         seed: int,
         save_tables: str = "",
         load_tables: Collection[str] = (),
+        recovery: Recovery | None = None,
     ) -> None:
         self._seed = seed
         self._save_tables = save_tables
         self._load_tables = load_tables
-        self._table_files: dict[str, str] = {}
+        self._strict = recovery is not None and recovery.strict
         self._watching: list[Watching] = []
-        self._values: dict[str, State] = {}
         self._reader_lock = threading.Lock()
         self._result_lock = threading.Lock()
         self._reader: Reader | None = None
-        self._last_beats: list[ServerBeat] = []
-        self._result: Result | None = None
+        self._outcome: tuple[Result | None, BaseException | None] | None = None
         self._unpickled: dict[str, tuple[bytes, dict[str, Any]]] = {}
         self._ends_with_block = False
-        self._supervisor = Supervisor(plan, engine, self._collect, self._forget, self._prepare)
+        self._supervisor = Supervisor(
+            plan, engine, self._collect, self._forget, self._prepare, recovery
+        )
 
     def __repr__(self) -> str:
         return f"Job({self._supervisor.state}, {self._supervisor.seconds:.1f} s)"
@@ -83,11 +123,20 @@ class Job:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
+    def launch(self) -> None:
+        """Start its processes, once; `start` and `run` have done so. Raises as
+        `Supervisor.start`."""
+        self._supervisor.start()
+
     def wait(self) -> Result:
         """Wait for the end of the run.
 
         Ctrl-C here interrupts this wait and not the run: it says in one line how far the run is,
         and goes on as `KeyboardInterrupt`. In a `with` block of the job that ends the run, too.
+
+        An error of a run whose servers still lived has the `Result` of what was done until then as
+        its attribute `result`: `error.result.state_dict()` are the values of that moment. Where
+        they could not be read it is None.
 
         Raises:
             WorkerFailed: a training function raised, or its process ended.
@@ -97,20 +146,23 @@ class Job:
         """
         with self._telling_interrupt():
             self._supervisor.ended.wait()
-        self._raise_error()
-        with self._result_lock:
-            if self._result is None:
-                self._result = result_of(
-                    self._supervisor,
-                    seed=self._seed,
-                    values=self._values,
-                    beats=self._beats(),
-                    table_files=self._table_files,
+        first = self._outcome is None
+        result = self._completed()
+        if first:
+            told = self._supervisor.overview.status
+            kinds = {kind for _, kind, _ in self._supervisor.reports}
+            silent = told is None or not told.collectives
+            if TRAINS_ALONE not in kinds and (silent or TRAINED_ALONE in kinds):
+                _warn_if_untrained(result)
+            for name, group in result.groups.items():
+                _warn_if_unapplied(name, group)
+            if unused := sorted({*self._load_tables}.difference(result.tables)):
+                logger.warning(
+                    "load_tables was not loaded for %s: the run has defined no table of that name",
+                    ", ".join(map(repr, unused)),
                 )
-                told = self._supervisor.overview.status
-                if told is None or not told.collectives:
-                    _warn_if_untrained(self._result)
-            return self._result
+            _warn_if_never_stepped(result)
+        return result
 
     def stop(self) -> None:
         """End the run early, as if all workers had returned; returns when it has ended.
@@ -157,7 +209,11 @@ class Job:
         self._supervisor.scale(workers)
 
     def status(self) -> RunStatus:
-        """How the run stands, as of the servers' last heartbeat. Never waits."""
+        """How the run stands, as of the servers' last heartbeat. Never waits.
+
+        So it may be behind what `state_dict` and `snapshots` read, by `Deadlines.heartbeat_s` and
+        a quarter of a second; `job.handle().status()` asks the servers.
+        """
         supervisor = self._supervisor
         return RunStatus(
             state=supervisor.state,
@@ -165,22 +221,60 @@ class Job:
             workers=supervisor.roster.worker_states(),
             groups=by_group(self._beats()),
             metrics=dict(supervisor.overview.latest),
+            checkpoints=supervisor.checkpoints,
+            rollbacks=tuple(supervisor.rollbacks),
         )
 
-    def state_dict(self, name: str = "model") -> dict[str, Any]:
-        """A group's present values; after the end, its last ones.
+    def checkpoint(self, timeout_s: float | None = None) -> SavedCheckpoint:
+        """Write a checkpoint now, while training goes on; returns when it is complete.
 
-        While the run goes on, the extra state of modules (`get_extra_state`) is that of the start.
+        It has every step that was answered before the call. Where one is being written, it follows
+        that one.
+
+        Args:
+            timeout_s: how long at most; None: `Deadlines.busy_s`.
+        Raises:
+            CheckpointError: the run was not told where to, or it could not be written, or not in
+                time. The one before is as it was, and training goes on.
+            ParamServeError: the run has ended, or went back to an earlier checkpoint meanwhile.
+        """
+        plan = self._supervisor.plan
+        if not plan.checkpoints.folder:
+            raise CheckpointError(
+                "the run writes no checkpoints",
+                fix="tell it where to: ps.start(..., checkpoint=path)",
+            )
+        limit_s = timeout_s if timeout_s is not None else plan.deadlines.busy_s
+        told = self._ask_checkpoint(self._supervisor.connect, limit_s)
+        clocks = trained_only(told.clocks)
+        return SavedCheckpoint(told.path, clocks, told.nbytes, told.pause_s, told.seconds)
+
+    def state_dict(self, name: str = "model") -> dict[str, Any]:
+        """A group's present values; after the end, its last ones, also of a run that failed.
+
+        They are those of one moment: on every server exactly the same pushes of each worker are in
+        them, under every policy, while training goes on.
+
+        While the run goes on, frozen parameters and the extra state of modules (`get_extra_state`)
+        are what rank 0 told last: at the start, and when it let parameters require gradients.
 
         Returns:
             Tensors by name if torch is imported, otherwise arrays.
         Raises:
-            UnknownName: nothing is defined in this group (yet), or it is a table.
+            UnknownName: nothing is defined in this group (yet), or it is a table. Of a run that
+                failed and kept no values of it, what `wait` raises.
+            Overloaded: no such moment was found in 20 s, as while a worker stands still in the
+                middle of a push.
         """
         try:
-            return self._extra_state(name) | self._connected().state_dict(name)
-        except ClientClosed:  # it has ended
-            return self.wait().state_dict(name)
+            return self._extra_state(name) | self._read(lambda reader: reader.state_dict(name))
+        except (ClientClosed, WorkerFailed, RunTimeout):  # it has ended, or is about to
+            try:
+                return self.wait().state_dict(name)
+            except ParamServeError as error:
+                if error.result is None or name not in error.result.values:
+                    raise
+                return error.result.state_dict(name)
 
     def table(self, name: str) -> Table:
         """A keyed table, to be read and written from here while the run goes on.
@@ -193,7 +287,7 @@ class Job:
             ClientClosed: the run has ended. Else as `handle`.
         """
         try:
-            return self._connected().client.table(name)
+            return self._read(lambda reader: reader.table(name))
         except ClientClosed as error:
             raise ClientClosed(
                 f"table {name!r} cannot be read: the run has ended, and its servers with it",
@@ -208,6 +302,20 @@ class Job:
         The servers keep one at every `every`-th version, at most `keep` of them; the oldest is
         dropped when they are not taken in time, so a slow reader never slows the training.
         If the run fails, the iteration ends and `wait` says why.
+
+        Of each worker, the same pushes are in all of one's parameters, on all servers. Where the
+        workers have no common clock, several servers agree on that moment first, and a version
+        may be one or a few past the `every`-th. Buffers (BatchNorm) and what is not trained
+        are those of when it was read: rank 0 assigns buffers every ten steps.
+
+        Where the run goes back to a checkpoint, the next ones have the versions of then again.
+
+        A group may be defined later. Where others are, and this one is not after 10 s, the
+        iteration warns once with their names, and goes on to wait.
+
+        Raises:
+            UnknownName: the run has ended, not by an error, and had no such group.
+            ValueError: it is a table: `table` reads it.
         """
         for option, value in (("every", every), ("keep", keep)):
             check_count(option, value)
@@ -234,6 +342,7 @@ class Job:
             if found is not None:
                 yield found._replace(state=self._extra_state(watching.group) | found.state)
             elif over:
+                self._require_group(watching)
                 return
             else:
                 with self._telling_interrupt():
@@ -241,16 +350,28 @@ class Job:
 
     def _next_snapshot(self, watching: Watching) -> Snapshot | None:
         supervisor = self._supervisor
+        attempt = supervisor.attempt
         try:
             with self._telling_interrupt():
                 return watching.take(supervisor.connect)
         except ParamServeError:
+            if supervisor.goes_on(attempt):
+                return None
             # The servers are gone; the run's own end, which is near, says why.
             deadlines = supervisor.plan.deadlines
-            supervisor.ended.wait(deadlines.stop_s + deadlines.exit_s + END_S)
-            if not supervisor.ended.is_set():
+            if not supervisor.ended.wait(deadlines.stop_s + deadlines.exit_s + END_S):
                 raise
             return watching.take_kept()
+
+    def _require_group(self, watching: Watching) -> None:
+        """Raise `UnknownName` where the run has ended and never had the group; not where an error
+        ended it, which `wait` tells, or where it was stopped before it had any."""
+        values = self._kept.values or {}
+        defined = values or by_group(self._beats())
+        stopped = self._supervisor.ended_early and not defined
+        if self._supervisor.error is None and not stopped and not watching.found:
+            tables = [n for n, group in by_group(self._beats()).items() if group.table is not None]
+            as_state_dict(values, watching.group, tables)
 
     def _prepare(self) -> None:
         """Connect when the servers are up, and not when the values are wanted: the folder of the
@@ -258,25 +379,55 @@ class Job:
         with contextlib.suppress(ParamServeError, OSError):  # the end tries again, and tells
             self._connected(PREPARE_S)
 
-    def _collect(self) -> None:
-        """Read everything before the servers end: called when all workers are done."""
+    @property
+    def _kept(self) -> Kept:
+        """What was read of the present servers; that of earlier ones counts no more."""
+        return self._supervisor.attempt.kept
+
+    def _collect(self, attempt: Attempt) -> None:
+        """Read everything before the servers end: called when all workers are done. All of it ends
+        when the attempt's clients are closed, because the run goes on from a checkpoint."""
         for watching in self._watching:
             watching.drain()
-        reader = self._connected()
+        kept, reader = attempt.kept, self._connected()
         try:
-            self._values = reader.read_all()
+            kept.values = reader.read_all()
         except ParamServeError:  # its connection may have ended long ago
-            self._reader = None
-            reader = self._connected()
-            self._values = reader.read_all()
-        self._last_beats = reader.client.connection.reports()
-        if unused := sorted({*self._load_tables}.difference(reader.tables())):
-            logger.warning(
-                "load_tables was not loaded for %s: the run has defined no table of that name",
-                ", ".join(map(repr, unused)),
-            )
-        if self._save_tables:
-            self._table_files = reader.save_tables(self._save_tables)
+            reader = self._reader = Reader(attempt.connect())
+            kept.values = reader.read_all()
+        kept.beats = reader.client.connection.reports()
+        try:
+            if self._save_tables:
+                kept.table_files = reader.save_tables(self._save_tables)
+        finally:  # each is written whether or not the other can be
+            if kept.values or reader.tables():
+                self._checkpoint_at_end(attempt)
+        for watching in self._watching:
+            watching.drain()  # the snapshot of the last version, which the servers agreed on since
+
+    def _ask_checkpoint(self, connect: Callable[[], Client], limit_s: float) -> Checkpointed:
+        client = connect()  # of its own: one that waits keeps others waiting
+        try:
+            control = client.connection.control
+            return control.call(AskCheckpoint(0, limit_s), Checkpointed, timeout_s=limit_s)
+        finally:
+            client.close()
+
+    def _checkpoint_at_end(self, attempt: Attempt) -> None:
+        """Write the last checkpoint of a run that has ended in order, or was stopped: `resume` goes
+        on from where it was.
+
+        Raises:
+            CheckpointError: it could not be written, and the run is strict about that.
+        """
+        supervisor = self._supervisor
+        if not supervisor.plan.checkpoints.folder or supervisor.failing:
+            return
+        try:
+            self._ask_checkpoint(attempt.connect, supervisor.plan.deadlines.busy_s)
+        except CheckpointError:  # which the coordinator tells, and the result
+            if self._strict:
+                raise
 
     def _forget(self) -> None:
         self._reader = None
@@ -289,6 +440,16 @@ class Job:
             if reader is None:
                 reader = self._reader = Reader(self._supervisor.connect(start_s=start_s))
             return reader
+
+    def _read(self, read: Callable[[Reader], T]) -> T:
+        """What is read of the servers; of others, where the run went back to a checkpoint."""
+        while True:
+            attempt = self._supervisor.attempt
+            try:
+                return read(self._connected())
+            except ParamServeError:
+                if not self._supervisor.goes_on(attempt):
+                    raise
 
     def _extra_state(self, group: str) -> dict[str, Any]:
         """What rank 0 told last; its tensors are the same ones until it tells anew, while what
@@ -306,14 +467,40 @@ class Job:
 
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""
-        return self._last_beats or list(self._supervisor.overview.beats)
+        return self._kept.beats or list(self._supervisor.overview.beats)
 
-    def _raise_error(self) -> None:
-        error = self._supervisor.error
+    def _completed(self) -> Result:
+        """The result of a run that has ended; raises the error that ended it, with what was kept
+        as its `result`."""
+        with self._result_lock:
+            if self._outcome is None:
+                self._outcome = self._find_outcome()
+            result, error = self._outcome
         if isinstance(error, ParamServeError):
-            raise rebuild(type(error).__name__, error.failed, error.applied, error.fix)
+            error = rebuild(type(error).__name__, error.failed, error.applied, error.fix)
+            error.result = result
+            if result is not None and result.values:
+                error.add_note(KEPT)
         if error is not None:
             raise error
+        assert result is not None
+        return result
+
+    def _find_outcome(self) -> tuple[Result | None, BaseException | None]:
+        """What was done, if it could be read, and what went wrong, if anything did."""
+        supervisor = self._supervisor
+        if supervisor.error is not None and self._kept.values is None:
+            return None, supervisor.error
+        returns, unread = returns_of(supervisor.roster.workers())
+        result = result_of(
+            supervisor,
+            seed=self._seed,
+            returns=returns,
+            values=self._kept.values or {},
+            beats=self._beats(),
+            table_files=self._kept.table_files,
+        )
+        return result, supervisor.error if supervisor.error is not None else unread
 
     @contextlib.contextmanager
     def _telling_interrupt(self) -> Iterator[None]:
@@ -322,27 +509,61 @@ class Job:
             yield
         except KeyboardInterrupt:
             then = "" if self._ends_with_block else GOES_ON
-            told = f"paramserve: interrupted {self.status().progress()}{then}"
+            told = f"paramserve: interrupted, last heard {self.status().progress()}{then}"
             print(told, file=sys.stderr, flush=True)
             raise
 
 
-def _warn_if_untrained(result: Result) -> None:
-    """Warn of a run that ended by itself, and of which the servers have heard nothing.
-
-    Where warnings are errors, it stands on stderr: the run has a result.
-    """
-    if not result.returns or result.groups or result.stopped:
-        return
-    words = (
-        "the run trained nothing on the servers: no worker has called worker.optimizer(...), "
-        "client.define(...) or client.table(...), so each has trained a copy of its own, if "
-        "any. To fix: optimizer = worker.optimizer(model, optimizer) in the training function"
-    )
+def _warn(words: str) -> None:
+    """Warn; where warnings are errors, on stderr: the run has a result."""
     try:
-        warnings.warn(words, stacklevel=4)
+        warn_user(words)
     except UserWarning:
         print(f"paramserve: {words}", file=sys.stderr, flush=True)
+
+
+def _warn_if_unapplied(name: str, group: GroupStatus) -> None:
+    """Warn of a group that was sent gradients of which none was applied; under `Async`, whose
+    `drop_after` is for what is late now and then, of a rank as well."""
+    if group.version == 0 and group.skipped:
+        _warn(
+            f"group {name!r} was not trained: {group.skipped} steps were left out, because their "
+            "gradients held NaN or Inf (on_nonfinite='skip'), and none was applied. To fix: lower "
+            "the learning rate, or look for NaN in the data and the loss"
+        )
+    lost = {
+        rank: count
+        for rank, count in group.dropped_by_rank.items()
+        if rank != NO_RANK and rank not in group.staleness_by_rank
+    }
+    if lost and (group.version == 0 or group.policy == Async.__name__):
+        _warn(
+            f"no gradient of {ranks(sorted(lost))} to group {name!r} was applied: "
+            f"{group.policy} dropped all {sum(lost.values())} as too late or too stale. To fix: "
+            "raise drop_after of ps.Async, or let on_push of your own policy return ps.Apply(...)"
+        )
+
+
+def _warn_if_untrained(result: Result) -> None:
+    """Warn of a run that ended by itself, and of which the servers have heard nothing."""
+    if not result.returns or result.groups or result.stopped:
+        return
+    _warn(f"the run {UNTRAINED}")
+
+
+def _warn_if_never_stepped(result: Result) -> None:
+    """Warn of optimizers that `worker.optimizer` has returned, where the run has made no step."""
+    groups = result.groups
+    if not result.returns or result.stopped or any(each.steps for each in groups.values()):
+        return
+    for name in result.steps:  # told of each such optimizer, also of one without a step
+        if name in groups and groups[name].version == 0 and not any(result.steps[name].values()):
+            _warn(
+                f"group {name!r} was not trained: no rank has made a step of the optimizer that "
+                "worker.optimizer(...) returned, so the result has the values that it began with. "
+                "To fix: call optimizer.step() of that optimizer after each backward(); a run that "
+                "only evaluates needs none"
+            )
 
 
 def handle_of(supervisor: Supervisor, seed: int) -> Handle:
@@ -359,4 +580,5 @@ def handle_of(supervisor: Supervisor, seed: int) -> Handle:
         limits=supervisor.plan.limits,
         deadlines=supervisor.plan.deadlines,
         connect=supervisor.connect,
+        require=supervisor.wait_until_serving,
     )

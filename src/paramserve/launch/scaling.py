@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, rebuild
@@ -18,6 +18,7 @@ from paramserve.launch.entries import Key
 from paramserve.launch.overview import Overview
 from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Roster
+from paramserve.launch.waiting import SIGNAL_S
 from paramserve.messages import Failed
 
 
@@ -93,6 +94,8 @@ class Scaling:
                 with self._changes_lock:
                     self.require_open(workers)
                     self._changes.append(change)
+                while not change.done.done():
+                    wait([change.done], SIGNAL_S)
                 change.done.result()
             except ParamServeError:
                 self._processes.give_back(added)

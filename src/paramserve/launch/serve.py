@@ -21,9 +21,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from paramserve.checkpoint.locations import storage_at
+from paramserve.checkpoint.reader import Checkpoint as Saved
+from paramserve.client.timeouts import SAY_S, ranks
 from paramserve.config import (
     CLUSTER_BYTES,
     TLS,
+    CheckpointPlan,
     ConsistencySpec,
     CoordinatorConfig,
     Credentials,
@@ -36,20 +40,37 @@ from paramserve.config import (
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import Registered
-from paramserve.coordinator import ROLES, CoordinatorRole
+from paramserve.coordinator import ROLES, CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
-from paramserve.errors import ConnectTimeout, ParamServeError, ServerGone
+from paramserve.errors import (
+    CheckpointDamaged,
+    ConnectTimeout,
+    ParamServeError,
+    ServerGone,
+    WorkerFailed,
+    shown,
+)
+from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_of
 from paramserve.launch.connect import full_address
 from paramserve.launch.packing import checked
-from paramserve.messages import Enlist, Enlisted, Failed, Hello, Member, Members
-from paramserve.server import ServerRole, process_role, register
+from paramserve.messages import (
+    AskCheckpoint,
+    Checkpointed,
+    Enlist,
+    Enlisted,
+    Failed,
+    Hello,
+    Member,
+    Members,
+)
+from paramserve.server import ServerRole, new_shard, process_role, register
 from paramserve.transport.auth import credentials_of
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
-from paramserve.transport.tcp import warn_if_open
+from paramserve.transport.tcp import split_place, warn_if_open
 
 ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""
@@ -74,6 +95,8 @@ WAITED_FOR = {
 logger = logging.getLogger("paramserve")
 LAST_ANSWER_S = 0.5
 """After the last worker has left: for answers that are on their way."""
+LAST_CHECKPOINT_S = 60.0
+"""For the checkpoint that is written when a cluster is told to end."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,8 @@ class Settings:
     restarts: bool
     """Whether Sync waits for a worker that died."""
     until_done: bool
+    recovery: Recovery | None
+    """Of the first server: its checkpoints."""
     limits: Limits
     deadlines: Deadlines
 
@@ -132,7 +157,8 @@ class _Log:
     def on_members(self, members: Members) -> None:
         """The membership has changed, or the servers are complete."""
         if len(members.servers) > self._servers:
-            logger.info("all %d servers are there: workers may come", self._expected)
+            servers = f"all {self._expected} servers are" if self._expected > 1 else "the server is"
+            logger.info("%s there: workers may come", servers)
         self._servers = len(members.servers)
         before, self._members = self._members, {each.rank: each for each in members.members}
         for rank, member in sorted(self._members.items()):
@@ -143,20 +169,50 @@ class _Log:
             bad = member.state in (DEAD, RESTARTING)
             again = f" (incarnation {member.incarnation})" * (member.incarnation > 1)
             told = STATES.get(member.state, member.state)
+            if old is not None and old.state == DEAD and member.state == LIVE:
+                told += " after it had died: it goes on where the others are, not where it was"
+                again += "; restart_s (--restart) would keep its place for a while"
             logger.log(logging.WARNING if bad else logging.INFO, "rank %d %s%s", rank, told, again)
 
     def on_refused(self, answer: Failed) -> None:
         """Something that was asked for is refused."""
         logger.warning("refused: %s", answer.failed)
 
+    def tell_missing_servers(self, shards: list[int]) -> None:
+        """Log the shards whose server has not registered yet, if there are some."""
+        if shards:
+            come = self._expected - len(shards)
+            logger.warning(
+                "%d of %d servers have registered: workers wait for those of shards %s",
+                come,
+                self._expected,
+                shards,
+            )
+
+    def ranks_in(self, state: str) -> list[int]:
+        """The ranks of this state."""
+        return sorted(rank for rank, each in self._members.items() if each.state == state)
+
+    def tell_done(self) -> None:
+        """Log that no worker is there any more, and which of them have died."""
+        if dead := self.ranks_in(DEAD):
+            logger.warning(
+                "the cluster ends, as until_done asks: all workers have left but %s, which died "
+                "and counts as having left; the values end with it. With restart_s (--restart) a "
+                "rank that died is waited for",
+                ranks(dead),
+            )
+        else:
+            logger.info("all workers have left: the cluster ends, as until_done asks")
+
     def tell_missing(self) -> None:
         """Log the workers that have not come or left yet."""
-        ranks: dict[str, list[str]] = {}
+        states: dict[str, list[str]] = {}
         for rank, member in sorted(self._members.items()):
-            ranks.setdefault(member.state, []).append(str(rank))
+            states.setdefault(member.state, []).append(str(rank))
         told = "; ".join(
             f"{WAITED_FOR[state]}: {', '.join(found)}"
-            for state, found in ranks.items()
+            for state, found in states.items()
             if state in WAITED_FOR
         )
         logger.info("not done yet. %s", told)
@@ -176,6 +232,8 @@ class _Running:
         """Where this server is reached."""
         self.lost = asyncio.Event()
         """Set when another server of the cluster, whose coordinator this is, is gone."""
+        self._reason: ParamServeError | None = None
+        """Why this server ends: what it tells its peers."""
 
     async def start(self) -> None:
         """Listen, become a member, be ready."""
@@ -183,8 +241,7 @@ class _Running:
         listeners: list[Listener] = []
         both: _Both | None = None
         if settings.join is None:
-            coordination = Coordination(_coordinator_config(settings))
-            self.coordinator = CoordinatorRole(coordination, asyncio.get_running_loop())
+            self.coordinator = await self._coordinate()
             self.coordinator.on_server_lost = self.lost.set
             self.coordinator.on_members = self._log.on_members
             self.coordinator.on_refused = self._log.on_refused
@@ -199,8 +256,8 @@ class _Running:
             control.call, Enlist(0), Enlisted, timeout_s=settings.deadlines.start_s
         )
         config = _server_config(settings, coordinator, enlisted)
-        credentials = settings.credentials
-        self.role = process_role(config, credentials, control, settings.registered)
+        shard = await asyncio.to_thread(new_shard, config, settings.registered)
+        self.role = process_role(config, settings.credentials, control, shard=shard)
         self.stack.callback(self.role.close)
         if both is not None:
             both.server = self.role
@@ -209,12 +266,60 @@ class _Running:
         self.role.listeners = listeners
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
+        if self.coordinator is not None:
+            tell = asyncio.get_running_loop().call_later(SAY_S, self._tell_missing_servers)
+            self.stack.callback(tell.cancel)
+
+    async def _coordinate(self) -> CoordinatorRole:
+        """The coordinator of a cluster, which goes on from its newest checkpoint."""
+        recovery = self.settings.recovery
+        config = _coordinator_config(self.settings)
+        if recovery is not None:
+            plan = await asyncio.to_thread(_plan, recovery)
+            config = replace(config, checkpoints=plan)
+        committer, record = await asyncio.to_thread(open_checkpoints, config)
+        if committer is not None:
+            self.stack.callback(committer.close)
+        work = committer.do if committer is not None else None
+        loop = asyncio.get_running_loop()
+        role = CoordinatorRole(Coordination(config, record), loop, work=work)
+        self.stack.callback(role.close)
+        return role
+
+    async def write_last_checkpoint(self) -> None:
+        """Save what the cluster has, which is about to end."""
+        coordinator = self.coordinator
+        whole = coordinator is not None and coordinator.can_be_saved and not self.lost.is_set()
+        if self.settings.recovery is None or not whole:
+            return
+        try:
+            await asyncio.to_thread(self._ask_checkpoint)
+        except ParamServeError as error:
+            logger.warning("the last checkpoint was not written: %s", error)
+
+    def _ask_checkpoint(self) -> None:
+        settings = self.settings
+        control = ControlLink.connect(
+            (self.addresses[-1],),
+            Hello("driver"),
+            credentials=settings.credentials,
+            limits=settings.limits,
+            timeout_s=ATTEMPT_S,
+        )
+        with contextlib.closing(control):
+            ask = AskCheckpoint(0, LAST_CHECKPOINT_S)
+            control.call(ask, Checkpointed, timeout_s=LAST_CHECKPOINT_S)
+
+    def _tell_missing_servers(self) -> None:
+        assert self.coordinator is not None
+        self._log.tell_missing_servers(self.coordinator.missing_servers)
 
     async def _reach(self, coordinator: tuple[str, ...]) -> ControlLink:
         """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
         settings = self.settings
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + settings.deadlines.start_s
+        began, told = loop.time(), False
+        deadline = began + settings.deadlines.start_s
         while True:
             try:
                 return await asyncio.to_thread(
@@ -233,6 +338,15 @@ class _Running:
                         f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
                         fix="start the cluster's first server, and look at its address",
                     ) from error
+                if not told and loop.time() - began >= SAY_S:
+                    told = True
+                    logger.warning(
+                        "no server answers at %s yet (%s): this one waits up to %.0f s "
+                        "(change it with deadlines=ps.Deadlines(start_s=...))",
+                        settings.join,
+                        error.__cause__,
+                        settings.deadlines.start_s,
+                    )
 
     async def _listen(self, name: str, handler: Handler) -> list[Listener]:
         settings = self.settings
@@ -247,14 +361,57 @@ class _Running:
             lost_s=settings.deadlines.lost_s,
         )
         for listener in listeners:
-            self.stack.callback(listener.close)
+            self.stack.callback(self._close, listener)
         return listeners
+
+    def _close(self, listener: Listener) -> None:
+        listener.close(self._reason)
+
+    def ends(self, error: ParamServeError | None, *, told: bool = False) -> None:
+        """This server is about to end; its peers are told why.
+
+        Args:
+            error: that ends it; None: it ends in order.
+            told: whether it ends because it was told to.
+        """
+        if error is not None:
+            self._reason = ServerGone(error.failed, applied="unknown", fix=error.fix)
+        elif told:
+            self._reason = ServerGone(
+                f"the server at {self._place} was told to end (SIGTERM or Ctrl-C), and its values "
+                "ended with it",
+                applied="unknown",
+                fix=f"start the whole cluster again{self._comes_back}",
+            )
+        else:
+            if self.coordinator is not None:
+                self._log.tell_done()
+            self._reason = ServerGone(
+                f"the cluster of the server at {self._place} has ended as until_done asks: all its "
+                "workers have left, and its values ended with it",
+                applied="unknown",
+                fix="read the values before the last worker leaves, or serve without until_done",
+            )
+
+    @property
+    def _comes_back(self) -> str:
+        """What a cluster that is started again begins with, for an error."""
+        recovery = self.settings.recovery
+        if recovery is None:
+            return ""
+        return f": it begins with the newest checkpoint in {shown(recovery.folder)}"
+
+    @property
+    def _place(self) -> str:
+        place = self.addresses[-1] if self.addresses else self.settings.bind
+        return place.removeprefix("tcp:")
 
     async def until_done(self) -> None:
         """Wait for the end; the caller cancels this to end it early.
 
         Raises:
             ServerGone: another server of the cluster is gone, and not because all is done.
+            WorkerFailed: all is done as `until_done` asks, but no worker has left: all died.
             ParamServeError: the coordinator of the cluster is.
         """
         assert self.role is not None
@@ -269,7 +426,17 @@ class _Running:
         if coordinator is not None and self.lost.is_set():
             done = self.settings.until_done and coordinator.all_left
             if not done:
-                raise _gone(coordinator.lost_servers)
+                raise _gone(coordinator.lost_servers, self._comes_back)
+        if self.settings.until_done and coordinator is not None and coordinator.all_left:
+            dead = self._log.ranks_in(DEAD)
+            if dead and not self._log.ranks_in(LEFT):
+                raise WorkerFailed(
+                    f"the cluster ends, as until_done asks: no worker has returned, {ranks(dead)} "
+                    "died, and the values end with the cluster",
+                    applied="unknown",
+                    fix="look why they died; with restart_s (--restart) a rank that died is waited "
+                    "for",
+                )
         if self.coordinator is None and not self._saw_all_leave():
             raise ParamServeError(
                 f"the coordinator at {self.settings.join} is gone, and the cluster with it",
@@ -300,7 +467,7 @@ class _Running:
         await asyncio.sleep(LAST_ANSWER_S)
 
 
-def _gone(lost: dict[int, tuple[str, ...]]) -> ServerGone:
+def _gone(lost: dict[int, tuple[str, ...]], comes_back: str) -> ServerGone:
     """The error of servers that are lost; their addresses by shard."""
     told = ", ".join(
         f"the server of shard {shard} at {addresses[-1].removeprefix('tcp:')}"
@@ -309,8 +476,28 @@ def _gone(lost: dict[int, tuple[str, ...]]) -> ServerGone:
     return ServerGone(
         f"{told} has ended or is lost, and its values with it",
         applied="unknown",
-        fix="look why it ended, and start the whole cluster again",
+        fix=f"look why it ended, and start the whole cluster again{comes_back}",
     )
+
+
+def _plan(recovery: Recovery) -> CheckpointPlan:
+    """What the processes of a cluster are told, which goes on from the newest checkpoint of which
+    every part is right."""
+    while recovery.chosen is not None:
+        chosen = recovery.chosen
+        try:
+            with Saved(storage_at(chosen.folder), chosen.manifest) as saved:
+                saved.verify()
+            told = ", ".join(
+                f"{name} {clock}" for name, clock in chosen.manifest.cut.clocks.items()
+            )
+            logger.info("the cluster goes on from %s; clocks: %s", chosen.path, told or "none")
+            break
+        except CheckpointDamaged as error:
+            recovery.refuse(error)
+    else:
+        logger.info("%s has no checkpoint: the cluster begins anew", shown(recovery.folder))
+    return recovery.plan(recovery.seed(None))
 
 
 def _coordinator_config(settings: Settings) -> CoordinatorConfig:
@@ -342,6 +529,7 @@ def _server_config(
         cluster=enlisted.cluster,
         limits=settings.limits,
         deadlines=replace(deadlines, heartbeat_s=every_s),
+        checkpoints=enlisted.checkpoints,
     )
 
 
@@ -359,6 +547,7 @@ def serve(
     advertise: str = "",
     restart_s: float | None = None,
     until_done: bool = False,
+    checkpoint: Checkpoint | Path | None = None,
     ready: Callable[[str], None] | None = None,
     limits: Limits | None = None,
     deadlines: Deadlines | None = None,
@@ -381,15 +570,27 @@ def serve(
             servers of a cluster need the same ones.
         tls: certificates; None: no TLS.
         advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
-        restart_s: how long Sync waits for a worker that died to come again; None: not at all.
+        restart_s: how long a worker that died may take to come again and go on where it was, under
+            every policy; Sync waits for it meanwhile. None: the others go on at once, and it goes
+            on at the clock of the slowest of them, with a warning.
         until_done: return when all workers have come and left. The others then end by themselves.
+            A worker that died counts as having left, with `restart_s` once that is over; the log
+            names it.
+        checkpoint: a folder that all servers see under this path, or `ps.Checkpoint(...)`: the
+            cluster begins with the newest checkpoint there, writes more, and a last one when its
+            first server is told to end. Workers that are started again go on where they were. Only
+            the first is told.
         ready: is called with the `host:port` of this server when it serves.
     Raises:
         ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
             workers. Nothing was started.
+        CheckpointFolderTaken: a living run or cluster writes to the folder.
+        CheckpointError: the folder has something else in it, or cannot be used; or this server
+            does not see it.
         UnknownRule: this server joins a cluster whose policy it does not know.
         ParamServeError: the port is taken, the cluster is complete already, or it is gone.
         ServerGone: another server has ended or is lost, and not because `until_done` is reached.
+        WorkerFailed: `until_done` is reached, and no worker has left in order: all died.
         NotAuthenticated: the token or a certificate does not match.
         ConnectTimeout: no answer from `join`.
     """
@@ -399,10 +600,17 @@ def serve(
     described, registered = checked(policy, workers, rules, policies)
     _check_numbers(servers, workers, ends=until_done and join is None)
     _check_advertise(advertise)
+    split_place(bind)
+    if checkpoint is not None and join is not None:
+        raise ValueError(
+            "checkpoint= is told to the first server, which tells the others: leave it out where "
+            "join= is given"
+        )
+    recovery = recovery_of("serve", checkpoint, checkpoint is not None, None)
     settings = Settings(
         bind=bind,
         advertise=advertise,
-        credentials=credentials_of(token_file, tls),
+        credentials=credentials_of(token_file, tls, joins=join is not None),
         join=join,
         servers=servers,
         workers=workers,
@@ -410,6 +618,7 @@ def serve(
         registered=registered,
         restarts=restart_s is not None,
         until_done=until_done,
+        recovery=recovery,
         limits=bounds,
         deadlines=waits,
     )
@@ -466,8 +675,16 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         if ready is not None:
             ready(running.addresses[-1].removeprefix("tcp:"))
         await running.until_done()
+        await running.write_last_checkpoint()
+        running.ends(None)
     except asyncio.CancelledError:
         if not stopped:
             raise
+        with contextlib.suppress(asyncio.CancelledError):  # told twice: it ends at once
+            await running.write_last_checkpoint()
+        running.ends(None, told=True)
+    except ParamServeError as error:
+        running.ends(error)
+        raise
     finally:
         running.stack.close()

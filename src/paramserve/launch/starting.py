@@ -6,26 +6,40 @@ What a run consists of is said in `plan.py`; how it goes on once it is started, 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+from msgspec import structs
 
-from paramserve.config import Deadlines, Limits, check_count, check_restart, check_settings
+from paramserve.config import (
+    NO_RANK,
+    CheckpointPlan,
+    Deadlines,
+    Limits,
+    check_count,
+    check_restart,
+    check_settings,
+)
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.engine.base import Engine
-from paramserve.errors import ParamServeError
+from paramserve.errors import ParamServeError, did_you_mean
+from paramserve.launch.abbreviation import abbreviated
 from paramserve.launch.arguments import (
     SEED_BITS,
+    check_arguments,
     check_engine,
     check_folder,
     check_options,
     check_weights,
 )
+from paramserve.launch.checkpoints import Checkpoint, OnServerDeath, Path, recovery_of
 from paramserve.launch.packing import for_servers, imports, pack
 from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
@@ -34,6 +48,21 @@ from paramserve.launch.running import Job
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.observe.progress import wanted, watch
 from paramserve.worker import WorkerConfig
+
+KEPT = (
+    "the run was stopped; what it had done is in this exception's attribute `result` "
+    "(interactively: sys.last_value.result)"
+)
+NOTHING_KEPT = (
+    "the run was stopped, and none of its processes is left; the attribute `result` of this "
+    "exception is None: no servers were up, or they could not be read"
+)
+
+RUN_BITS = 32
+"""Of the number by which notes of a run are told from those of the run before."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -59,9 +88,47 @@ class _Arguments:
     save_tables: str | os.PathLike[str] | None
     load_tables: GivenTables | None
     load_state: GivenState | None
+    checkpoint: Checkpoint | Path | None
+    resume: bool | Path
+    on_server_death: OnServerDeath | None
     show_rank: bool
 
 
+def _by_name(begin: Callable[P, R]) -> Callable[P, R]:
+    """Have `ps.run(train, 3)` and `ps.run(train, epochs=3)` say how `train` is given its
+    arguments, and what an option is called that is misspelt."""
+    known = [*inspect.signature(begin).parameters]
+
+    @functools.wraps(begin)
+    def named(*given: P.args, **options: P.kwargs) -> R:
+        if len(given) > 1:
+            others = "".join(f"{abbreviated(each)}, " for each in given[1:])
+            raise TypeError(
+                f"ps.{begin.__name__} takes the training function and options by their names, and "
+                f"got {len(given)} arguments without one: for arguments of the training function "
+                f"write args=({others.rstrip() if len(given) == 2 else others.rstrip(', ')})"
+            )
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"ps.{begin.__name__} got an unexpected keyword argument {name!r}"
+                    f"{_instead(name, known)}"
+                )
+        return begin(*given, **options)
+
+    return named
+
+
+def _instead(name: str, known: Sequence[str]) -> str:
+    """What to write in place of an option that there is not."""
+    if name == "progress":  # of `run`
+        return ": paramserve.observe.watch(job) shows the progress of a job"
+    if meant := did_you_mean(name, known):
+        return meant
+    return f": for an argument of the training function write kwargs={{{name!r}: ...}}"
+
+
+@_by_name
 def start(
     train: Callable[..., Any],
     *,
@@ -83,6 +150,9 @@ def start(
     save_tables: str | os.PathLike[str] | None = None,
     load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
+    checkpoint: Checkpoint | Path | None = None,
+    resume: bool | Path = False,
+    on_server_death: OnServerDeath | None = None,
     show_rank: bool = True,
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
@@ -93,9 +163,12 @@ def start(
         ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
             was started.
     """
-    return _start(_Arguments(**locals()))
+    job = _job(_Arguments(**locals()))
+    job.launch()
+    return job
 
 
+@_by_name
 def run(
     train: Callable[..., Any],
     *,
@@ -117,10 +190,18 @@ def run(
     save_tables: str | os.PathLike[str] | None = None,
     load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
+    checkpoint: Checkpoint | Path | None = None,
+    resume: bool | Path = False,
+    on_server_death: OnServerDeath | None = None,
     show_rank: bool = True,
     progress: bool | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
+
+    What ends a run early keeps what it has done: an error of the run, and the `KeyboardInterrupt`
+    of a Ctrl-C, have the attribute `result`, a `Result` with the values of that moment, the metrics
+    and the files of `save_tables`. It is None where the servers could not be read: the run had not
+    started, one of them has ended, or a second Ctrl-C ended everything at once.
 
     Example:
         result = ps.run(train, workers=4, servers=2, consistency=ps.Async())
@@ -128,7 +209,8 @@ def run(
     Args:
         train: called as `train(worker, *args, **kwargs)` in each worker process. It travels by
             cloudpickle: no `__main__` guard is needed, and notebooks work.
-        args, kwargs: for `train`; of a `ray.ObjectRef` among them its value arrives.
+        args, kwargs: for `train`; of a `ray.ObjectRef` among them its value arrives. One inside a
+            list, a dict or a closure stays a ref, for workers of `ps.OnRay()` only.
         workers, servers: how many processes of each.
         engine: what starts the processes; `ps.Local()` if None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
@@ -156,6 +238,17 @@ def run(
             optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
             shapes must be the model's. Every rank loads it, frozen
             parameters and buffers included.
+        checkpoint: where and how often the run writes checkpoints, `ps.Checkpoint(...)` or the path
+            of a folder, or its URL, as "s3://bucket/a"; None: it writes none. The folder is this
+            run's alone. The last one is of the end of the run, where that is in order, or of
+            `Job.stop`.
+        resume: True: go on from the newest checkpoint in that folder, if there is one. A path: go
+            on from the checkpoint of this path, or from the newest in this folder; there has to be
+            one. Those that are damaged are left out. The values, and each rank's place, are the
+            checkpoint's; so is the seed.
+        on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
+            newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
+            with the error; None: "resume" where there is `checkpoint=`.
         show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
             lines are whole in any case. On Ray, Ray puts its own mark there.
         progress: whether a line on standard error says how far the run is, rewritten each second;
@@ -165,34 +258,58 @@ def run(
             or a function that cannot be pickled. Nothing was started.
         OSError, ParamServeError: `save_tables` cannot be written to, a file of `load_tables` or
             `load_state` cannot be read, or pyarrow is missing.
+        CheckpointError: the folder of checkpoints cannot be used, belongs to another run, or has
+            something else in it; or the checkpoint to go on from is not there, damaged, or of
+            another model. Nothing was loaded.
         WorkerFailed: a training function raised, or its process ended.
-        ServerGone, CoordinatorGone: that process ended; the values are lost.
+        ServerGone, CoordinatorGone: that process ended and there was no checkpoint to go on from;
+            the values are lost.
         RunTimeout: `timeout_s` was over.
-        KeyboardInterrupt: Ctrl-C. The run is stopped as by `Job.stop`; the exception's attribute
-            `result` is the `Result` of what was done. A second Ctrl-C ends everything at once, and
-            there is none. Any other exception that comes meanwhile stops the run as well.
+        KeyboardInterrupt: Ctrl-C. The run is stopped as by `Job.stop`. Any other exception that
+            comes meanwhile stops it as well.
     """
     given = dict(locals())
-    del given["progress"]
-    if progress not in (None, True, False):
-        raise TypeError(f"progress must be True, False or None, not {progress!r}")
-    shows = wanted(progress)
-    job = _start(_Arguments(**given))
+    job: Job | None = None
     try:
+        del given["progress"]
+        if progress not in (None, True, False):
+            raise TypeError(f"progress must be True, False or None, not {progress!r}")
+        shows = wanted(progress)
+        job = _job(_Arguments(**given))
+        job.launch()
         with job, watch(job) if shows else contextlib.nullcontext():
             return job.wait()
     except KeyboardInterrupt as interrupt:
-        job.stop()  # it may have come before the block was entered
-        with contextlib.suppress(ParamServeError):  # nothing could be kept
-            interrupt.result = job.wait()  # type: ignore[attr-defined]  # ours
+        _keep(job, interrupt)
         raise
     finally:
-        job.stop()
+        if job is not None:
+            job.stop()
 
 
-def _start(given: _Arguments) -> Job:
-    """Check everything in the order in which errors are told, then start."""
+def _keep(job: Job | None, interrupt: KeyboardInterrupt) -> None:
+    """End a job, and give its result to the interrupt that it ends for; None: there is none yet.
+    A second interrupt that comes meanwhile goes on, and has none."""
+    result: Result | None = None
+    try:
+        if job is not None:
+            job.stop()  # the interrupt may have come before the block was entered
+            result = job.wait()
+    except ParamServeError as error:
+        result = error.result
+    except KeyboardInterrupt as second:
+        interrupt = second
+        raise
+    finally:
+        interrupt.result = result  # type: ignore[attr-defined]  # ours
+        if not interrupt.args:
+            interrupt.args = (KEPT if result is not None else NOTHING_KEPT,)
+
+
+def _job(given: _Arguments) -> Job:
+    """Check everything in the order in which errors are told; what is to be launched."""
     workers = given.workers
+    args, kwargs = check_arguments(given.args, given.kwargs)
     check_count("workers", workers)
     check_count("servers", given.servers)
     if given.threads_per_worker is not None:
@@ -210,17 +327,32 @@ def _start(given: _Arguments) -> Job:
     limits = check_settings("limits", given.limits, Limits)
     if isinstance(given.on_worker_death, Restart):
         check_restart(deadlines)
-    seed = given.seed if given.seed is not None else secrets.randbits(SEED_BITS)
     state = pack_state(given.load_state)
     tables = find_tables(given.load_tables)
-    kwargs = given.kwargs if given.kwargs is not None else {}
+    code = pack(given.train, args, kwargs, on_ray=engine.reads_refs)
+    save_tables = check_folder(given.save_tables)
+    _, _, name = getattr(given.train, "__qualname__", "run").rpartition(".")
+    recovery = recovery_of(name, given.checkpoint, given.resume, given.on_server_death)
+    seed = recovery.seed(given.seed) if recovery is not None else given.seed
+    seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     threads = given.threads_per_worker
     plan = Plan(
         servers=given.servers,
         workers=workers,
         consistency=told.consistency,
-        worker_payload=_worker_payload(seed, factors, limits, deadlines, state, tables),
-        worker_code=pack(given.train, given.args, kwargs),
+        worker_payload=_worker_payload(
+            WorkerConfig(
+                NO_RANK,
+                (),
+                seed,
+                limits,
+                state=state,
+                tables=tables,
+                run=secrets.randbits(RUN_BITS) if recovery is not None else 0,
+            ),
+            factors,
+        ),
+        worker_code=code,
         worker_imports=imports(given.train),
         server_code=told.code,
         on_worker_death=given.on_worker_death,
@@ -230,8 +362,9 @@ def _start(given: _Arguments) -> Job:
         limits=limits,
         deadlines=deadlines,
         environment={"PYTHONHASHSEED": _hash_seed(seed)},
+        checkpoints=recovery.plan(seed) if recovery is not None else CheckpointPlan(),
     )
-    return Job(plan, engine, seed, check_folder(given.save_tables), tuple(tables))
+    return Job(plan, engine, seed, save_tables, tuple(tables), recovery)
 
 
 def _hash_seed(seed: int) -> str:
@@ -241,19 +374,20 @@ def _hash_seed(seed: int) -> str:
 
 
 def _worker_payload(
-    seed: int,
-    factors: Sequence[float],
-    limits: Limits,
-    deadlines: Deadlines,
-    state: bytes,
-    tables: dict[str, str],
-) -> Callable[[int, tuple[str, ...]], bytes]:
-    """What tells a worker of a rank its configuration, given where the coordinator listens."""
+    common: WorkerConfig, factors: Sequence[float]
+) -> Callable[[int, tuple[str, ...], Deadlines], bytes]:
+    """What tells a worker of a rank its configuration, given where the coordinator listens.
 
-    def payload(rank: int, coordinator: tuple[str, ...]) -> bytes:
+    Args:
+        common: what is the same for all ranks.
+    """
+
+    def payload(rank: int, coordinator: tuple[str, ...], deadlines: Deadlines) -> bytes:
         # A rank that comes later, by `Job.scale`, was given no weight.
         factor = factors[rank] if rank < len(factors) else 1.0
-        config = WorkerConfig(rank, coordinator, seed, limits, deadlines, factor, state, tables)
+        config = structs.replace(
+            common, rank=rank, coordinator=coordinator, deadlines=deadlines, factor=factor
+        )
         return msgspec.msgpack.encode(config)
 
     return payload

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import cloudpickle
 
-from paramserve.client.arrow import check_file
+from paramserve.client.arrow import check_file, saying
 from paramserve.config import FIRST_OPTIMIZER
 from paramserve.launch.reading import is_extra
 from paramserve.launch.result import Result
@@ -64,7 +64,7 @@ def find_tables(given: GivenTables | None) -> dict[str, str]:
         files = dict(given)
     else:
         folder = _path(given)
-        names = [each for each in sorted(os.listdir(folder)) if each.endswith(TABLES_SUFFIX)]
+        names = [each for each in _listed(folder) if each.endswith(TABLES_SUFFIX)]
         files = {unquote(n.removesuffix(TABLES_SUFFIX)): os.path.join(folder, n) for n in names}
     if not files:
         raise ValueError(f"load_tables has no table: no file *{TABLES_SUFFIX} is in {given!r}")
@@ -72,6 +72,18 @@ def find_tables(given: GivenTables | None) -> dict[str, str]:
     for path in found.values():
         check_file(path)
     return found
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise saying(
+            error,
+            f"load_tables={folder!r} cannot be read: {error.strerror} ({os.path.abspath(folder)}). "
+            "Applied: no. To fix: give the folder that save_tables= of an earlier run wrote, or a "
+            "dict with the path of a file for each table",
+        ) from error
 
 
 def _path(given: Any) -> str:

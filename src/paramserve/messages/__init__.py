@@ -7,8 +7,8 @@ padded to `ALIGN`; another number names a shared arena of this client, and `offs
 
 By who talks to whom: `opening` (the first on every connection), `requests` (client to shard) and
 `answers` (shard to client), `peers` (shard to shard), `coordinator`, and of its messages `leases`
-(who takes which samples) and `collectives` (barriers and reduced values). `blocks` says what a
-block is, `wire` how a message becomes bytes.
+(who takes which samples) and `checkpoints` (how one is written). `blocks` says what a block is,
+`wire` how a message becomes bytes.
 """
 
 from paramserve.messages.answers import (
@@ -22,8 +22,19 @@ from paramserve.messages.answers import (
     Waiting,
 )
 from paramserve.messages.blocks import VALUE, BlockSpec, Piece, TableSpec
-from paramserve.messages.collectives import AllReduce, AllReduced
+from paramserve.messages.checkpoints import (
+    AskCheckpoint,
+    BeginCheckpoint,
+    Checkpointed,
+    CheckpointOver,
+    CheckpointReport,
+    CutTaken,
+    CutWritten,
+    WriteCut,
+)
 from paramserve.messages.coordinator import (
+    AllReduce,
+    AllReduced,
     AskStatus,
     CoordinatorNotice,
     CoordinatorReply,
@@ -40,20 +51,37 @@ from paramserve.messages.coordinator import (
     MarkDead,
     Member,
     Members,
+    Missing,
     Ok,
+    OpenCollective,
     PlaceBlock,
     Placed,
     Reconnect,
     Record,
     Register,
     Scale,
+    ServerNotice,
     Status,
     WorkerBeat,
 )
-from paramserve.messages.leases import GiveBack, Lease, Leased, LeasePlan, LeaseReport
+from paramserve.messages.leases import (
+    DatasetSize,
+    GiveBack,
+    Lease,
+    Leased,
+    LeasePlan,
+    LeaseReport,
+    SameSize,
+)
 from paramserve.messages.opening import Hello, Welcome
 from paramserve.messages.peers import (
     Commit,
+    CutAsk,
+    CutAt,
+    CutDone,
+    CutMessage,
+    CutOver,
+    CutTo,
     GroupMembership,
     MembershipKnown,
     Pause,
@@ -71,6 +99,7 @@ from paramserve.messages.requests import (
     Batch,
     Bye,
     Define,
+    DropCut,
     Fetch,
     Gradient,
     Inquire,
@@ -83,10 +112,12 @@ from paramserve.messages.requests import (
     ShardRequest,
     Step,
     SuspendMembership,
+    TakeCut,
     TakeSnapshot,
     Undefine,
     Watch,
 )
+from paramserve.messages.saved import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved, SavedAt
 from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, decoder, encode
 
 Message = (
@@ -102,7 +133,7 @@ Message = (
     | CoordinatorRequest
     | CoordinatorNotice
     | CoordinatorReply
-    | Members
+    | ServerNotice
 )
 
 __all__ = [
@@ -129,6 +160,10 @@ __all__ = [
     "Undefine",
     "Step",
     "NOTE_BYTES_MAX",
+    "Saved",
+    "SavedAt",
+    "SAVED_BYTES_MAX",
+    "SAVED_NAMES_MAX",
     "JoinGroup",
     "SuspendMembership",
     "SetPolicy",
@@ -138,6 +173,8 @@ __all__ = [
     "Put",
     "Watch",
     "TakeSnapshot",
+    "TakeCut",
+    "DropCut",
     "ShardRequest",
     "Batch",
     "Inquire",
@@ -161,7 +198,22 @@ __all__ = [
     "Pause",
     "Paused",
     "Switch",
+    "CutAsk",
+    "CutAt",
+    "CutTo",
+    "CutDone",
+    "CutOver",
+    "CutMessage",
     "PeerMessage",
+    # coordinator and servers, about checkpoints
+    "BeginCheckpoint",
+    "CutTaken",
+    "WriteCut",
+    "CutWritten",
+    "CheckpointOver",
+    "AskCheckpoint",
+    "Checkpointed",
+    "CheckpointReport",
     # to and from the coordinator
     "Register",
     "Enlist",
@@ -178,6 +230,7 @@ __all__ = [
     "WorkerBeat",
     "Member",
     "Members",
+    "ServerNotice",
     "Leave",
     "MarkDead",
     "Scale",
@@ -194,7 +247,11 @@ __all__ = [
     "Leased",
     "GiveBack",
     "LeaseReport",
+    "DatasetSize",
+    "SameSize",
     # of these, about collectives
     "AllReduce",
     "AllReduced",
+    "Missing",
+    "OpenCollective",
 ]

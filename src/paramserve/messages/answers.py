@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from paramserve.config import ConsistencySpec
+from paramserve.messages.saved import Saved
 
 
 class GroupPolicy(Struct, frozen=True, array_like=True):
@@ -55,12 +56,14 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Waiting(Struct, frozen=True, array_like=True, tag="waiting"):
-    """Answer to `Inquire`: who the group waits for (ranks with their clocks), or what."""
+    """Answer to `Inquire`: who the group waits for (ranks with their clocks), or what. `held`: it
+    goes on only when all of these have stepped, or are no members any more."""
 
     group: int
     clock: int
     missing: tuple[tuple[int, int], ...]
     reason: str
+    held: bool = False
 
 
 class TableReport(Struct, frozen=True, array_like=True):
@@ -107,6 +110,10 @@ class GroupReport(Struct, frozen=True, array_like=True):
     notes: tuple[tuple[int, int, bytes], ...] = ()
     """(rank, clock, note) of each rank's last two steps that had one; only in answers to an
     `AskReport` that asks for them."""
+    left: tuple[tuple[int, int], ...] = ()
+    """(rank, clock) of each rank that is not waited for any more: where it was."""
+    saved: tuple[Saved, ...] = ()
+    """What one rank has saved; only in answers to an `AskReport` that asks for it."""
 
     @property
     def change(self) -> GroupPolicy | None:
@@ -125,6 +132,8 @@ class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
     """Number of the membership that the shard goes by."""
     refused: int = 0
     """Peers that its listeners have closed before they were known."""
+    written: int = 0
+    """Bytes that it has written of the checkpoint under way."""
 
 
 ShardReply = Done | Refused | Waiting | ServerBeat

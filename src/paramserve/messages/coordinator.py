@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.config import CheckpointPlan, ConsistencySpec, RuleSpec
 from paramserve.messages.answers import ServerBeat
 from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
-from paramserve.messages.collectives import AllReduce, AllReduced
-from paramserve.messages.leases import GiveBack, Lease, Leased, LeaseReport
+from paramserve.messages.checkpoints import (
+    AskCheckpoint,
+    BeginCheckpoint,
+    Checkpointed,
+    CheckpointOver,
+    CheckpointReport,
+    CutTaken,
+    CutWritten,
+    WriteCut,
+)
+from paramserve.messages.leases import DatasetSize, GiveBack, Lease, Leased, LeaseReport, SameSize
 
 
 class Register(Struct, frozen=True, array_like=True, tag="register"):
@@ -38,16 +47,20 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
     """As `Hello.cluster`."""
     heartbeat_s: float = 0.0
     """How often the cluster expects a heartbeat at least; 0: it does not say."""
+    checkpoints: CheckpointPlan = CheckpointPlan()
+    """Of the cluster."""
 
 
 class Join(Struct, frozen=True, array_like=True, tag="join"):
     """A client asks for its identity and the servers. `rank` -1: not a worker. `workers`: how many
-    a worker takes there to be; 0: it does not say."""
+    a worker takes there to be; 0: it does not say. `wait_s`: how long for all servers to be up; 0:
+    as long as the coordinator waits for them."""
 
     call: int
     rank: int
     pid: int
     workers: int = 0
+    wait_s: float = 0.0
 
 
 class Joined(Struct, frozen=True, array_like=True, tag="joined"):
@@ -65,13 +78,16 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Whether the others may be under way: the cluster was started without this rank, or it is not
     the rank's first incarnation."""
     restarts: bool = False
-    """Whether a worker that dies is waited for: another incarnation may go on."""
+    """Whether another incarnation may go on: a worker that dies is waited for, or checkpoints are
+    written."""
     heartbeat_s: float = 0.0
     """As `Enlisted.heartbeat_s`."""
     returned: bool = False
     """Whether the rank had ended for good, so that the others went on without it."""
     first: int = 0
     """Workers that the cluster was started for."""
+    before: int = 0
+    """Workers of the checkpoint that the cluster has gone on from; 0: of none."""
 
 
 class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):
@@ -210,6 +226,63 @@ class Scale(Struct, frozen=True, array_like=True, tag="scale"):
     workers: int
 
 
+class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
+    """A worker's value for the next collective. Waits up to `wait_s` for the other ranks; asking
+    again changes nothing.
+
+    `op`: "barrier", or "sum", "mean", "max" or "min" of values of this dtype and shape. `seen`: the
+    number of the last collective whose result it has. `place`: the steps that its program has gone
+    through, also those that a restart has left out. `last`: if the others are not there after
+    `wait_s`, the value does not count. `number`: the value is one number, so that its dtype may be
+    another one on each rank. `parts`: of the loaders over a part of the rank's own, which one this
+    number is for, from 1; a rank that comes later gets what the others got for it. 0: of none.
+    """
+
+    call: int
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    value: bytes
+    seen: int
+    place: int
+    wait_s: float
+    last: bool = False
+    number: bool = False
+    parts: int = 0
+
+
+class Missing(Struct, frozen=True, array_like=True):
+    """A rank that a collective waits for, with its state as in `Member`, and with the group that it
+    has ended most steps of, as of the last heartbeats; empty: none is known."""
+
+    rank: int
+    state: str
+    group: str = ""
+    clock: int = 0
+
+
+class OpenCollective(Struct, frozen=True, array_like=True):
+    """The collective with this number, and the ranks that wait in it at this moment for those that
+    are missing."""
+
+    number: int
+    op: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class AllReduced(Struct, frozen=True, array_like=True, tag="all-reduced"):
+    """The result of the collective with this number, in this dtype; or that it has not `ended`, and
+    the ranks that are `missing`."""
+
+    call: int
+    number: int = 0
+    value: bytes = b""
+    ended: bool = False
+    missing: tuple[Missing, ...] = ()
+    dtype: str = ""
+
+
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
     """The driver asks how the run stands; records after `after_record` are included, as many as
     one answer takes."""
@@ -237,6 +310,14 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """How many were dropped by their workers, or on the way here."""
     collectives: int = 0
     """Barriers and reduced values of all ranks that have ended."""
+    seconds: float = 0.0
+    """Since the coordinator began."""
+    collective: OpenCollective | None = None
+    """The one that ranks wait in."""
+    expected_servers: int = 0
+    """How many servers the cluster is to have; more than are in `servers`: some are missing."""
+    checkpoints: CheckpointReport | None = None
+    """None: the cluster writes none."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):
@@ -266,8 +347,24 @@ CoordinatorRequest = (
     | Scale
     | Lease
     | GiveBack
+    | DatasetSize
     | AllReduce
     | AskStatus
+    | AskCheckpoint
 )
-CoordinatorNotice = WorkerBeat | ServerBeat
-CoordinatorReply = Enlisted | Joined | Placed | Found | Leased | AllReduced | Status | Ok | Failed
+CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten
+CoordinatorReply = (
+    Enlisted
+    | Joined
+    | Placed
+    | Found
+    | Leased
+    | SameSize
+    | AllReduced
+    | Status
+    | Checkpointed
+    | Ok
+    | Failed
+)
+ServerNotice = Members | BeginCheckpoint | WriteCut | CheckpointOver
+"""What the coordinator tells servers, unasked."""

@@ -80,3 +80,22 @@ class LeaseReport(Struct, frozen=True, array_like=True):
     """Samples that some shards have had from a worker that ended, and then from another one."""
     left_over: int = 0
     """Samples at the end of a turn that filled no step."""
+
+
+class DatasetSize(Struct, frozen=True, array_like=True, tag="dataset-size"):
+    """A worker made a loader whose dataset, of `size` samples, is to be the same on all ranks.
+
+    `loader`: what it is known by, the same on all ranks.
+    """
+
+    call: int
+    loader: str
+    size: int
+
+
+class SameSize(Struct, frozen=True, array_like=True, tag="same-size"):
+    """`rank` made this loader first, over `size` samples."""
+
+    call: int
+    rank: int
+    size: int

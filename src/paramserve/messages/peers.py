@@ -1,4 +1,4 @@
-"""Shard to shard: how they decide a clock, the members of a group, and a change of policy."""
+"""Shard to shard: how they decide a clock, a group's members, a change of policy, and a cut."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from paramserve.messages.answers import GroupPolicy
 
 
 class Vote(Struct, frozen=True, array_like=True, tag="vote"):
-    """Collect: this shard holds, unapplied, what `contributors` brought for `clock`.
+    """Collect: this shard holds, unapplied, what `contributors` pushed for `clock`.
 
     Contributors are clients, in the order of their ranks: two incarnations of one rank may have
-    brought something to different shards.
+    pushed to different shards.
 
     `refusal` (kind, failed, fix) is None or says why the clock cannot be applied; `skip`: a
     contributor asked to skip; `finite`: whether the gradients are, and their reduced sum; `weight`:
@@ -34,7 +34,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
 
 class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):
-    """The shards hold different sets: bring `Vote` for those of these contributors that you hold.
+    """The shards hold different sets: send `Vote` for those of these contributors that you hold.
 
     A shard that still waits for a live worker does not answer.
     """
@@ -104,4 +104,79 @@ class Switch(Struct, frozen=True, array_like=True, tag="switch"):
     change: GroupPolicy
 
 
-PeerMessage = Vote | Prepare | Commit | GroupMembership | MembershipKnown | Pause | Paused | Switch
+class CutAsk(Struct, frozen=True, array_like=True, tag="cut-ask"):
+    """Shard 0 begins a cut: stop changing anything, and say how far each client has come.
+
+    `number` counts the cuts. `owner`: the client that reads it, or 0. `groups`: those whose values
+    it has, empty for all; `whole`: with rule states and all else that a shard is rebuilt from.
+    `snapshot`: it is for those who watch the group. `checkpoint`: the number of the one that it is
+    for, or 0; `full`: which is to have all rows of tables. `limit_s`: stop for at most so long.
+    """
+
+    number: int
+    owner: int
+    groups: tuple[int, ...]
+    whole: bool
+    snapshot: bool = False
+    checkpoint: int = 0
+    full: bool = False
+    limit_s: float = 0.0
+
+
+class CutAt(Struct, frozen=True, array_like=True, tag="cut-at"):
+    """This shard has stopped for a cut.
+
+    `clients`: (client, number of its last request that has had its effect, whether it has ended and
+    sends no more). `groups`: (group, first clock that is not committed). `busy`: a change of policy
+    is under way, and the shard has not stopped.
+    """
+
+    number: int
+    shard: int
+    clients: tuple[tuple[int, int, bool], ...]
+    groups: tuple[tuple[int, int], ...]
+    busy: bool = False
+
+
+class CutTo(Struct, frozen=True, array_like=True, tag="cut-to"):
+    """Where the cut is: the highest of all shards. Execute exactly what is up to there."""
+
+    number: int
+    clients: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, int], ...]
+
+
+class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
+    """This shard has its part of a cut, and goes on. `clients`: (client, number) in it. `blocks`:
+    the numbers of all blocks, of a whole cut; `whole`: of tables of which it has all rows."""
+
+    number: int
+    shard: int
+    clients: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+
+class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
+    """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
+    ended while they were sending, so that the shards have them up to different numbers. `version`:
+    of a snapshot, the group's on shard 0."""
+
+    number: int
+    complete: bool
+    torn: tuple[int, ...] = ()
+    version: int = 0
+
+
+CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver
+PeerMessage = (
+    Vote
+    | Prepare
+    | Commit
+    | GroupMembership
+    | MembershipKnown
+    | Pause
+    | Paused
+    | Switch
+    | CutMessage
+)

@@ -1,7 +1,7 @@
 """Client to shard: numbered requests, and questions.
 
 Bytes lie at an offset of an arena: one that the server maps, or 0, the payload of a frame. What a
-request brings is then in the payload of its own frame, what it reads in that of its answer. The
+request carries is then in the payload of its own frame, what it reads in that of its answer. The
 parts of an answer lie one after the other in any order, each padded to `ALIGN`.
 """
 
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from paramserve.config import ConsistencySpec
 from paramserve.messages.blocks import BlockSpec
+from paramserve.messages.saved import Saved
 
 
 class Gradient(Struct, frozen=True, array_like=True):
@@ -77,7 +78,7 @@ CURRENT_CLOCK = -1
 member since a clock of another group was decided (`JoinGroup.others`). The answer says `at`."""
 
 
-class Step(Struct, frozen=True, array_like=True, tag="step"):
+class Step(Struct, array_like=True, tag="step"):
     """Push, tick and pull of one group in one message; each may be absent.
 
     `clock` is the client's clock before this step. `base` is the version that the gradients were
@@ -87,7 +88,14 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     leased to it, with this step. `oldest`: the client has read the answers to all lower numbers,
     and asks for none of them again. `note`: what the shard is to keep for the next incarnation of
     this rank and for added workers; it does not look into it, and keeps each rank's last two.
-    Empty: the one before still holds.
+    Empty: the one before still holds. `largest`: no element of the gradients, on any shard, is
+    larger in size, as the client has found when it captured them; below 0: it has not looked.
+    `saved`: what the worker has saved since it said so last; the shard keeps it for the next
+    incarnation of this rank, as of the last two steps that said something. `more`: the next number
+    belongs to the same call, which steps several groups; with the mark of the call's last step,
+    (0, 0) where that has none.
+
+    Not frozen: a client's session numbers it in place, once, before it is sent.
     """
 
     seq: int
@@ -104,6 +112,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     mark: tuple[int, int] | None = None
     oldest: int = 0
     note: bytes = b""
+    largest: float = -1.0
+    saved: tuple[Saved, ...] = ()
+    more: tuple[int, int] | None = None
 
 
 NOTE_BYTES_MAX = 64 * 1024
@@ -161,13 +172,30 @@ class Assign(Struct, frozen=True, array_like=True, tag="assign"):
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
-    """Read one field of one block: values or rule state."""
+    """Read one field of one block: values or rule state; with `cut`, as they were at that cut."""
 
     seq: int
     block: int
     field: int
     arena: int
     offset: int
+    cut: int = 0
+
+
+class TakeCut(Struct, frozen=True, array_like=True, tag="take-cut"):
+    """Take a cut of all shards, of some groups' values (none named: of all). Shard 0 answers when
+    every shard has its part; `Done.taken` is the number of the cut, which is kept until it is
+    dropped, or not read for a time."""
+
+    seq: int
+    groups: tuple[int, ...] = ()
+
+
+class DropCut(Struct, frozen=True, array_like=True, tag="drop-cut"):
+    """Let go of a cut."""
+
+    seq: int
+    cut: int
 
 
 class Scan(Struct, frozen=True, array_like=True, tag="scan"):
@@ -230,6 +258,8 @@ ShardRequest = (
     | Put
     | Watch
     | TakeSnapshot
+    | TakeCut
+    | DropCut
 )
 
 
@@ -249,10 +279,12 @@ class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):
 class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
     """Ask what a shard has done so far; the answer is a `ServerBeat`. Not numbered.
 
-    `notes`: whether the notes of the ranks are wanted as well; they are large.
+    `notes`: whether the notes of the ranks are wanted as well; they are large. `saved`: (group,
+    rank, clock) where it is wanted what the rank saved, as of its newest step before a clock.
     """
 
     notes: bool = False
+    saved: tuple[str, int, int] | None = None
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):

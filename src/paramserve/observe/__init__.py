@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from paramserve.observe.checkpoints import CheckpointStatus
 from paramserve.observe.progress import Progress, watch
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
-__all__ = ["watch", "Progress", "RunStatus", "GroupStatus", "Staleness", "TableStatus"]
+__all__ = [
+    "watch",
+    "Progress",
+    "RunStatus",
+    "GroupStatus",
+    "Staleness",
+    "TableStatus",
+    "CheckpointStatus",
+]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from paramserve.config import is_trained
 from paramserve.messages import Status
+from paramserve.observe.checkpoints import checkpoint_status
 from paramserve.observe.status import by_group, by_rank, drops_by_rank, in_bytes
 
 
@@ -45,11 +47,21 @@ def as_text(address: str, status: Status) -> str:
 
 
 def _head(address: str, status: Status) -> list[str]:
-    told = [f"cluster at {address}: {len(status.servers)} servers, {len(status.members)} workers"]
+    come, expected = len(status.servers), status.expected_servers
+    servers = f"{come} of {expected} servers" if come < expected else _count(come, "server")
+    told = [f"cluster at {address}: {servers}, {_count(len(status.members), 'worker')}"]
     refused = sum(beat.refused for beat in status.servers)
     if refused:
-        told.append(f"{refused} peers were refused before they were known")
+        were, they = ("was", "it was") if refused == 1 else ("were", "they were")
+        told.append(f"{_count(refused, 'peer')} {were} refused before {they} known")
+    if status.checkpoints is not None:
+        told.append(checkpoint_status(status.checkpoints).line(path=True))
     return told
+
+
+def _count(number: int, noun: str) -> str:
+    """Such as "1 worker" and "2 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _parts(status: Status) -> list[Part]:
@@ -76,7 +88,7 @@ def _workers(status: Status) -> Part:
     clocks: dict[int, dict[str, int]] = {}
     for beat in status.servers:
         for group in beat.groups:
-            for rank, clock in group.clocks:
+            for rank, clock in group.clocks if is_trained(group.name) else ():
                 known = clocks.setdefault(rank, {})
                 known[group.name] = min(clock, known.get(group.name, clock))
     staleness, dropped = by_rank(status.servers), drops_by_rank(status.servers)
@@ -109,6 +121,8 @@ def _groups(status: Status) -> Part:
         "copies",
     )
     for name, group in sorted(by_group(status.servers).items()):
+        if not is_trained(name):
+            continue
         policy = f"{group.policy}, then {group.coming}" if group.coming else group.policy
         table.add_row(
             name,

@@ -17,7 +17,9 @@ class StepRecord(NamedTuple):
         clock: steps that the worker had ended on the group by then, with this one.
         version: updates that the group had had after it, on the shard that had had the fewest.
         staleness: updates between the values that the gradient came from and its own, at most.
-        waited_s: seconds that the worker waited for the answer.
+        waited_s: seconds that the worker waited for the answer once the push was sent: for the
+            network, the update and, under `Sync`, the slowest rank. With `overlap=True`, what was
+            left of that when the next step began.
         dropped: the gradient was not applied: it was too late, too stale, or held NaN or Inf that
             the policy skips.
     """

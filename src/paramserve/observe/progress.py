@@ -1,8 +1,8 @@
-"""Progress lines: steps per second, what the workers log, and staleness.
+"""Progress lines: what the workers log, steps per second, and staleness.
 
-On a terminal and in a notebook one line is rewritten in place, with a second one about each
-worker's staleness; elsewhere (a file, a CI log) a line is added at each interval, and the second
-one at the end. The last ones stay.
+On a terminal and in a notebook one line is rewritten in place, with others about each worker's
+staleness and about checkpoints; elsewhere (a file, a CI log) a line is added at each interval, and
+the others at the end. The last ones stay.
 """
 
 from __future__ import annotations
@@ -42,22 +42,27 @@ class Progress:
         self._first: dict[str, tuple[float, int]] = {}
 
     def line(self, status: RunStatus) -> str:
-        """One line about where the run stands now."""
+        """One line about where the run stands now.
+
+        A terminal cuts it at its width: what the workers have logged stands first, staleness last.
+        """
         live, wanted = status.staffing
-        parts = [f"{status.seconds:6.1f} s", f"{live}/{wanted} workers"]
-        if not any(group.steps for group in status.groups.values()):
+        parts = [f"{status.seconds:6.1f} s"]
+        if wanted:
+            parts.append(f"{live}/{wanted} workers")
+        parts += [f"{name} {value:.4g}" for name, value in status.metrics.items()]
+        if not any(group.steps for group in status.trained.values()):
             parts.append(status.state)
-        for name, group in status.groups.items():
+        for name, group in status.trained.items():
             if group.steps:
                 parts += self._group(name, group, status)
-        parts += [f"{name} {value:.4g}" for name, value in status.metrics.items()]
         return "  ".join(parts)
 
     def by_worker(self, status: RunStatus) -> str:
         """How stale each worker's gradients are and how many were dropped, where any are; or
         nothing."""
         parts = []
-        for name, group in status.groups.items():
+        for name, group in status.trained.items():
             stale = group.staleness_by_rank
             ranks = sorted({*stale, *group.dropped_by_rank})
             if group.dropped or any(each.max for each in stale.values()):
@@ -66,13 +71,19 @@ class Progress:
                 parts.append(f"{name}, staleness by worker: {', '.join(told)}{more}")
         return "  ".join(parts)
 
+    def checkpoints(self, status: RunStatus) -> str:
+        """How old the last checkpoint is, and how often the run went back to one; or nothing."""
+        told = [status.checkpoints.line()] if status.checkpoints is not None else []
+        if count := len(status.rollbacks):
+            told.append(f"went back {'once' if count == 1 else f'{count} times'}")
+        return "  ".join(told)
+
     def _group(self, name: str, group: GroupStatus, status: RunStatus) -> list[str]:
         rate = self._rate(name, group.steps, status)
         under = f" ({group.policy})" if group.policy else ""
         parts = [f"{name}{under}: {group.steps:,} steps"]
         if rate is not None:
             parts.append(f"{rate:,.0f} steps/s")
-        parts.append(f"staleness {group.staleness.mean:.1f} (max {group.staleness.max})")
         for count, what in (
             (group.skipped, "skipped"),
             (group.dropped, "dropped"),
@@ -81,11 +92,16 @@ class Progress:
         ):
             if count:
                 parts.append(f"{count:,} {what}")
-        return [*parts, group.coming] if group.coming else parts
+        if group.coming:
+            parts.append(group.coming)
+        parts.append(f"staleness {group.staleness.mean:.1f} (max {group.staleness.max})")
+        return parts
 
     def _rate(self, name: str, steps: int, status: RunStatus) -> float | None:
         """Steps per second of late; once the run has ended, from the first step to the last."""
         now = (status.seconds, steps)
+        if name in self._seen and steps < self._seen[name][-1][1]:  # it went back to a checkpoint
+            del self._seen[name], self._first[name]
         first = self._first.setdefault(name, now)
         seen = self._seen.setdefault(name, deque([now]))
         if seen[-1][1] != steps:  # a new report of the servers
@@ -117,7 +133,7 @@ class Shown(Protocol):
     """Where progress is shown."""
 
     def show(self, lines: list[str], last: bool) -> None:
-        """Show where the run stands: one line, and maybe a second one about each worker.
+        """Show where the run stands: one line, and maybe others about workers and checkpoints.
 
         Args:
             last: no other will come.
@@ -140,7 +156,7 @@ class OnTerminal:
 
 
 class InFile:
-    """A line at each interval, and the one about each worker at the end."""
+    """A line at each interval, and the others at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -207,8 +223,8 @@ def watch(
                 return
             status = watched.status()
             lines = [progress.line(status)]
-            if workers := progress.by_worker(status):
-                lines.append("         " + workers)
+            more = progress.by_worker(status), progress.checkpoints(status)
+            lines += ["         " + each for each in more if each]
             shown.show(lines, ended)
             if ended:
                 return

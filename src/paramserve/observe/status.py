@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
+from paramserve.config import is_trained
 from paramserve.messages import (
     GroupPolicy,
     GroupReport,
@@ -13,6 +15,11 @@ from paramserve.messages import (
     Status,
     TableReport,
 )
+
+if TYPE_CHECKING:
+    from paramserve.observe.checkpoints import CheckpointStatus, Rollback
+
+T = TypeVar("T")
 
 RETIRED = ("retiring", "retired")
 """States of workers that `Job.scale` has removed."""
@@ -44,7 +51,7 @@ class TableStatus:
     Attributes:
         rows: that are there.
         memory_bytes: of rows, rule state and index.
-        created: rows since the start.
+        created: rows since the servers' start, those that were loaded from files included.
         evicted: rows that went again, by TTL, LRU or for want of room.
         unadmitted: gradients that were dropped because their key had no row yet (`ps.MinCount`).
     """
@@ -62,7 +69,8 @@ class GroupStatus:
 
     Attributes:
         version: updates applied.
-        clock: steps that every live worker has finished.
+        clock: steps that every live worker has finished, or had when the last one left; 0 where
+            gradients are pushed by hand, without `tick`.
         steps: steps of all workers together, also of workers that have left.
         skipped: clocks or gradients that were not applied because they held NaN or Inf.
         staleness: of all workers' pushes that were applied or buffered.
@@ -101,13 +109,16 @@ class RunStatus:
     """How a run stands.
 
     Attributes:
-        state: "starting", "running", "finishing", "finished", "stopped" or "failed".
+        state: "starting", "running", "resuming" (going on from a checkpoint), "finishing",
+            "finished", "stopped" or "failed".
         seconds: since the start; no longer counted once the run has ended.
         workers: "starting", "running", "returned", "dead", "stopped" (ended because the run was,
             before it was done), "retiring" (asked to end, because the run goes on with fewer) or
             "retired", by rank.
-        groups: by name, as of the servers' last heartbeat.
+        groups: by name, as of the servers' last heartbeat where nothing else is said.
         metrics: the last value of each name that a worker logged.
+        checkpoints: how its checkpoints stand; None: it writes none.
+        rollbacks: of each time that it went back to a checkpoint.
     """
 
     state: str
@@ -115,18 +126,28 @@ class RunStatus:
     workers: Mapping[int, str]
     groups: Mapping[str, GroupStatus]
     metrics: Mapping[str, float]
+    checkpoints: CheckpointStatus | None = None
+    rollbacks: Sequence[Rollback] = ()
 
     def progress(self) -> str:
-        """How far the run has got, in one line."""
+        """How far the run has got, in one line, in steps of all workers together."""
         done = [
-            f"{name} at clock {group.clock} (version {group.version})"
-            for name, group in self.groups.items()
+            f"{name}: {group.steps:,} steps (version {group.version:,})"
+            if group.steps
+            else f"{name} at version {group.version:,}"
+            for name, group in self.trained.items()
         ]
         live, wanted = self.staffing
+        workers = f", {live} of {wanted} workers" if wanted else ""
         return (
-            f"after {self.seconds:.1f} s: {', '.join(done) if done else 'no step was finished'}, "
-            f"{live} of {wanted} workers"
+            f"after {self.seconds:.1f} s: {', '.join(done) if done else 'no step was finished'}"
+            f"{workers}"
         )
+
+    @property
+    def trained(self) -> dict[str, GroupStatus]:
+        """The groups that steps train: without buffers, frozen parameters and labels of tables."""
+        return trained_only(self.groups)
 
     @property
     def staffing(self) -> tuple[int, int]:
@@ -135,7 +156,14 @@ class RunStatus:
         return sum(state in ("running", "returned") for state in states), len(states)
 
 
-def of_cluster(told: Status, seconds: float, metrics: Mapping[str, float]) -> RunStatus:
+def trained_only(groups: Mapping[str, T]) -> dict[str, T]:
+    """What is of groups that steps train."""
+    return {name: each for name, each in groups.items() if is_trained(name)}
+
+
+def of_cluster(
+    told: Status, metrics: Mapping[str, float], checkpoints: CheckpointStatus | None = None
+) -> RunStatus:
     """How a cluster stands that no driver runs: "running" as long as a worker may step or is to be
     started again, "finished" when all that were expected have come and gone."""
     workers = {member.rank: OF_MEMBERS[member.state] for member in told.members}
@@ -143,7 +171,8 @@ def of_cluster(told: Status, seconds: float, metrics: Mapping[str, float]) -> Ru
     state = "starting" if states == {"starting"} else "running"
     if states and all(member.state in ("left", "dead") for member in told.members):
         state = "finished"
-    return RunStatus(state, seconds, workers, by_group(told.servers), dict(metrics))
+    groups = by_group(told.servers)
+    return RunStatus(state, told.seconds, workers, groups, dict(metrics), checkpoints)
 
 
 def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:
@@ -205,7 +234,7 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
     steps = {rank: pushes + dropped.get(rank, 0) for rank, pushes, _, _ in behind.staleness}
     for rank, clock in clocks.items():
         steps[rank] = max(clock, steps.get(rank, 0))
-    slowest = min(clocks.values(), default=behind.version)
+    slowest = min(clocks.values(), default=behind.clock)
     return GroupStatus(
         version=behind.version,
         clock=slowest,

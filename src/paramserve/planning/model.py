@@ -35,14 +35,14 @@ RECENT = 64
 
 
 class ShardGroupView:
-    """A `consistency.base.GroupView`: the policy reads `brought` by that name."""
+    """A `consistency.base.GroupView`: the policy reads `arrived` by that name."""
 
     def __init__(self, workers: int) -> None:
         self.clocks: dict[int, int] = dict.fromkeys(range(workers), 0)
         self.slowest = 0
         self.version = 0
         self.buffered = 0
-        self.brought: set[int] = set()
+        self.arrived: set[int] = set()
         self.waited_s = 0.0
         self.step_s = 0.0
         self._at = Counter({0: workers})
@@ -61,16 +61,16 @@ class ShardGroupView:
         self.slowest += 1  # the one that has ticked is there
         return True
 
-    def bring(self, rank: int, took_s: float) -> None:
+    def arrive(self, rank: int, took_s: float) -> None:
         """A worker's gradients of the clock under way have come, so long after the clock before."""
-        self.brought.add(rank)
+        self.arrived.add(rank)
         self._recent.append(took_s)
 
     def commit(self) -> None:
         """The clock under way is decided; all workers go on from it."""
         self.slowest += 1
         self.clocks = dict.fromkeys(self.clocks, self.slowest)
-        self.brought = set()
+        self.arrived = set()
         self.waited_s = 0.0
         self.step_s = median(self._recent) if self._recent else 0.0
 
@@ -481,7 +481,7 @@ class Model:
         shard.steps[worker.rank] = worker
         if shard.told:
             return
-        standing.bring(worker.rank, now - shard.since)
+        standing.arrive(worker.rank, now - shard.since)
         self._ask(shard, standing.slowest)
 
     def _skip(self, worker: Worker, shard: Shard) -> None:
@@ -501,19 +501,19 @@ class Model:
         standing = shard.standing
         if shard.told or standing.slowest != clock:
             return
-        brought = len(standing.brought)
+        arrived = len(standing.arrived)
         backup = self.policy.backup if self._built_in and isinstance(self.policy, Sync) else None
-        if backup is not None and not due_s and 1 < brought < len(standing.clocks) - backup:
+        if backup is not None and not due_s and 1 < arrived < len(standing.clocks) - backup:
             return  # it would say so, after a look at each worker
         standing.waited_s = max(due_s, self.clock.now - shard.first_at)
         answer = self.policy.on_clock(standing)
         if isinstance(answer, Wait):
-            if answer.until_s is not None and answer.until_s > due_s and (due_s or brought == 1):
+            if answer.until_s is not None and answer.until_s > due_s and (due_s or arrived == 1):
                 due_at = shard.first_at + answer.until_s
                 self.clock.at(due_at, self._ask, shard, clock, answer.until_s)
             return
         shard.told = True
-        who = frozenset(standing.brought)
+        who = frozenset(standing.arrived)
         if len(self._shards) == 1:
             self._decide(who, self.clock.now)
         else:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
+from paramserve.errors import warn_user
 from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.block import (
     AdoptedBlock,
@@ -173,13 +174,14 @@ class Adopted(ABC, Generic[B]):
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
+        self._begins = worker.incarnation > 1
+        """The next step is the first one of a worker that was started again."""
         self._schedules = Schedules(
             worker.client,
             settings.name,
             worker.rank,
             late=self.late,
             steps_per_clock=self.every,
-            draws=worker.draws if worker.client.connection.restarts else None,
         )
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
@@ -192,13 +194,17 @@ class Adopted(ABC, Generic[B]):
         self._check_trains(groups, bool(found))
         self._warn_of_another_model(groups)
         self._untrained = self._untrained_of(trained)
-        self._frozen = Frozen(self._client, self._model, f"{settings.name}.frozen.buffers")
+        self._frozen = Frozen(self._client, self._model, f"{settings.name}.frozen{BUFFERS}")
         if settings.buffers != "local":
             self._frozen.compare(worker.rank)
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
-        self._untrained.start(define=worker.rank == 0, take=worker.rank != 0 or self.late)
+        self._untrained.start(
+            define=worker.rank == 0,
+            take=worker.rank != 0 or self.late,
+            again=worker.incarnation > 1,
+        )
         if worker.rank == 0:
             self._tell_extra_state()
         self.tables.adopt(found, groups)
@@ -241,12 +247,11 @@ class Adopted(ABC, Generic[B]):
         ]
         if given and left:
             shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
-            warnings.warn(
+            warn_user(
                 f"the optimizer has {len(given)} parameters that are not the model's, and not "
                 f"{shown} ({len(left)} in all) of the model, which no step trains: it was made "
                 "from another model, or before this one was changed. Make the optimizer from "
-                "model.parameters() of the model that worker.optimizer(...) is given",
-                stacklevel=6,
+                "model.parameters() of the model that worker.optimizer(...) is given"
             )
 
     def _untrained_of(self, trained: set[int]) -> Untrained:
@@ -254,7 +259,7 @@ class Adopted(ABC, Generic[B]):
         return Untrained(
             self._client,
             self._model,
-            f"{self._settings.name}.buffers",
+            f"{self._settings.name}{BUFFERS}",
             trained=trained,
             buffers=self._settings.buffers != "local",
             own_group=self._own_group(),
@@ -263,7 +268,7 @@ class Adopted(ABC, Generic[B]):
     def _own_group(self) -> str:
         """Where this rank's own buffers are kept for a mean; empty: there is none."""
         name, rank = self._settings.name, self._worker.rank
-        return f"{name}.rank{rank}.buffers" if self._settings.buffers == "mean" else ""
+        return f"{name}.rank{rank}{BUFFERS}" if self._settings.buffers == "mean" else ""
 
     def finish(self) -> None:
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
@@ -282,11 +287,6 @@ class Adopted(ABC, Generic[B]):
         if extra or self._told_extra:
             self._told_extra = True
             self._worker.tell_extra_state(self._settings.name, extra)
-
-    def drawn(self) -> tuple[int, bytes]:
-        """As `Schedules.drawn`; nothing in a rank's first incarnation."""
-        again = self._worker.incarnation > 1 and self._parts
-        return self._schedules.drawn() if again else (0, b"")
 
     def add_group(self, index: int, group: ParamGroup) -> None:
         """Define the blocks of one more parameter group, as `start` does.
@@ -520,7 +520,7 @@ class Adopted(ABC, Generic[B]):
         return outcome
 
     def _install(self, ticket: Ticket, outcome: Outcome, parts: Sequence[B]) -> None:
-        """Copy the values that a step brought into the parameters."""
+        """Copy a step's values into the parameters."""
         values = outcome.values
         try:
             for part in parts:
@@ -532,11 +532,17 @@ class Adopted(ABC, Generic[B]):
         """Of this step; asked before the client's step, which ends what the loader has counted."""
         return self._settings.weight_now(self._worker.step_samples)
 
+    def _begin_again(self) -> None:
+        """Before the first step of a worker that was started again."""
+        self._begins = False
+        self._worker.notices.repeats(self._worker.groups[0])
+
     def _count_step(self) -> None:
         """A step was made: on rank 0 assign the buffers, if it is time, and on all ranks those that
-        a mean is made of. Where another incarnation may go on from them, it always is."""
+        a mean is made of. Where another incarnation may go on from these, it always is."""
         self._steps += 1
-        every = 1 if self._client.connection.restarts else BUFFERS_EVERY
+        assigned = self._client.connection.restarts and not self._untrained.saves
+        every = 1 if assigned else BUFFERS_EVERY
         if self._steps % every == 0:
             if self._worker.rank == 0:
                 self._untrained.assign(everything=False)

@@ -6,9 +6,19 @@ that follow, as if the first one were iterated again (`shared`).
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +31,11 @@ from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.config import check_count
 from paramserve.core.table import routing
+from paramserve.errors import did_you_mean
 from paramserve.pytorch.embedding import KeyedModule
+
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
 
 _OWN = ("sampler", "batch_sampler", "drop_last")
 """DataLoader options that decide who gets which samples: they are the loader's own."""
@@ -61,14 +75,28 @@ def loading(
     return DataLoader(dataset, batch_sampler=batches, **options)
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raise `TypeError` for an option that is the loader's own."""
+def check_options(options: dict[str, Any], own: Sequence[str]) -> None:
+    """Raise `TypeError` for an option that is the loader's own, or that torch's loader has not.
+
+    Args:
+        own: the names of the loader's own arguments, of which one may be meant.
+    """
     excluded = [option for option in _OWN if option in options]
     if excluded:
         raise TypeError(
             f"worker.loader decides {', '.join(excluded)} by itself; for your own choice use "
             "DataLoader(dataset, sampler=worker.sampler(dataset), ...)"
         )
+    torchs = [*inspect.signature(DataLoader).parameters]
+    for name in options:
+        if name not in torchs:
+            raise unknown_argument("loader", name, {*own, *torchs}.difference(_OWN))
+
+
+def unknown_argument(function: str, name: str, known: Collection[str]) -> TypeError:
+    """The error for a keyword that a function of the worker's does not have."""
+    meant = did_you_mean(name, sorted(known))
+    return TypeError(f"worker.{function} got an unexpected keyword argument {name!r}{meant}")
 
 
 def check_counts(batch_size: Any, epochs: Any, steps: Any, batches_per_step: Any) -> None:
@@ -105,10 +133,11 @@ object), and what its loaders have in common, by their arguments."""
 
 
 class Epochs:
-    """The number of the next epoch."""
+    """The number of the next epoch, and whether an iteration with gradients on has ended."""
 
     def __init__(self) -> None:
         self.next = 0
+        self.ended = False
 
 
 def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
@@ -148,6 +177,29 @@ def _anchors(kept: Kept, key: tuple[int, ...], known_by: tuple[Any, ...]) -> tup
 
 def _weak(anchors: tuple[Any, ...]) -> bool:
     return all(isinstance(each, weakref.ref) for each in anchors)
+
+
+def check_range(epochs: int, start: int) -> None:
+    """Raise `TypeError` or `ValueError` unless a loop may go from `start` up to `epochs`."""
+    check_count("epochs", epochs, least=0)
+    check_count("start", start, least=0)
+
+
+def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
+    """The numbers of a loop over epochs; each step tells its own one to later incarnations.
+
+    Args:
+        first: of the loop's whole range.
+        done: epochs at its beginning that were done before this incarnation.
+        epochs: end of the range.
+    """
+    steps = worker.client.steps
+    steps.epochs += done
+    for epoch in range(first + done, epochs):
+        if worker.retiring:
+            return
+        steps.epochs += 1
+        yield epoch
 
 
 def ahead(

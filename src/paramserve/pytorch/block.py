@@ -245,6 +245,8 @@ class Sample:
         self._places: list[int] = []
         self._strides: list[tuple[int, ...]] = []
         self._views: list[Tensor] = []
+        self._apart = False
+        """Whether they are on several devices."""
         self._taken: Tensor | None = None
 
     def take(self) -> None:
@@ -259,10 +261,10 @@ class Sample:
         bits = self._bits()
         if strides != self._strides:
             return None  # another memory format: the same elements come in another order
-        if torch.equal(bits, self._taken.to(bits.device)):
+        taken = self._taken if self._taken.device == bits.device else self._taken.to(bits.device)
+        if torch.equal(bits, taken):
             return None
         sizes = [view.numel() for view in self._views]
-        taken = self._taken.to(bits.device)
         pairs = zip(torch.split(bits, sizes), torch.split(taken, sizes), strict=True)
         return next(i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then))
 
@@ -273,9 +275,8 @@ class Sample:
             self._places = places
             self._strides = [param.stride() for param in self._params]
             self._views = [_in_memory_order(param)[:: self._every] for param in self._params]
-        views = self._views
-        if len({view.device for view in views}) > 1:
-            views = [view.cpu() for view in views]
+            self._apart = len({view.device for view in self._views}) > 1
+        views = [view.cpu() for view in self._views] if self._apart else self._views
         found = torch.cat(views)
         return found.view(torch.int64 if found.dtype == torch.float64 else torch.int32)
 

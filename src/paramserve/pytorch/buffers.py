@@ -3,25 +3,27 @@ Parameters that are frozen stay on the workers, see `frozen`.
 
 They live on the servers as values without a rule, in the group `<name>.buffers`, so that a result
 is a whole state dict. Rank 0's define them; the others take them at the start and never again.
-Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end. In
-runs that start dead workers again buffers are assigned after each step: rank 0's next incarnation
-goes on from them. Where rank 0 is dead for good, the lowest live rank assigns its own at the end.
+Buffers are assigned by rank 0 every `BUFFERS_EVERY` steps and at the end, parameters at the end.
+Where rank 0 is dead for good, the lowest live rank assigns its own at the end.
 With `buffers="mean"` each rank also keeps its own floating point buffers there, in a group of its
 own, and a reader of the model takes the mean of what the ranks told last (`launch.reading`).
+Where another incarnation may go on for this one, each rank saves those of its buffers that change,
+as of each step (`client.saving`), and its next incarnation goes on from them. What is too much to
+be saved is assigned after each step instead, by rank 0.
 A dtype that the servers do not hold travels as a wider one that holds each of its values exactly.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paramserve.errors import ShapeMismatch
+from paramserve.checkpoint.plain import dump, load
+from paramserve.errors import ShapeMismatch, warn_user
 from paramserve.messages import VALUE
 from paramserve.pytorch.block import aliases_of, split
 from paramserve.pytorch.embedding import Rows
@@ -115,13 +117,19 @@ class Untrained:
             _check(source.name, tensor)
         self._kept: list[_Kept] = []
         self._warned: set[str] = set()
+        self._first: dict[str, Tensor] = {}
+        """Buffers that have not changed since the start."""
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def start(self, *, define: bool, take: bool) -> None:
+    def start(self, *, define: bool, take: bool, again: bool) -> None:
         """Define the values (rank 0) or wait for them; take them (the others, and rank 0 where it
-        goes on for an older incarnation)."""
+        goes on for an older incarnation).
+
+        Args:
+            again: whether this is not the rank's first incarnation.
+        """
         for often in (False, True):
             for dtype in dict.fromkeys(_HELD_AS.values()):
                 sources = [
@@ -133,6 +141,41 @@ class Untrained:
                     self._kept.append(self._begin(sources, dtype, often, define=define))
         if self._kept and take:
             self._take()
+        moved = self._go_on() if self._kept and again else set()
+        if self._client.connection.restarts and any(kept.often for kept in self._kept):
+            found = {source.name: source.tensor() for source in self._often()}
+            self._first = {name: each.clone() for name, each in found.items() if name not in moved}
+            self._client.saving.ask(self._group, self._changed)
+
+    def _often(self) -> Iterator[Source]:
+        for kept in self._kept:
+            if kept.often:
+                yield from kept.sources
+
+    @property
+    def saves(self) -> bool:
+        """Whether each step saves the buffers that change."""
+        return self._client.saving.asks(self._group)
+
+    def _changed(self) -> bytes:
+        """Those that have changed since the rank's first incarnation began, for the next one."""
+        found = {each.name: each.present() for each in self._often()}
+        for name, first in list(self._first.items()):
+            if not _same(first, found[name]):
+                del self._first[name]
+        changed = {n: t for n, t in found.items() if n not in self._first and t is not None}
+        return dump(changed, f"buffers of {self._group}")
+
+    def _go_on(self) -> set[str]:
+        """Take what this rank's older incarnation saved; the names of these buffers."""
+        packed = self._client.saving.older(self._group)
+        saved: dict[str, Tensor] = load(packed) if packed is not None else {}
+        known = {each.name: each.tensor() for each in self._often()}
+        with torch.no_grad():
+            for name, value in saved.items():
+                if name in known and known[name].shape == value.shape:
+                    known[name].copy_(value)
+        return set(saved)
 
     def tell_own(self, *, last: bool) -> None:
         """Overwrite what the servers have of this rank's own floating point buffers, if its values
@@ -226,14 +269,17 @@ class Untrained:
     def _warn(self, source: Source, why: str) -> None:
         if source.name not in self._warned:
             self._warned.add(source.name)
-            warnings.warn(
-                f"buffer {source.name!r} {why}: the result keeps its last value from before",
-                stacklevel=5,
-            )
+            warn_user(f"buffer {source.name!r} {why}: the result keeps its last value from before")
 
 
 def _values(sources: Sequence[Source], dtype: torch.dtype) -> dict[str, Any]:
     return {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
+
+
+def _same(first: Tensor, present: Tensor | None) -> bool:
+    if present is None or (first.dtype, first.device) != (present.dtype, present.device):
+        return False
+    return torch.equal(first, present)
 
 
 def _source(model: torch.nn.Module, name: str) -> Source:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paramserve.client.string_keys import hashed
+from paramserve.config import BUFFERS
 from paramserve.core.table import routing
+from paramserve.errors import warn_user
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -98,11 +99,10 @@ class Rows(torch.nn.Parameter):
             leaf: its first m rows are those of the keys.
         """
         if not self.stepped:
-            warnings.warn(
+            warn_user(
                 f"table {self.of!r} has collected gradients that no optimizer sends: give the "
                 "model to worker.optimizer(model, optimizer), and step what that returns. To train "
-                "nothing of the table set requires_grad = False on the module's rows",
-                stacklevel=2,
+                "nothing of the table set requires_grad = False on the module's rows"
             )
         gradient = leaf.grad
         assert gradient is not None, "called when it is there"
@@ -507,7 +507,7 @@ class EmbeddingBag(KeyedModule):
         )
 
 
-_MARK = ".taken-over.buffers"
+_MARK = f".taken-over{BUFFERS}"
 """Group of the value that says that all rows are there. Of groups whose names end so, a result
 shows nothing by itself."""
 

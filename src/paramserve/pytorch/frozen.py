@@ -7,7 +7,6 @@ into the result, unless they are too large for that.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paramserve.errors import warn_user
 from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
@@ -88,11 +88,10 @@ class Frozen:
         }
         size = sum({id(p): p.numel() * p.element_size() for p in left.values()}.values())
         if size > RESULT_BYTES_MAX:
-            warnings.warn(
+            warn_user(
                 f"the result lacks {len(left)} frozen parameters of {size >> 20} MiB in all, at "
                 f"most {RESULT_BYTES_MAX >> 20} MiB go into one: load it with strict=False into a "
-                "model that has them",
-                stacklevel=2,
+                "model that has them"
             )
             return {}
         return {name: _plain(param).to("cpu", copy=True) for name, param in left.items()}

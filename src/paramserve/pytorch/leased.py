@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
@@ -18,8 +19,9 @@ from paramserve.pytorch.batches import (
     ahead,
     by_rows,
     check_counts,
-    check_options,
+    check_range,
     loading,
+    loop,
     order,
     shared,
     size_of,
@@ -73,16 +75,15 @@ class LeasedLoader:
     off has left.
 
     Args:
-        client: the worker's.
         prefetch: which rows of tables a batch needs; see `batches.ahead`.
     """
 
     def __init__(
-        self, work: LeasedWork, batches: DataLoader[Any], client: Any, prefetch: KeysOf | None
+        self, work: LeasedWork, batches: DataLoader[Any], worker: Worker, prefetch: KeysOf | None
     ) -> None:
         self._work = work
         self._batches = batches
-        self._client = client
+        self._worker = worker
         self._prefetch = prefetch
 
     def __len__(self) -> int:
@@ -90,8 +91,30 @@ class LeasedLoader:
         `batch_size`. How many come is known at the end."""
         return self._work.batches_expected
 
+    def epochs(self, epochs: int, *, start: int = 0) -> Iterator[int]:
+        """`range(start, epochs)` without the epochs that are done; see `Loader.epochs`.
+
+        A worker that was started again, or added, begins at the first epoch that has samples left.
+        In an epoch the other ranks may be faster, so that this one gets no batch of it.
+
+        Raises:
+            TypeError, ValueError: a number is not an int of at least 0.
+        """
+        check_range(epochs, start)
+        return self._epochs_left(epochs, start)
+
+    def _epochs_left(self, epochs: int, start: int) -> Iterator[int]:
+        worker = self._worker
+        done = 0
+        if worker.incarnation > 1 or worker.client.connection.late:
+            done = self._work.leave_out(max(epochs - start, 0))
+            worker.steps_before = 0
+        return loop(worker, start, done, epochs)
+
     def __iter__(self) -> Iterator[Any]:
         work = self._work
+        if torch.is_grad_enabled():
+            self._worker.looped = True
         work.begin()
         try:
             while True:
@@ -102,6 +125,8 @@ class LeasedLoader:
                         if work.retiring:
                             work.settle()
                             return
+                if torch.is_grad_enabled() and self._worker.trains_alone:
+                    self._worker.notices.trains_alone()
                 if not work.more():
                     return
         finally:
@@ -112,7 +137,8 @@ class LeasedLoader:
         if self._prefetch is None:
             yield from self._batches
         else:
-            yield from ahead(self._batches, self._client, self._prefetch, lambda batch: batch)
+            client = self._worker.client
+            yield from ahead(self._batches, client, self._prefetch, lambda batch: batch)
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -234,10 +260,9 @@ def load_leased(
     **sharing: Any,
 ) -> LeasedLoader:
     """`worker.loader` with `shards="dynamic"`; arguments and errors as `load` and `lease`."""
-    check_options(dataloader_options)
     if not dataloader_options.get("in_order", True):
         raise ValueError('shards="dynamic" needs its batches in order: leave in_order at True')
     work = lease(worker, dataset, told=True, **sharing)
     batches = _Drawing(work, arrays=by_rows(dataset, dataloader_options))
     torch_loader = loading(dataset, batches, dataloader_options)
-    return LeasedLoader(work, torch_loader, worker.client, prefetch)
+    return LeasedLoader(work, torch_loader, worker, prefetch)

@@ -1,22 +1,28 @@
 """Each worker's part of a dataset: one common order, disjoint parts.
 
-Static parts have equally many batches, and are made here; dynamic ones by `leased.py`, from ranges
-of each epoch that are leased to the workers as they ask for them. There every sample comes once in
-each epoch, the last batch may be smaller, and what a worker that ended had not finished goes to
-another: in Sync exactly that, in Async with what some servers have had already;
-`LeaseReport.repeated` counts it. A loop ends when all ranks have finished. Every batch must be
-stepped with, or the loop left. The coordinator knows what a worker that was started again has done.
+Static parts have equally many batches, and are made here; so are loaders over a part that is the
+rank's own already, which have as many batches as the smallest part. Dynamic ones are made by
+`leased.py`, from ranges of each epoch that are leased to the workers as they ask for them. There
+every sample comes once in each epoch, the last batch may be smaller, and what a worker that ended
+had not finished goes to another: in Sync exactly that, in Async with what some servers have had
+already; `LeaseReport.repeated` counts it. A loop ends when all ranks have finished. Every batch
+must be stepped with, or the loop left. The coordinator knows what a worker that was started again
+has done.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.pytorch import leased
@@ -27,17 +33,35 @@ from paramserve.pytorch.batches import (
     by_rows,
     check_counts,
     check_options,
+    check_range,
     loading,
+    loop,
     order,
     shared,
     size_of,
+    unknown_argument,
 )
 
 if TYPE_CHECKING:
+    from paramserve.client import Client
     from paramserve.worker import Worker
 
 T = TypeVar("T")
-STATIC, DYNAMIC = "static", "dynamic"
+STATIC, DYNAMIC, OWN = "static", "dynamic", "own"
+_LEASING = [*inspect.signature(leased.lease).parameters][2:-1]
+"""Arguments of a leased loader or sampler: without the worker, the dataset and `told`."""
+
+
+class Shape(NamedTuple):
+    """What the steps of a loader stand for: how many samples are done after so many of them."""
+
+    samples: int
+    batch_size: int
+    batches_per_step: int
+
+
+SHAPES = "shapes of loaders"
+"""A worker saves those of the loaders that its steps were made with."""
 
 
 class RankSampler(Sampler[int]):
@@ -59,7 +83,7 @@ class RankSampler(Sampler[int]):
     def __init__(
         self, size: int, rank: int, workers: int, seed: int, shuffle: bool, epochs: Epochs
     ) -> None:
-        self._size = size
+        self.size = size
         self._rank = rank
         self._workers = workers
         self._seed = seed
@@ -78,7 +102,7 @@ class RankSampler(Sampler[int]):
         stop = len(self) * self._workers
         if not self._shuffle:
             return np.arange(self._rank, stop, self._workers, dtype=np.int64)
-        return order(self._size, self._seed, self._epoch)[self._rank : stop : self._workers]
+        return order(self.size, self._seed, self._epoch)[self._rank : stop : self._workers]
 
     def __iter__(self) -> Iterator[int]:
         self._epoch = self._epochs.next
@@ -86,31 +110,45 @@ class RankSampler(Sampler[int]):
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
-        return self._size // self._workers
+        return self.size // self._workers
 
 
 class _Batches(Sampler[Any]):
-    """The whole batches of a sampler, as lists of indices or, with `arrays`, as arrays."""
+    """The first `count` whole batches of a sampler, as lists of indices or, with `arrays`, as
+    arrays."""
 
-    def __init__(self, sampler: RankSampler, batch_size: int, *, arrays: bool) -> None:
+    def __init__(self, sampler: RankSampler, batch_size: int, count: int, *, arrays: bool) -> None:
         self._sampler = sampler
-        self._batch_size = batch_size
+        self.batch_size = batch_size
+        self._count = count
         self._arrays = arrays
         self.first = 0
         """Batch at which the next pass begins."""
 
     def __iter__(self) -> Iterator[Any]:
         first, self.first = self.first, 0
-        rows = self._sampler.indices()[first * self._batch_size : len(self) * self._batch_size]
-        batches = np.ascontiguousarray(rows).reshape(-1, self._batch_size)
+        rows = self._sampler.indices()[first * self.batch_size : len(self) * self.batch_size]
+        batches = np.ascontiguousarray(rows).reshape(-1, self.batch_size)
         return iter(batches if self._arrays else batches.tolist())
 
     def __len__(self) -> int:
-        return len(self._sampler) // self._batch_size
+        return self._count
+
+
+class _OwnParts(Epochs):
+    """What loaders over one rank's own part have in common.
+
+    Args:
+        batches: of an epoch, on each rank.
+    """
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.batches = batches
 
 
 class Loader:
-    """One rank's batches over the epochs of a run.
+    """One rank's batches over the epochs of a run: what `worker.loader` gives.
 
     All ranks get equally many batches, each of exactly `batch_size` samples: in each epoch up to
     workers * batch_size - 1 samples at the end of the common order are left out, other ones in each
@@ -153,18 +191,61 @@ class Loader:
         """Batches of one iteration, over all its epochs, with those that a restart leaves out."""
         return self._length
 
+    def epochs(self, epochs: int, *, start: int = 0) -> Iterator[int]:
+        """`range(start, epochs)` without the epochs that are done, for a loop over epochs.
+
+        In each round iterate over this loader once:
+
+            for epoch in loader.epochs(10):
+                for inputs, labels in loader:
+                    ...
+
+        A worker that was started again begins at the first epoch of which a step is left to do, so
+        that what follows each epoch, as an evaluation or `torch.save`, is not repeated with the
+        values of today. An epoch whose last step is done counts as done: what follows it is not
+        made up for. Schedulers that are stepped once for each epoch are where they would be. Where
+        the run wants the worker to end, the loop does.
+
+        Args:
+            epochs: end of the range.
+            start: first epoch of this run, as where it goes on from a file.
+        Raises:
+            TypeError, ValueError: a number is not an int of at least 0.
+        """
+        check_range(epochs, start)
+        return self._epochs_left(epochs, start)
+
+    def _epochs_left(self, epochs: int, start: int) -> Iterator[int]:
+        worker, done = self._worker, 0
+        steps = self._length // self._per_step
+        if self._resume and steps:
+            self._check_shape()
+            done = min(worker.steps_before // steps, max(epochs - start, 0))
+            worker.steps_before -= done * steps
+            self._epochs.next += done * -(-self._length // len(self._batches))
+        return loop(worker, start, done, epochs)
+
     def __iter__(self) -> Iterator[Any]:
         worker = self._worker
         worker.leased = None  # steps are no longer with the batches of a leased loader
+        if torch.is_grad_enabled():
+            worker.looped = True
+            if self._resume:
+                self._remember_shape()
         done = self._done_before()
         epochs, first = divmod(done, len(self._batches))
         if done == self._length:
             self._epochs.next += -(-done // len(self._batches))
             return
         self._epochs.next += epochs
-        missed, late = worker.missed, 0
+        if self._epochs.ended:
+            self._tell_if_alone()
+        missed, late, begun = worker.missed, 0, self._epochs.next
         with closing(self._loaded(first, self._length - done)) as loaded:
             for epoch, batch in loaded:
+                if epoch != begun:
+                    begun = epoch
+                    self._tell_if_alone()
                 self._epochs.next = epoch + 1
                 if worker.missed != missed:
                     late += (worker.missed - missed) * self._per_step
@@ -175,6 +256,12 @@ class Loader:
                     late -= 1
                 else:
                     yield batch
+        self._epochs.ended = self._epochs.ended or torch.is_grad_enabled()
+
+    def _tell_if_alone(self) -> None:
+        """An epoch was gone through and the next one begins: say where no server knows of it."""
+        if torch.is_grad_enabled() and self._worker.trains_alone:
+            self._worker.notices.trains_alone()
 
     def _loaded(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
         """As many batches as are left, each with its epoch; rows are asked for ahead."""
@@ -205,14 +292,53 @@ class Loader:
         worker = self._worker
         if not (self._resume and worker.steps_before):
             return 0
+        self._check_shape()
         steps = min(worker.steps_before, self._length // self._per_step)
         worker.steps_before -= steps
         return self._length if worker.steps_before else steps * self._per_step
 
     @property
+    def _shape(self) -> Shape:
+        batches, sampler = self._batches, self._sampler
+        return Shape(sampler.size, batches.batch_size, self._per_step)
+
+    def _remember_shape(self) -> None:
+        """Save the shape with the next step, where a run may go on from it with another one."""
+        client = self._worker.client
+        if client.connection.restarts and self._shape not in (known := _shapes(client)):
+            client.saving.keep(SHAPES, msgspec.msgpack.encode([*known, self._shape]))
+
+    def _check_shape(self) -> None:
+        """Refuse to leave out batches for steps of a checkpoint that were made with others."""
+        client = self._worker.client
+        if not (client.connection.before and self._worker.steps_before):
+            return
+        known, shape = _shapes(client), self._shape
+        if known and shape not in known:
+            raise ValueError(
+                f"the run goes on from a checkpoint whose {self._worker.steps_before} steps were "
+                f"made with {' and '.join(map(_in_words, known))}, and this loader has "
+                f"{_in_words(shape)}: which samples are done cannot be told. Applied: no. To "
+                "fix: give the loader the dataset, batch_size and batches_per_step of before; or "
+                "worker.loader(..., resume=False), which begins its epochs anew: for epoch in "
+                "loader.epochs(10, start=5) makes 5 more"
+            )
+
+    @property
     def _per_step(self) -> int:
         told = self._batches_per_step
         return told if told is not None else self._worker.batches_per_step
+
+
+def _shapes(client: Client) -> list[Shape]:
+    """Of the loaders that this worker's steps were made with, those of older incarnations too."""
+    packed = client.saving.kept(SHAPES)
+    return msgspec.msgpack.decode(packed, type=list[Shape]) if packed else []
+
+
+def _in_words(shape: Shape) -> str:
+    several = f", {shape.batches_per_step} in each step" if shape.batches_per_step > 1 else ""
+    return f"{shape.samples} samples in batches of {shape.batch_size}{several}"
 
 
 def sampler(
@@ -224,6 +350,14 @@ def sampler(
     **sharing: Any,
 ) -> RankSampler | leased.LeasedSampler:
     """See `Worker.sampler`."""
+    for argument in sharing:
+        if argument not in _LEASING:
+            raise unknown_argument("sampler", argument, ["dataset", "shuffle", "shards", *_LEASING])
+    if shards == OWN:
+        raise ValueError(
+            'shards="own" is for worker.loader: a DataLoader over a part that is the rank\'s own '
+            "needs no sampler of the worker"
+        )
     if _dynamic(shards, None):
         if "batch_size" not in sharing:
             raise TypeError('with shards="dynamic" the sampler makes the batches: give batch_size')
@@ -239,17 +373,18 @@ def sampler(
         raise ValueError(
             f"the dataset has {size} samples for {worker.workers} workers: each needs at least one"
         )
-    epochs = shared(worker.passes, dataset, ("sampler", shuffle), Epochs)
+    arguments = ("sampler", shuffle)
+    epochs = shared(worker.passes, dataset, arguments, lambda: _checked(worker, arguments, size))
     return RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle, epochs)
 
 
 def _dynamic(shards: str | None, adaptive_batch: object) -> bool:
     """Whether samples are shared by lease."""
-    if shards not in (None, STATIC, DYNAMIC):
-        raise ValueError(f'shards is "static" or "dynamic", not {shards!r}')
-    if shards == STATIC and adaptive_batch is not None:
+    if shards not in (None, STATIC, DYNAMIC, OWN):
+        raise ValueError(f'shards is "static", "dynamic" or "own", not {shards!r}')
+    if shards in (STATIC, OWN) and adaptive_batch is not None:
         raise ValueError(
-            'adaptive_batch needs shards="dynamic": with "static" all ranks have equal batches'
+            f'adaptive_batch needs shards="dynamic": with "{shards}" all ranks have equal batches'
         )
     return shards == DYNAMIC or adaptive_batch is not None
 
@@ -271,51 +406,92 @@ def load(
     **dataloader_options: Any,
 ) -> Loader | leased.LeasedLoader:
     """See `Worker.loader`."""
-    passes = _Passes(batch_size, epochs, steps, shuffle, batches_per_step)
+    if dataloader_options:
+        check_options(dataloader_options, [*inspect.signature(load).parameters][1:-1])
     if _dynamic(shards, adaptive_batch):
-        sharing = {**passes._asdict(), "adaptive_batch": adaptive_batch, "name": name}
-        return leased.load_leased(worker, dataset, dataloader_options, prefetch, **sharing)
+        return leased.load_leased(
+            worker,
+            dataset,
+            dataloader_options,
+            prefetch,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            batches_per_step=batches_per_step,
+            adaptive_batch=adaptive_batch,
+            name=name,
+        )
     if name is not None:
         raise ValueError('name is that of a leased loader: it needs shards="dynamic"')
-    return _load_static(worker, dataset, passes, resume, prefetch, dataloader_options)
-
-
-class _Passes(NamedTuple):
-    """How a loader goes through its dataset, as `load` was told."""
-
-    batch_size: int
-    epochs: int
-    steps: int | None
-    shuffle: bool
-    batches_per_step: int | None
-
-
-def _load_static(
-    worker: Worker,
-    dataset: Dataset[Any],
-    passes: _Passes,
-    resume: bool,
-    prefetch: KeysOf | None,
-    dataloader_options: dict[str, Any],
-) -> Loader:
-    """Batches of a part of its own, as many on every rank."""
-    batch_size, epochs, steps, shuffle, batches_per_step = passes
     check_counts(batch_size, epochs, steps, batches_per_step)
-    check_options(dataloader_options)
-    size = size_of(dataset)
-    if size < worker.workers * batch_size:
+    arguments = ("loader", batch_size, epochs, steps, shuffle, resume, shards == OWN)
+    size, seed = size_of(dataset), worker.seed
+    done: Epochs
+    if shards == OWN:
+        make_own = partial(_agree, worker, size // batch_size)
+        done = own = shared(worker.passes, dataset, arguments, make_own)
+        sampler, count = RankSampler(size, 0, 1, seed, shuffle, Epochs()), own.batches
+        _check_own(worker, size, batch_size, count)
+    else:
+        _check_size(worker, size, batch_size)
+        if resume:
+            _check_shares(worker)
+        make = partial(_checked, worker, arguments, size)
+        done = shared(worker.passes, dataset, arguments, make)
+        sampler = RankSampler(size, worker.rank, worker.workers, seed, shuffle, Epochs())
+        count = len(sampler) // batch_size
+    batches = _Batches(sampler, batch_size, count, arrays=by_rows(dataset, dataloader_options))
+    length = steps if steps is not None else epochs * count
+    torch_loader = loading(dataset, batches, dataloader_options)
+    return Loader(
+        worker, torch_loader, batches, sampler, length, batches_per_step, resume, done, prefetch
+    )
+
+
+def _checked(worker: Worker, arguments: tuple[object, ...], size: int) -> Epochs:
+    """What loaders of one dataset have in common, once it is compared with the other ranks'."""
+    worker.compare_size(arguments, size)
+    return Epochs()
+
+
+def _agree(worker: Worker, batches: int) -> _OwnParts:
+    """As many batches as the rank has whose part is the smallest; all ranks call this."""
+    return _OwnParts(worker.agree_on_batches(batches))
+
+
+def _check_size(worker: Worker, size: int, batch_size: int) -> None:
+    needed = worker.workers * batch_size
+    if size < needed:
         raise ValueError(
             f"the dataset has {size} samples, {worker.workers} workers with batch_size "
-            f"{batch_size} need {worker.workers * batch_size} for one step: make batch_size smaller"
+            f"{batch_size} need {needed} for one step: make batch_size smaller"
         )
-    own = RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle, Epochs())
-    batches = _Batches(own, batch_size, arrays=by_rows(dataset, dataloader_options))
 
-    length = steps if steps is not None else epochs * len(batches)
-    torch_loader = loading(dataset, batches, dataloader_options)
-    epochs_done = shared(
-        worker.passes, dataset, ("loader", batch_size, epochs, steps, shuffle, resume), Epochs
-    )
-    return Loader(
-        worker, torch_loader, batches, own, length, batches_per_step, resume, epochs_done, prefetch
-    )
+
+def _check_shares(worker: Worker) -> None:
+    """Refuse a loader that would leave out what other shares had taken."""
+    before, now = worker.client.connection.before, worker.workers
+    if before not in (0, now):
+        raise ValueError(
+            f"the run goes on from a checkpoint of {before} workers with {now}: equal shares of "
+            'what is left cannot be told from the clocks. Give the loader shards="dynamic", as '
+            f"also the run before, or go on with {before} workers. A loader with resume=False "
+            "begins its epochs anew"
+        )
+
+
+def _check_own(worker: Worker, size: int, batch_size: int, count: int) -> None:
+    """Refuse a part that has no batch, on every rank, and one of a rank that was added which has
+    fewer than the others agreed on."""
+    here = f"rank {worker.rank} has {size} samples: {size // batch_size} batches of {batch_size}"
+    if not count:
+        raise ValueError(
+            f'shards="own": the smallest part of all ranks has less than one batch; {here}. Make '
+            "batch_size smaller, or the parts more equal"
+        )
+    if size // batch_size < count:
+        raise ValueError(
+            f'shards="own": the ranks have agreed on {count} batches of an epoch, and {here}. Give '
+            "a rank that was added or started again as many samples as the others have"
+        )

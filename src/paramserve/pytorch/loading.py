@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from paramserve.worker import Worker
 
 
+KINDS_BY_HEAD = {
+    b"PK": "a zip archive that is cut off or of another kind",
+    b"\x80": "a pickle that is cut off, or that another program than torch.save has written",
+    b"PAR1": "a Parquet file: tables are loaded with load_tables=",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "an array of numpy.save: give a dict with it under the parameter's name",
+}
+"""What a file may be that is no state dict, by its first bytes."""
+HEAD_BYTES = 16
+"""Of a file that is of no known kind, in an error."""
+
+
 def read_state(path: str) -> Any:
     """What `torch.save` has written; none of the file's own code is run.
 
@@ -25,11 +37,36 @@ def read_state(path: str) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of any type: bytes of another kind are read as a pickle's
+        found, fix = _found(path, str(error))
         raise ValueError(
             f"the file {path!r} in load_state is not what torch.save(model.state_dict(), path) "
-            f"writes: {error}"
+            f"writes. Expected: names and tensors. Found: {found}. Applied: no. To fix: {fix}"
         ) from error
+
+
+def _found(path: str, told: str) -> tuple[str, str]:
+    """What a file is that could not be read, and what to do.
+
+    Args:
+        told: by torch.
+    """
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    fix = "name a file of torch.save(model.state_dict(), path), or give the state dict itself"
+    if (unsafe := re.search(r"\bGLOBAL (\S+)", told)) is not None:
+        return (
+            f"an object that needs {unsafe[1]}, such as a whole model",
+            "if you trust the file, read it yourself with torch.load(path, weights_only=False), "
+            "and give load_state the state dict in it",
+        )
+    if head[8:10] == b'{"':
+        return "a safetensors file", "load_state=safetensors.torch.load_file(path)"
+    unknown = f"a file that begins with {head!r}" if head else "an empty file"
+    kinds = (kind for begin, kind in KINDS_BY_HEAD.items() if head.startswith(begin))
+    return next(kinds, unknown), fix
 
 
 def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:

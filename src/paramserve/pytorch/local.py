@@ -46,8 +46,8 @@ class Local(Adopted[B]):
         if settings.overlap:
             raise ValueError(
                 f"overlap=True does not go with {type(policy).__name__}: its own steps run between "
-                "two exchanges already, and each goes on from the values that the exchange before "
-                "brought. Leave overlap out, or raise every"
+                "two exchanges already, and each goes on from the values of the exchange "
+                "before. Leave overlap out, or raise every"
             )
         self._policy = policy
         self.since = 0
@@ -97,6 +97,8 @@ class Local(Adopted[B]):
             ValueError: the weight. The own step was made, and does not count.
             ValueError, RuntimeError: as `Adopted.regroup`. No step was made.
         """
+        if self._begins:
+            self._begin_again()
         self.regroup(groups)
         loss = None
         self._schedules.before_step(groups)

@@ -7,12 +7,11 @@ where the servers make the steps, and in `local.py` where the worker makes them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -75,16 +74,11 @@ class AdoptedOptimizer(Optimizer):
         with self._adopted.tables.hidden(self._adopted.tables.left_out_of(state_dict)):
             super().load_state_dict(state_dict)
 
-    @contextlib.contextmanager
-    def _scale_forgotten_on_error(self) -> Iterator[None]:
-        """`GradScaler` takes its scale back only from a step that did not raise, and multiplies
-        by what it finds at the next one."""
-        try:
-            yield
-        except BaseException:
-            for name in _SCALER:
-                vars(self).pop(name, None)
-            raise
+    def _forget_scale(self) -> None:
+        """After an error. `GradScaler` takes its scale back only from a step that did not raise,
+        and multiplies by what it finds at the next one."""
+        for name in _SCALER:
+            vars(self).pop(name, None)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -138,12 +132,16 @@ class ServedOptimizer(AdoptedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), self._scale_forgotten_on_error():
-            self._adopted.step(
-                self.param_groups,
-                getattr(self, "grad_scale", None),
-                getattr(self, "found_inf", None),
-            )
+        try:
+            with torch.no_grad():
+                self._adopted.step(
+                    self.param_groups,
+                    getattr(self, "grad_scale", None),
+                    getattr(self, "found_inf", None),
+                )
+        except BaseException:
+            self._forget_scale()
+            raise
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,8 +211,11 @@ class LocalOptimizer(AdoptedOptimizer):
 
         if _is_for_a_checkpoint(self.param_groups):
             return own_step(closure)  # it makes the state, and is no step of the training
-        with self._scale_forgotten_on_error():
+        try:
             return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
+        except BaseException:
+            self._forget_scale()
+            raise
 
 
 _SCALER = ("grad_scale", "found_inf")
@@ -279,9 +280,7 @@ def adopt(
     _become(optimizer, adopted)
     if adopted.late:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was
-    drawn = adopted.drawn()
-    if drawn[1]:
-        worker.go_on_drawing(drawn)
+    worker.go_on_drawing(first=True)
     return optimizer
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +26,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
     TCPStore,
 )
 
+from paramserve.config import BUFFERS
 from paramserve.errors import DefineTimeout, ParamServeError, Timeout
 from paramserve.transport.tcp import reached_at, split_place, way_to
 
 if TYPE_CHECKING:
     from paramserve.client import Client
 
-_GROUP = "process-group.buffers"
+_GROUP = f"process-group{BUFFERS}"
 """Where the ranks tell each other where they are. Of groups whose names end so, a result shows
 nothing by itself."""
 CARD_BYTES = 320
@@ -39,6 +41,8 @@ CARD_BYTES = 320
 LEAST_S = 0.1
 """How long is asked for a rank when the time is over: those that are there answer at once."""
 LOOPBACK = "127.0.0.1"
+_opened: WeakKeyDictionary[Client, TCPStore] = WeakKeyDictionary()
+"""Stores to which not all ranks have come yet."""
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -109,9 +113,10 @@ def _check(client: Client) -> None:
 
 def _join(client: Client, backend: str | None, host: str, limit_s: float) -> dist.ProcessGroup:
     limit = timedelta(seconds=limit_s)
-    store = _open_store(host, client.connection.workers, limit) if client.rank == 0 else None
+    store = _store_of(client, host, limit) if client.rank == 0 else None
     own = _Card(host, store.port if store is not None else 0, _device())
     cards = _meet(client, own, limit_s)
+    _opened.pop(client, None)
     if store is None:
         first = cards[0]
         store = TCPStore(
@@ -219,7 +224,9 @@ def _meet(client: Client, own: _Card, limit_s: float) -> list[_Card]:
         Timeout: some did not come; the text names them.
     """
     until = time.monotonic() + limit_s
-    client.define({_name(client.rank): own.written()}, rule=None, group=_GROUP)
+    written = {_name(client.rank): own.written()}
+    client.define(written, rule=None, group=_GROUP)
+    client.assign(written)  # an earlier call may have defined another one
     cards = []
     for rank in range(client.connection.workers):
         shapes = {_name(rank): (1 + CARD_BYTES,)}
@@ -252,6 +259,15 @@ def _late(client: Client, limit_s: float) -> Timeout:
         f"{client.connection.workers} to call worker.process_group()",
         fix="call it on all ranks at the same point; or raise timeout_s",
     )
+
+
+def _store_of(client: Client, host: str, limit: timedelta) -> TCPStore:
+    """The store of rank 0: that of its last call, if the others did not come in time. They may have
+    read its card since, and come to it."""
+    store = _opened.get(client)
+    if store is None:
+        store = _opened[client] = _open_store(host, client.connection.workers, limit)
+    return store
 
 
 def _open_store(host: str, workers: int, limit: timedelta) -> TCPStore:

@@ -1,13 +1,15 @@
 """What a worker tells its next incarnation with its steps, and an added worker.
 
 Each step says in its note, when that has changed, which hyper-parameters it goes by and how far the
-learning rate schedulers of its optimizer are; in runs that start dead workers again, also where the
-random generators of its process are: the next incarnation goes on from there. A worker that is
-started again reads the last note of its rank, an added one the others'. At its first step it steps
-its own schedulers until they are where they would be at that clock. Calls that its function has
-made before that, as a loop over epochs does whose batches were all left out, count. A scheduler
-that wants a metric is stepped by these calls only. What neither gives (one without such calls,
-other schedulers than before) has the group's hyper-parameters, and warns.
+learning rate schedulers of its optimizer are. A worker that is started again reads the last note of
+its rank, an added one the others'. At its first step it steps its own schedulers until they are
+where they would be at that clock. Calls that its function has made before that, as a loop over
+epochs does whose batches were all left out, count; where a loop over `loader.epochs` left out
+epochs since that note, a scheduler that is not stepped at each step of the optimizer is stepped
+once for each of them. A scheduler that wants a metric is stepped by these calls only. What neither
+gives (one without such calls, other schedulers than before) has the group's hyper-parameters, and
+warns. Where the note is of another run, from whose checkpoint this one goes on, the function may be
+another one: then its own schedulers count, stepped as often.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-import warnings
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paramserve.errors import warn_user
 from paramserve.messages import NOTE_BYTES_MAX
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -37,6 +40,8 @@ Numbers = dict[str, Any]
 _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
+RATES_SHOWN_MAX = 3
+"""Of the parameter groups of an optimizer."""
 _SEVERAL = 2
 """Steps from which on what a worker has seen itself tells how often a scheduler is stepped."""
 
@@ -58,12 +63,12 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     schedulers: tuple[Progress, ...]
     groups: tuple[Numbers, ...]
     """The numbers in each parameter group; without those that all have, if `common` has them."""
-    random: bytes = b""
-    """Where the random generators are."""
-    number: int = 0
-    """Of this among all steps of the worker that said so, whichever optimizer made them."""
     common: Numbers = {}
     """The numbers that are the same in all groups."""
+    epochs: int = 0
+    """Epochs that had begun; 0: its function does not loop over `loader.epochs`."""
+    run: int = 0
+    """As `WorkerConfig.run`: the function of another run may be another one."""
 
     @property
     def numbers(self) -> tuple[Numbers, ...]:
@@ -92,7 +97,6 @@ class Schedules:
         group: its group on the servers.
         late: whether the others may have made steps before this worker.
         steps_per_clock: own steps between two that carry notes.
-        draws: tells where the random generators are; None: no other incarnation goes on from there.
     """
 
     def __init__(
@@ -103,13 +107,11 @@ class Schedules:
         *,
         late: bool,
         steps_per_clock: int = 1,
-        draws: Callable[[], tuple[int, bytes]] | None = None,
     ) -> None:
         self._client = client
         self._group = group
         self._rank = rank
         self._behind = late
-        self._draws = draws
         self._steps_per_clock = steps_per_clock
         self._groups: Sequence[ParamGroup] = ()
         self._taken: list[Numbers] | None = None
@@ -140,17 +142,6 @@ class Schedules:
                 _install(groups, found[1].numbers)
             self._taken = _numbers(groups)
 
-    def drawn(self) -> tuple[int, bytes]:
-        """Where this rank's generators were when its last older incarnation made its last step that
-        is not taken again, and that step's number; 0 and empty: there is none."""
-        clock = self._client.clock(self._group)
-        mine = self._client.dense.notes(self._group).get(self._rank, {})
-        before = [at for at in mine if at < clock]
-        if not before:
-            return 0, b""
-        note = msgspec.msgpack.decode(mine[max(before)], type=Note)
-        return note.number, note.random
-
     def behind(self) -> None:
         """This worker took no part for a while: it goes on where the others are."""
         self._behind = True
@@ -166,7 +157,7 @@ class Schedules:
         elif self._steps == 0 and groups and "initial_lr" in groups[0]:
             self._search(groups)
         quick = [[group.get(name) for name in _QUICK] for group in groups]
-        positions = [_position(each) for each in self._alive()]
+        positions = [_position(each) for each in self._alive()] if self._known else []
         if self._quick is not None and quick != self._quick and positions == self._positions:
             self._unexplained += 1
             if self._unexplained & (self._unexplained - 1) == 0:  # a search goes over all objects
@@ -181,35 +172,26 @@ class Schedules:
     def note(self) -> bytes:
         """Of the step of the last `before_step`; empty if it says what was sent last."""
         self._telling = self._told
-        number, random = self._draws() if self._draws is not None else (0, b"")
-        if not (random or self._told or self._known or self._unexplained):
+        if not (self._told or self._known or self._unexplained):
             return b""
-        note = Note(tuple(self._progress()), tuple(_numbers(self._groups)), random, number)
+        steps = self._client.steps
+        progress, numbers = tuple(self._progress()), tuple(_numbers(self._groups))
+        note = Note(progress, numbers, epochs=steps.epochs, run=steps.run)
         if note == self._told:
             return b""
         self._telling = note
         packed = note.packed()
-        return packed if len(packed) <= NOTE_BYTES_MAX else self._shortened(note, len(packed))
-
-    def _shortened(self, note: Note, size: int) -> bytes:
-        """What of a note that is too long can be sent; warns at the first one."""
-        packed = msgspec.structs.replace(note, random=b"").packed()
-        fits = len(packed) <= NOTE_BYTES_MAX
+        if len(packed) <= NOTE_BYTES_MAX:
+            return packed
         if not self._warned:
             self._warned = True
-            lost = (
-                "draws other random numbers than it would have drawn"
-                if fits
-                else "goes on with the hyper-parameters and schedules of its own function, as does "
-                "an added one; set them from worker.clock"
-            )
-            warnings.warn(
+            warn_user(
                 f"group {self._group!r} has {len(note.groups)} parameter groups, too many to tell "
-                f"of with a step: {size} bytes, the most are {NOTE_BYTES_MAX}. A worker that is "
-                f"started again {lost}",
-                stacklevel=6,
+                f"of with a step: {len(packed)} bytes, the most are {NOTE_BYTES_MAX}. A worker "
+                "that is started again goes on with the hyper-parameters and schedules of its own "
+                "function, as does an added one; set them from worker.clock"
             )
-        return packed if fits else b""
+        return b""
 
     def sent(self) -> None:
         """The last `note` has gone out: of a step that is refused the next one tells again."""
@@ -260,7 +242,7 @@ class Schedules:
         if not told:
             return None
         notes = {rank: max(by_clock.items()) for rank, by_clock in told.items()}
-        clock = self._client.clock(self._group)
+        clock = self._client.steps.clocks.get(self._group, 0)
         if self._client.steps.terms(self._group).collects:
             # All ranks are at one clock, and go by the same schedule: the newest is the best.
             rank = max(notes, key=lambda rank: (notes[rank][0], rank == self._rank))
@@ -290,7 +272,7 @@ class Schedules:
             there = [each.name for each in note.schedulers]
             self._take(groups, note, f"the group steps with {there}, this worker with {names}")
         elif unfit := [name for name, each in zip(names, schedulers, strict=True) if _asks(each)]:
-            if not _stepped_by_function(groups, note, schedulers):
+            if not _stepped_by_function(groups, note, schedulers, same=self._same(note)):
                 self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
         else:
             self._replay(groups, note, ahead, schedulers)
@@ -309,22 +291,46 @@ class Schedules:
         at_note = all(_position(each) <= progress.position for each, progress in pairs)
         if ahead >= 0:
             _advance([(each, progress.position) for each, progress in pairs])
-            if at_note and not _close(_numbers(groups), note.numbers):
+            close = at_note and _close(_numbers(groups), note.numbers)
+            if close:
+                _install(groups, note.numbers)
+            elif at_note and self._same(note):
                 self._take(groups, note, "the schedulers, stepped as often, give others")
             elif at_note:
-                _install(groups, note.numbers)
-        _advance([(each, p.position + ahead * p.rate) for each, p in pairs])
+                self._tell_other(groups, note)
+        ended = max(self._client.steps.epochs - note.epochs, 0) if note.epochs else 0
+        _advance([(each, p.position + (ahead * p.rate if p.rate else ended)) for each, p in pairs])
         by_id = {id(each): progress.rate for each, progress in pairs}
         self._rates = [by_id[id(each)] for each in schedulers]
 
+    def _same(self, note: Note) -> bool:
+        """Whether a note is of this run, so that its function is this one."""
+        return note.run == self._client.steps.run
+
+    def _tell_other(self, groups: Sequence[ParamGroup], note: Note) -> None:
+        """The function of a run that goes on from a checkpoint has another schedule than before,
+        which holds from now on: say so, once for all ranks."""
+        if self._rank == 0:
+            before, now = ([each["lr"] for each in n] for n in (note.numbers, _numbers(groups)))
+            told = (
+                f"paramserve: group {self._group!r} goes on with the learning rates of this run's "
+                f"schedulers, stepped as often as those of the checkpoint: {_shown(now)}, where "
+                f"those gave {_shown(before)}"
+            )
+            print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
     def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
         _install(groups, note.numbers)
-        warnings.warn(
+        warn_user(
             f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
             f"its schedulers are not where they were: {why}. From here on they go on from these "
-            "hyper-parameters; where that is wrong, set them from worker.clock",
-            stacklevel=7,
+            "hyper-parameters; where that is wrong, set them from worker.clock"
         )
+
+
+def _shown(rates: Sequence[float]) -> str:
+    more = ", ..." if len(rates) > RATES_SHOWN_MAX else ""
+    return ", ".join(f"{each:.4g}" for each in rates[:RATES_SHOWN_MAX]) + more
 
 
 def _with_attribute(name: str, value: object, kind: type[T]) -> list[T]:
@@ -361,19 +367,21 @@ def _asks(scheduler: LRScheduler) -> bool:
 
 
 def _stepped_by_function(
-    groups: Sequence[ParamGroup], note: Note, schedulers: Sequence[LRScheduler]
+    groups: Sequence[ParamGroup], note: Note, schedulers: Sequence[LRScheduler], *, same: bool
 ) -> bool:
     """Whether the function has made all calls of its schedulers itself, with the same metrics, as
     where `Worker.all_reduce` gives them again; or is ahead of the note, which tells nothing then.
+
+    Args:
+        same: whether the note is of this function: another one may give other rates.
     """
     positions = [
         (_position(each), told.position) for each, told in _paired(schedulers, note.schedulers)
     ]
     if any(ours < theirs for ours, theirs in positions):
         return False
-    return any(ours > theirs for ours, theirs in positions) or _close(
-        _numbers(groups), note.numbers
-    )
+    ahead = any(ours > theirs for ours, theirs in positions)
+    return ahead or not same or _close(_numbers(groups), note.numbers)
 
 
 def _paired(

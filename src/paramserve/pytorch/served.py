@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client.gradients import active_parts
+from paramserve.errors import warn_user
 from paramserve.pytorch import state as torch_state
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import ServedBlock
@@ -107,6 +107,8 @@ class Served(Adopted[ServedBlock]):
             grad_scale: what `GradScaler` multiplied the loss by, if it has not divided yet.
             found_inf: not zero where `GradScaler` found Inf or NaN: this step is skipped.
         """
+        if self._begins:
+            self._begin_again()
         self.regroup(groups)
         if not self._warned:
             self._warn_of_changes()
@@ -173,11 +175,10 @@ class Served(Adopted[ServedBlock]):
                 self._warned = True
                 for each in self._parts:
                     each.watches = False
-                warnings.warn(
+                warn_user(
                     f"parameter {name!r} was changed outside optimizer.step(): the values live on "
                     "the servers, and the next ones overwrite it. Load weights before "
-                    "worker.optimizer(...), or write them with worker.client.assign(...)",
-                    stacklevel=5,
+                    "worker.optimizer(...), or write them with worker.client.assign(...)"
                 )
                 return
 
@@ -200,7 +201,8 @@ class Served(Adopted[ServedBlock]):
         state: torch_state.State = {}
         with torch.no_grad():
             for part, rule in self._rules_of_state(groups):
-                state.update(torch_state.fetch(self._client, part.block, part.layout, rule))
+                read = partial(self._client.dense.fetch, part.block)
+                state.update(torch_state.fetch(read, part.layout, rule))
         state |= self._unserved_state
         given = {id(param) for group in groups for param in group["params"]}
         return {param: entry for param, entry in state.items() if id(param) in given}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -43,11 +44,15 @@ def _step_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
-def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
+Fetch = Callable[[int], tuple[npt.NDArray[Any], tuple[int, ...]]]
+"""Gives a state array of a block by its number, and the update counts of its parameters."""
+
+
+def fetch(read: Fetch, layout: Layout, rule: Rule) -> State:
     """State of each parameter that has had an update, as torch would hold it."""
     arrays, counts = {}, (0,) * len(layout.params)
     for number, name in _fields(rule):
-        arrays[name], counts = client.dense.fetch(block, number)
+        arrays[name], counts = read(number)
     views = {name: layout.views(torch.from_numpy(array)) for name, array in arrays.items()}
     state: State = {}
     for index, (param, count) in enumerate(zip(layout.params, counts, strict=True)):
@@ -58,14 +63,20 @@ def fetch(client: Client, block: Block, layout: Layout, rule: Rule) -> State:
                     entry[name] = torch.tensor(float(count), dtype=kept.dtype)
                 else:
                     value = _as_kept(views[name][index], kept, param)
-                    if isinstance(rule, SGD) and value is not None and not value.any():
-                        continue  # as torch, which has no buffer before a step with a momentum
+                    if isinstance(rule, SGD) and value is not None and _unused(rule, value):
+                        continue
                     entry[name] = value if value is not None else first(rule, param)[name]
         elif isinstance(rule, TorchRule):
             entry = rule.first(param)
         if entry:
             state[param] = entry
     return state
+
+
+def _unused(rule: SGD, buffer: Tensor) -> bool:
+    """Whether torch may have no buffer, as before the first step with a momentum. Where zeros and
+    no buffer go on alike they are left out; with dampening they do not."""
+    return not (rule.dampening and rule.momentum) and not buffer.any()
 
 
 def first(rule: Rule, param: Tensor) -> dict[str, Any]:

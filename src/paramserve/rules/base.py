@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,11 @@ class Run(NamedTuple):
     one run, and a tensor may be cut."""
 
 
+new_run: Callable[[tuple[int, int, int, tuple[int, ...] | None]], Run]
+new_run = cast(Any, partial(tuple.__new__, Run))
+"""A `Run` of these four, made without a Python function."""
+
+
 class PushInfo(NamedTuple):
     """Who pushed, and how old the values were from which the gradient was computed."""
 
@@ -45,6 +51,11 @@ class PushInfo(NamedTuple):
     weight: float
     scale: float
     """The gradient is multiplied by this, in the block's dtype, before the rule sees it."""
+
+
+new_push_info: Callable[[tuple[int, int, int, int, float, float]], PushInfo]
+new_push_info = cast(Any, partial(tuple.__new__, PushInfo))
+"""A `PushInfo` of these six, made without a Python function."""
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from paramserve.errors import NonFinite
 from paramserve.rules.base import NO_ROWS, Array, Hyper, PushInfo, Run
 from paramserve.rules.compiled import compiled, compiled_rows
 from paramserve.rules.layout import RowView
@@ -78,9 +79,12 @@ class BuiltIn(ABC):
     """The field that states start at; "": at 0."""
     whole_rows: ClassVar[bool] = False
     _needs_state: ClassVar[int] = -1
+    _states: ClassVar[int] = 0
+    """How many states there are where they are kept."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        cls._states = len(cls.state_names)
         if "allowed" in cls.__dict__:
             cls.hyper_names = tuple(cls.allowed)
             if cls.state_if:
@@ -175,19 +179,28 @@ class BuiltIn(ABC):
         Raises:
             ValueError: `hyper` needs state and the block was defined without; or the rule is for
                 tables only. Nothing was applied.
+            NonFinite: the gradient holds NaN or Inf. What comes before it was applied; neither is
+                in the values.
         """
         if self.whole_rows:
             raise ValueError(NO_ROWS.format(self.name))
         needs = self._needs_state
         if needs >= 0 and hyper[needs] == 0.0:
-            state = ()  # what is there stays as it is
-        elif len(state) != len(self.state_names):
+            state, states = (), 0  # what is there stays as it is
+        elif (states := len(state)) != self._states:
             raise ValueError(self._missing(hyper))
-        kernel = compiled().block_kernel(type(self), len(state))
+        kernel = compiled().block_kernel(type(self), states)
         target = out if out is not None else value[:0]
         scale = push.scale
         for start, stop, count, _ in runs:
-            kernel(value, gradient, state, target, start, stop, scale, hyper, count)
+            end = kernel(value, gradient, state, target, start, stop, scale, hyper, count)
+            if end < stop:
+                raise NonFinite(
+                    f"the gradient for {self.name} holds NaN or Inf from element {end} on: those "
+                    "before it were updated",
+                    applied="unknown",
+                    fix="look for NaN and Inf before the update",
+                )
 
     def _missing(self, hyper: Hyper) -> str:
         names, option = ", ".join(self.state_names), self.state_if

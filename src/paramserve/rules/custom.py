@@ -232,24 +232,64 @@ def _check_changed(rule: str, before: Array, value: Array) -> None:
 @cache
 def _only_rebinds(update: Any) -> bool:
     """Whether a function assigns to the name of its second argument, as `value = value - gradient`
-    does, and no line of it writes there in place, as `value -= ...` or `value[...] = ...`."""
+    does, and writes nowhere into the array that it was called with, as `value -= ...` or
+    `value[...] = ...`."""
     code = getattr(inspect.unwrap(update), "__code__", None)
     if code is None or code.co_argcount < 2:
         return False
-    name, rebinds = code.co_varnames[1], False
-    line, loads, operator = None, False, ""
+    name, rebinds, given, operator = code.co_varnames[1], False, True, ""
+    stack: list[bool] = []
+    after_jump: dict[int, list[bool]] = {}
     for each in dis.get_instructions(code):
-        where = each.positions.lineno if each.positions is not None else None
-        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-        loads = ("LOAD_FAST" in each.opname and name in names) or (loads and where == line)
-        if each.opname == "STORE_SUBSCR" and loads:
+        stack = after_jump.pop(each.offset, stack)
+        depth = _WRITES.get(each.opname, 2 if _is_in_place(each) else 0)
+        if depth and any(stack[-depth:][:1]):
             return False
-        if each.opname.startswith("STORE_FAST") and names[0] == name:
-            if operator.endswith("="):
-                return False
+        if name in _stored(each):
             rebinds = True
-        line, operator = where, each.argrepr if each.opname == "BINARY_OP" else ""
+            # Else the new one may be a view, as of value[:] and value.reshape(-1).
+            given = given and operator in ("", "[]")
+        operator = each.argrepr if each.opname == "BINARY_OP" else ""
+        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+            after_jump[each.argval] = _stack_after(stack, each, name if given else "", jump=True)
+        stack = _stack_after(stack, each, name if given else "", jump=False)
     return rebinds
+
+
+_WRITES = {"STORE_ATTR": 1, "STORE_SUBSCR": 2, "STORE_SLICE": 3}
+"""How deep in the stack lies what an instruction writes into."""
+
+
+def _is_in_place(each: dis.Instruction) -> bool:
+    return each.opname == "BINARY_OP" and each.argrepr.endswith("=")
+
+
+def _names(each: dis.Instruction) -> tuple[str, ...]:
+    """Of local variables; some instructions of newer versions have two."""
+    return each.argval if isinstance(each.argval, tuple) else (each.argval,)
+
+
+def _stored(each: dis.Instruction) -> tuple[str, ...]:
+    """The local variables that an instruction assigns to."""
+    if not each.opname.startswith(("STORE_FAST", "STORE_DEREF")):
+        return ()
+    return _names(each)[:1] if each.opname == "STORE_FAST_LOAD_FAST" else _names(each)
+
+
+def _stack_after(stack: list[bool], each: dis.Instruction, name: str, *, jump: bool) -> list[bool]:
+    """The interpreter's stack after an instruction: of each entry, whether it is what a name was
+    given, or was made of it."""
+    if each.opname == "COPY":
+        return stack + stack[-(each.arg or 0) :][:1]
+    if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return stack + [loaded == name for loaded in _names(each)]
+    effect = dis.stack_effect(each.opcode, each.arg, jump=jump)
+    if effect > 0:
+        return stack + [False] * effect
+    if each.opname.startswith(("STORE_", "POP_", "DELETE_", "RETURN_")):  # leaves no result
+        return stack[: len(stack) + effect]
+    kept = max(len(stack) + effect - 1, 0)
+    return [*stack[:kept], any(stack[kept:])]
 
 
 def check_unchanged(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,34 +41,48 @@ class RowLayout:
         if min((self.dim, *self.widths)) < 1:
             raise ValueError(f"a row needs widths of at least 1, not {self.dim} and {self.widths}")
 
-    @property
+    @cached_property
     def half(self) -> int:
         """0: float32, 1: bfloat16, 2: float16."""
         return DTYPES.index(self.dtype)
 
-    @property
+    @cached_property
     def value_words(self) -> int:
         return (self.dim + 1) // 2 if self.half else self.dim
 
-    @property
+    @cached_property
     def state_at(self) -> tuple[int, ...]:
         """Where each state begins, in words."""
         ends = np.cumsum((self.value_words, *self.widths)).tolist()
         return tuple(int(end) for end in ends[:-1])
 
-    @property
+    @cached_property
     def state_words(self) -> int:
         """Words of all states together; they lie side by side."""
         return sum(self.widths)
 
-    @property
+    @cached_property
     def count_at(self) -> int:
         """Where the update count lies, in words; -1: there is none."""
         return self.value_words + self.state_words if self.counted else -1
 
-    @property
+    @cached_property
     def words(self) -> int:
         return self.value_words + self.state_words + int(self.counted)
+
+    def parts(self, raw: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+        """Views of rows as they lie in memory, [n, words]: "value" [n, dim], which of bfloat16 are
+        its bits in uint16, "state" [n, state_words] and "count" [n], where there are such."""
+        values: npt.NDArray[Any] = raw[:, : self.dim]
+        if self.half:
+            dtype = np.float16 if self.dtype == "float16" else np.uint16
+            values = raw[:, : self.value_words].view(dtype)[:, : self.dim]
+        found = {"value": values}
+        if self.state_words:
+            found["state"] = raw[:, self.value_words : self.value_words + self.state_words]
+        if self.counted:
+            found["count"] = raw.view(np.uint32)[:, self.count_at]
+        return found
 
 
 class RowView(NamedTuple):

@@ -33,11 +33,12 @@ TORCH = "torch"
 """Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""
 
 
-def as_rule(given: Rule | Callable[..., Any]) -> Rule:
+def as_rule(given: Rule | Callable[..., Any] | str) -> Rule:
     """A rule as a user gave it: itself, or what stands for a torch optimizer.
 
     Args:
-        given: a rule; or as `torch_kinds.rule_of` takes it.
+        given: a rule; or as `torch_kinds.rule_of` takes it. A str, as other libraries take one, is
+            refused with what to write.
     Raises:
         TypeError, ValueError: it is none.
     """
@@ -45,6 +46,12 @@ def as_rule(given: Rule | Callable[..., Any]) -> Rule:
         raise TypeError(
             f"a rule is an object: write rule={given.__name__}(...), with its hyper-parameters, "
             f"and not rule={given.__name__}"
+        )
+    if isinstance(given, str):
+        alike = [name for name in BUILT_IN if name.lower() == given.lower()]
+        shown = f"ps.{alike[0]}(...)" if alike else "ps.Adagrad(lr=0.1)"
+        raise TypeError(
+            f"a rule is an object, as in rule={shown}, and not a name: rule={given!r}. Applied: no"
         )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(given, torch.optim.Optimizer):

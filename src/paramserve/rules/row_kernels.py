@@ -18,8 +18,8 @@ import numpy as np
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
 from paramserve.rules.halves import decode, encode, noise_of
-from paramserve.rules.intrinsics import LINE, borrowed, prefetch_to_write
-from paramserve.rules.kernels import FLOAT, inlined, kernel, of_rule, tuple_of
+from paramserve.rules.intrinsics import LINE, borrowed, inlined, prefetch_to_write
+from paramserve.rules.kernels import FLOAT, kernel, of_rule, tuple_of
 from paramserve.rules.layout import LANES, RowView
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ failure in its middle changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,7 @@ __all__ = [
     "kernels_of",
     "prepare_rows",
     "apply_rows",
+    "for_kernels",
 ]
 FLOAT = np.dtype(np.float32)
 
@@ -115,7 +117,7 @@ def kernels_of(rule: Rule) -> Kernels:
         return cast(RowRule, rule).row_kernels()
     dense, rows = compiled(), compiled_rows()
     return {
-        **dense.typed(FLOAT, dense.finite, dense.below),
+        **dense.typed(FLOAT, dense.largest),
         **rows.copies(),
     }
 
@@ -143,11 +145,17 @@ def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: 
     check_rows(rule, view.layout, hyper)
     if not view.slots.size:
         return
-    given = np.require(gradients, FLOAT, ("C", "A", "W"))  # as the kernels were compiled for
     if is_built_in(rule):
-        cast(RowRule, rule).apply_rows(view, given, hyper, push)
+        cast(RowRule, rule).apply_rows(view, for_kernels(gradients), hyper, push)
     else:
-        draft_rows(rule, view, given, hyper, push).write(view)
+        draft_rows(rule, view, gradients, hyper, push).write(view)
+
+
+def for_kernels(gradients: Array) -> Array:
+    """Gradients as the kernels were compiled for: these, where nothing is wrong with them."""
+    if gradients.flags.carray and gradients.dtype == FLOAT:
+        return gradients
+    return np.require(gradients, FLOAT, ("C", "A", "W"))
 
 
 def draft_rows(
@@ -161,7 +169,7 @@ def draft_rows(
         As `apply_rows`.
     """
     check_rows(rule, view.layout, hyper)
-    draft = RowDraft(view, np.require(gradients, FLOAT, ("C", "A", "W")), hyper, push)
+    draft = RowDraft(view, for_kernels(gradients), hyper, push)
     draft.compute(rule, view)
     return draft
 
@@ -266,11 +274,15 @@ class RowDraft:
         ]
 
     def _check(self, rule: Rule, view: RowView) -> None:
-        finite = compiled().finite
+        largest = compiled().largest
+
+        def finite(rows: Array) -> bool:
+            return bool(largest(rows.reshape(-1)) < math.inf)
+
         names = ("value", *rule.states(rule.hyper()))
         for name, new in zip(names, (self._values, *self._states), strict=True):
-            if finite(new.reshape(-1)):
+            if finite(new):
                 continue
             values, states = self._gathered(view)  # nothing is written yet
-            if all(finite(each.reshape(-1)) for each in (values, *states, self._gradients)):
+            if all(map(finite, (values, *states, self._gradients))):
                 raise ValueError(f"{name} holds NaN or Inf after the update, and held none before")

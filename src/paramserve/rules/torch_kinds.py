@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,14 @@ from paramserve.rules.adagrad import Adagrad
 from paramserve.rules.adam import Adam
 from paramserve.rules.base import Rule
 from paramserve.rules.sgd import SGD
-from paramserve.rules.torch_rule import REFUSED, class_of, defaults_of, described, leaves
+from paramserve.rules.torch_rule import (
+    REFUSED,
+    TorchRule,
+    class_of,
+    defaults_of,
+    described,
+    leaves,
+)
 
 Options = tuple[Any, ...]
 ParamGroup = dict[str, Any]
@@ -121,6 +129,23 @@ def kind_of(optimizer: Optimizer) -> Kind:
         "do not override step(). Use one of these, derive a rule from ps.CustomRule, or let the "
         "workers step by themselves with ps.LocalSteps"
     )
+
+
+def torch_of(rule: Rule) -> tuple[str, ParamGroup]:
+    """The name of the class in `torch.optim` that a rule stands for, and its options.
+
+    Raises:
+        TypeError: it stands for none.
+    """
+    if isinstance(rule, TorchRule):
+        return rule.kind, rule.given(rule.hyper())
+    if type(rule) is SGD or type(rule) is Adam or type(rule) is Adagrad:
+        options = {field.name: getattr(rule, field.name) for field in fields(rule)}
+        if isinstance(rule, Adam):
+            options["decoupled_weight_decay"] = options.pop("decoupled")
+            return "AdamW" if rule.decoupled else "Adam", options
+        return type(rule).__name__, options
+    raise TypeError(f"{rule.name} is a rule that torch.optim does not have")
 
 
 def rule_of(given: Callable[..., Any]) -> Rule:

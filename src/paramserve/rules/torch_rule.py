@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from paramserve.errors import did_you_mean
 from paramserve.rules.base import Array, Hyper, PushInfo, Run
 from paramserve.rules.registry import arguments
 
@@ -157,7 +158,9 @@ class TorchRule:
         """The rule of a class with these options, and torch's defaults for the others."""
         unknown = set(options) - set(defaults_of(kind))
         if unknown:
-            raise TypeError(f"torch.optim.{kind} has no option {', '.join(sorted(unknown))}")
+            names = sorted(unknown)
+            meant = did_you_mean(names[0], [*defaults_of(kind)])
+            raise TypeError(f"torch.optim.{kind} has no option {', '.join(names)}{meant}")
         return described(kind, options)
 
     @property
@@ -240,8 +243,8 @@ class TorchRule:
         """Run the class once: torch imports half of itself at the first step."""
         self._names(self.numbers)
 
-    def optimizer(self, tensors: Sequence[torch.Tensor], hyper: Hyper) -> Optimizer:
-        """The class itself over these tensors."""
+    def given(self, hyper: Hyper) -> dict[str, Any]:
+        """The options with these numbers, as the class takes them."""
         values: dict[str, Any] = {}
         for option, number in zip(self.options, hyper, strict=True):
             name, _, form = option.partition(":")
@@ -249,7 +252,11 @@ class TorchRule:
         for each in self.fixed:
             name, _, text = each.partition("=")
             values[name] = json.loads(text)
-        options = arguments(values)
+        return arguments(values)
+
+    def optimizer(self, tensors: Sequence[torch.Tensor], hyper: Hyper) -> Optimizer:
+        """The class itself over these tensors."""
+        options = self.given(hyper)
         if not set(options) <= set(defaults_of(self.kind)):
             raise ValueError(f"torch.optim.{self.kind} does not take {', '.join(options)}")
         allowed = _arguments_of(self.kind)

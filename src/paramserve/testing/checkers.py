@@ -244,7 +244,8 @@ def samples_are_used(history: History) -> list[str]:
 def ranks_agree(history: History) -> list[str]:
     """15. All workers get the same of one collective, and each gets all of them in order: also one
     that comes later, as its program makes the same calls. The value of a worker that was there from
-    the beginning is in all that it gets."""
+    the beginning is in all that it gets. It gets none where the others have returned without it,
+    and is refused only there."""
     wrong, results, last = list[str](), dict[int, int](), dict[int, int]()
     for each in history.agreed:
         who = f"writer {each.writer} (rank {each.rank}) of collective {each.number}"
@@ -255,6 +256,12 @@ def ranks_agree(history: History) -> list[str]:
         if not (each.again or each.ranks >> each.rank & 1):
             wrong.append(f"{who} is not in its result {each.ranks:b}")
         last[each.writer] = each.number
+    for call in history.company:
+        who = f"call {call.number} of a collective by writer {call.writer} (rank {call.rank})"
+        if call.refused and call.live:
+            wrong.append(f"{who} was refused, although ranks {call.live} lived")
+        if call.alone and call.returned:
+            wrong.append(f"{who} got its own value, after ranks {call.returned} had returned")
     return wrong
 
 

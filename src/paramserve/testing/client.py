@@ -38,14 +38,23 @@ if TYPE_CHECKING:
 Answered = Callable[[Call, ParamServeError | None], None]
 
 
-class Planned(NamedTuple):
-    """What the history is told of a call when it is sent; see `Call`."""
+class GroupStep(NamedTuple):
+    """What one step does with one group, of which the history is told when it is sent."""
 
-    push: int | None
-    blocks: frozenset[int]
+    what: str
+    """A step or a pull, as an error names it."""
+    group: str
+    push: Sequence[Any]
+    pull: Sequence[Any]
+    which: Pushed | None
+    """The push that its gradients are of; None: it has no gradients."""
+    options: StepOptions
     spoiled: bool
+    """One element of the gradient, on one shard, is NaN."""
     wrong: bool
+    """One shard refuses the step, whatever its gradient."""
     samples: tuple[int, int] | None
+    """[start, stop) of those that its gradients come from."""
 
 
 class SimulatedClient(ClientProcess):
@@ -59,8 +68,8 @@ class SimulatedClient(ClientProcess):
         super().__init__(cluster, writer, rank)
         self.blocks: dict[str, Block] = {}
         """Those that it knows, by name."""
-        self._planned: dict[str, Planned] = {}
-        """By group, the call that is about to be sent."""
+        self._planned: dict[str, GroupStep] = {}
+        """By group, the step that is about to be sent."""
         self._issued: list[tuple[str, Call, Operation]] = []
         """What the present call has sent."""
         self._calls = 0
@@ -151,10 +160,9 @@ class SimulatedClient(ClientProcess):
                     which = Pushed(self.writer, self.rank, self._pushes[group], self.clock)
                     self._pushes[group] += 1
                 pulls.append(read)
-                parts.append(self._parts(what, group, pushed, read, which, options, spoiled))
-                number = None if which is None else which.number
-                ids = frozenset(each.id for each in pushed) if which is not None else frozenset()
-                self._planned[group] = Planned(number, ids, spoiled or wrong, wrong, samples)
+                step = GroupStep(what, group, pushed, read, which, options, spoiled, wrong, samples)
+                parts.append(self._parts(step))
+                self._planned[group] = step
             for ticket, part, read in zip(self.steps.send(parts), parts, pulls, strict=True):
                 assert ticket.operation is not None
                 tickets[ticket.operation] = ticket, part, read
@@ -198,32 +206,24 @@ class SimulatedClient(ClientProcess):
         alone = len(self.cluster.histories) == 1
         return [each for each in chosen if alone or each.group_name == group]
 
-    def _parts(
-        self,
-        what: str,
-        group: str,
-        push: Sequence[Any],
-        pull: Sequence[Any],
-        which: Pushed | None,
-        options: StepOptions,
-        spoiled: bool,
-    ) -> StepParts:
-        """A step with its gradients, which say which push they are of (None: it has none)."""
+    def _parts(self, step: GroupStep) -> StepParts:
+        """A step with its gradients, which say which push they are of."""
         pushes = []
-        if which is not None:
-            for block in push:
+        if step.which is not None:
+            for block in step.push:
                 slot = self.exchange.take(block.nbytes)
                 values = slot.array(block)
-                self.cluster.workload.fill(values, block, which)
+                self.cluster.workload.fill(values, block, step.which)
                 pushes.append((BlockPush(block, values), slot))
-        if spoiled:
+        if step.spoiled:
             given = pushes[-1][0]
             given.gradient[-1] = np.nan
             if self._each_shard_judges():
                 for shard in range(len(self.exchange.shards)):
                     low, high = given.block.range(shard)
                     given.gradient[low:high][-1:] = np.nan
-        return StepParts(what, self.block_of(group), pushes, pull, options)
+        block = self.block_of(step.group)
+        return StepParts(step.what, block, pushes, step.pull, step.options)
 
     def sending(
         self, requests: Sequence[ShardRequest], operation: Operation
@@ -246,12 +246,12 @@ class SimulatedClient(ClientProcess):
         call = self.cluster.histories[group].issue(
             self.writer,
             number,
-            planned.push,
-            planned.blocks,
+            None if planned.which is None else planned.which.number,
+            frozenset(e.id for e in planned.push) if planned.which is not None else frozenset(),
             rank=self.rank,
             clock=step.clock if step.clock != CURRENT_CLOCK else CURRENT_CLOCK - 1 - number,
             tick=step.tick,
-            spoiled=planned.spoiled,
+            spoiled=planned.spoiled or planned.wrong,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
             pending=self.steps.membership.pending(group) or self._asks_clock(group),
         )

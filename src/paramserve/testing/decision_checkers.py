@@ -66,7 +66,7 @@ def _applied(history: History) -> Iterator[tuple[Update, Call, Applied]]:
             if call is None or call.rank < 0 or type(history.policy_of(call)) not in JUDGED:
                 continue
             same = [each for each in update.applied if each[:2] == (call.rank, call.clock)]
-            if len(same) == 1:  # else one event brought two of one clock
+            if len(same) == 1:  # else one event carried two of one clock
                 yield update, call, same[0]
 
 

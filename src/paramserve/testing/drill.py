@@ -39,7 +39,7 @@ class PlainGroupView:
     clocks: dict[int, int]
     version: int = 0
     buffered: int = 0
-    brought: tuple[int, ...] = ()
+    arrived: tuple[int, ...] = ()
     waited_s: float = 0.0
     step_s: float = 0.0
 
@@ -176,12 +176,12 @@ class Drill:
 
     def _able(self) -> list[int]:
         """Who waits for nothing."""
-        stuck = {*self.held, *self.group.brought}
+        stuck = {*self.held, *self.group.arrived}
         return [rank for rank in self.group.clocks if rank not in stuck]
 
     def _move(self, rank: int) -> None:
-        """A worker brings its gradients and wants to read."""
-        if self.group.brought:
+        """A worker pushes its gradients and wants to read."""
+        if self.group.arrived:
             self.group.waited_s += self.random.choice((0.0, 0.001, 0.1))
         if self.policy.collects:
             self._bring(rank)
@@ -215,26 +215,26 @@ class Drill:
             self.own[rank] = now
             self._pull(rank)
             return
-        self.group.brought = (*self.group.brought, rank)
+        self.group.arrived = (*self.group.arrived, rank)
         self._decide()
 
     def _decide(self) -> None:
         group = self.group
-        if not group.brought:
+        if not group.arrived:
             return
         answer = self._admission("on_clock", (group,))
         if isinstance(answer, Wait):
             self.late = answer
             return
         self.late = None
-        absent = [rank for rank in group.clocks if rank not in group.brought]
+        absent = [rank for rank in group.clocks if rank not in group.arrived]
         if absent and not self.policy.partial:
             text = f"{group} is decided without {absent}, although partial is False"
             raise AssertionError(self._text(text))
-        there = [rank for rank in group.brought if rank in group.clocks]
+        there = [rank for rank in group.arrived if rank in group.clocks]
         group.clocks = {rank: clock + 1 for rank, clock in group.clocks.items()}
         group.version += 1
-        group.brought, group.waited_s = (), 0.0
+        group.arrived, group.waited_s = (), 0.0
         for rank in there:
             self.own[rank] = group.clocks[rank]
             self._pull(rank)
@@ -257,7 +257,7 @@ class Drill:
 
     def _settle(self) -> None:
         """Ask again, as a shard does whenever something has changed."""
-        if self.group.brought:
+        if self.group.arrived:
             self._decide()
         for rank in list(self.held):
             self._pull(rank)
@@ -276,9 +276,9 @@ class Drill:
     def _leave(self, rank: int) -> None:
         del self.group.clocks[rank]
         self.held.pop(rank, None)
-        if rank in self.group.brought and self.random.random() < 0.5:
-            self.group.brought = tuple(each for each in self.group.brought if each != rank)
-            self.group.waited_s *= bool(self.group.brought)
+        if rank in self.group.arrived and self.random.random() < 0.5:
+            self.group.arrived = tuple(each for each in self.group.arrived if each != rank)
+            self.group.waited_s *= bool(self.group.arrived)
         self._changed()
 
     def _join(self) -> None:
@@ -305,9 +305,9 @@ class Drill:
             f"worker {rank} (clock {pull.clock}) waits for {_with_clocks(self.waits[rank], self)}"
             for rank, pull in self.held.items()
         ]
-        if self.group.brought:
+        if self.group.arrived:
             waits = _with_clocks(self.late, self) if self.late is not None else "no worker"
-            waiting.append(f"the clock has {sorted(self.group.brought)} and waits for {waits}")
+            waiting.append(f"the clock has {sorted(self.group.arrived)} and waits for {waits}")
         return (
             f"Drill({self.policy}, seed={self.seed}, workers={self.workers}): {what}; "
             f"{'; '.join(waiting) if waiting else 'no worker waits'}; {self.group}"

@@ -93,8 +93,6 @@ class VirtualTiming:
         readable: whether something can be read at a descriptor.
     """
 
-    spins = False
-
     def __init__(self, clock: VirtualClock, fiber: Fiber, readable: Callable[[int], bool]) -> None:
         self._clock = clock
         self._fiber = fiber
@@ -102,6 +100,9 @@ class VirtualTiming:
 
     def monotonic(self) -> float:
         return self._clock.now
+
+    def wake_s(self) -> float:
+        return 0.0
 
     def sleep(self, seconds: float) -> None:
         until = self._clock.now + seconds

@@ -112,7 +112,7 @@ class Decided(NamedTuple):
 
 class Answered(NamedTuple):
     """A shard has answered a step. Versions are of its group there, before and after the event
-    that brought the answer."""
+    that carried the answer."""
 
     order: int
     skipped: bool
@@ -186,6 +186,22 @@ class Agreed(NamedTuple):
     """Whether the worker makes calls again that others made before it came."""
 
 
+class Company(NamedTuple):
+    """Which other workers there were while one made a collective, as the coordinator knew them."""
+
+    writer: int
+    rank: int
+    number: int
+    """Of its calls."""
+    refused: bool
+    alone: bool
+    """Whether its own value alone is the result."""
+    live: tuple[int, ...]
+    """Ranks that lived from the call to the answer."""
+    returned: tuple[int, ...]
+    """Where all others had ended before the call: those that had returned by themselves."""
+
+
 @dataclass
 class Shared:
     """Samples that the workers share by lease: `size` of them, once.
@@ -222,6 +238,7 @@ class History:
         decided: the synchronous clocks, in order.
         shared: samples that are shared by lease; None: there are none.
         agreed: what each worker got of its collectives, in order.
+        company: of each collective of a worker, who else was there.
         away: (order, rank, whether) of each change: a rank has ended for good, or is back.
         resting: the same for ranks that take no steps by their own wish.
         backwards: clocks that went back on a shard, one text for each.
@@ -248,6 +265,7 @@ class History:
     decided: list[Decided] = field(default_factory=list)
     shared: Shared | None = None
     agreed: list[Agreed] = field(default_factory=list)
+    company: list[Company] = field(default_factory=list)
     away: list[tuple[int, int, bool]] = field(default_factory=list)
     resting: list[tuple[int, int, bool]] = field(default_factory=list)
     backwards: list[str] = field(default_factory=list)

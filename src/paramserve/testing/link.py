@@ -35,6 +35,7 @@ class VirtualLink:
     """
 
     payload_bytes = 0
+    more = True
     while_blocked: Callable[[], None] | None = None
     io_timeout_s = 0.0
 

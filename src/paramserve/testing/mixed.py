@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paramserve.client.links import Slot
-from paramserve.client.step_parts import StepOptions, StepParts
+from paramserve.client.step_parts import StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.consistency import registry as policies
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import PlaceBlock
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.client import GroupStep
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Call, Row
 from paramserve.testing.row_counting import NAME, RowCounting, RowsClient
 from paramserve.testing.scripts import GroupsWorker, ScriptedClient, SimulatedReader
@@ -85,18 +86,9 @@ class MixedClient(RowsClient):
     def _first_values(self, block: Block) -> Sequence[Slot]:
         return ScriptedClient._first_values(self, block) if block.table is None else []
 
-    def _parts(
-        self,
-        what: str,
-        group: str,
-        push: Sequence[Any],
-        pull: Sequence[Any],
-        which: Pushed | None,
-        options: StepOptions,
-        spoiled: bool,
-    ) -> StepParts:
-        kind = RowsClient if group == NAME else ScriptedClient
-        return kind._parts(self, what, group, push, pull, which, options, spoiled)
+    def _parts(self, step: GroupStep) -> StepParts:
+        kind = RowsClient if step.group == NAME else ScriptedClient
+        return kind._parts(self, step)
 
     def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
         kind = RowsClient if parts.block.table is not None else ScriptedClient

@@ -39,7 +39,7 @@ class ScriptedFault(ABC):
 
     Attributes:
         worker: a rank; None: any.
-        clock: of the step that brings it about; None: it happens at the beginning.
+        clock: of the step that causes it; None: it happens at the beginning.
     """
 
     worker: int | None = None
@@ -60,7 +60,7 @@ class ScriptedFault(ABC):
         """Do it.
 
         Args:
-            client: whose step has brought it about; None at the beginning.
+            client: whose step has caused it; None at the beginning.
         """
 
     def __repr__(self) -> str:

@@ -99,7 +99,7 @@ def _lacks(history: History, push: Call, part: Part, row: Row, order: int) -> bo
         for each in history.entered
     ):
         return False
-    return not any(  # an incarnation that repeats a step which its predecessor had brought here
+    return not any(  # an incarnation that repeats a step which its predecessor had pushed here
         each.rank == push.rank
         and each.writer != push.writer
         and each.clock == push.clock
@@ -161,7 +161,7 @@ def _drops(policy: Policy) -> bool:
 
 
 def _spoiled(history: History, call: Call, policy: Policy) -> bool:
-    """Whether NaN was brought with a call, or to its clock where that is all or nothing."""
+    """Whether NaN was pushed with a call, or to its clock where that is all or nothing."""
     if not policy.collects:
         return call.spoiled
     return any(each.spoiled and each.clock == call.clock for each in history.calls)

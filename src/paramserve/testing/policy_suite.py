@@ -139,7 +139,7 @@ class PolicySuite:
             return
         for question in self.questions():
             if question.method == "on_clock":
-                standing = replace(question.arguments[0], brought=(), waited_s=0.0)
+                standing = replace(question.arguments[0], arrived=(), waited_s=0.0)
                 answer = self.policy.on_clock(standing)
                 assert isinstance(answer, Wait), f"{standing}: decided with no worker's gradients"
 
@@ -154,8 +154,8 @@ class PolicySuite:
             answer = self.policy.on_pull(Pull(rank, clock), alone)
             assert isinstance(answer, Admit), f"worker {rank} alone at clock {clock}: {answer}"
             if self.policy.collects:
-                answer = self.policy.on_clock(replace(alone, brought=(rank,)))
-                assert isinstance(answer, Admit), f"worker {rank} alone has brought all: {answer}"
+                answer = self.policy.on_clock(replace(alone, arrived=(rank,)))
+                assert isinstance(answer, Admit), f"worker {rank} alone has pushed all: {answer}"
 
     # What becomes of its buffer.
 
@@ -232,7 +232,7 @@ class PolicySuite:
                     )
                     if not self.policy.collects:
                         yield Question("on_push", (push, standing))
-                if standing.brought:
+                if standing.arrived:
                     yield Question("on_clock", (standing,))
 
     def _standing(self, random: Random, count: int) -> PlainGroupView:
@@ -242,11 +242,11 @@ class PolicySuite:
             clocks = {rank: random.choice((0, 3, 4, random.randrange(50))) for rank in ranks}
             return PlainGroupView(clocks, version, random.randrange(4))
         clock = random.randrange(50)
-        # One that has left may have brought its gradients before.
-        brought = tuple(r for r in range(self.workers + 2) if random.random() < 0.5 and count)
-        waited_s = random.choice((0.0, 0.01, 1.0, 1e6)) if brought else 0.0
+        # One that has left may have pushed before.
+        arrived = tuple(r for r in range(self.workers + 2) if random.random() < 0.5 and count)
+        waited_s = random.choice((0.0, 0.01, 1.0, 1e6)) if arrived else 0.0
         step_s = random.choice((0.0, 0.02, 10.0))
-        return PlainGroupView(dict.fromkeys(ranks, clock), version, 0, brought, waited_s, step_s)
+        return PlainGroupView(dict.fromkeys(ranks, clock), version, 0, arrived, waited_s, step_s)
 
     def _counts(self) -> list[int]:
         """Numbers of workers that it can work with."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserve.client.exchange import Exchange
 from paramserve.client.steps import Steps
+from paramserve.client.waits import Waits
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.client_session import Operation
 from paramserve.core.policy_traits import GroupTraits
@@ -197,7 +198,8 @@ class ClientProcess(ABC):
 
     def _begin_steps(self, joined: Joined) -> None:
         """As `Connection` and `Client` do."""
-        self.steps = Steps(self.exchange, self.rank, DEADLINES.request_s, self.terms)
+        waits = Waits(self.exchange, self.rank, DEADLINES.request_s)
+        self.steps = Steps(self.exchange, self.rank, waits, self.terms)
         self.steps.first = self.rank < joined.first
         goes_on = joined.incarnation > 1 or joined.late
         told = self.exchange.reports(DEADLINES.start_s) if goes_on else []

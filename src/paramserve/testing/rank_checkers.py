@@ -32,7 +32,7 @@ def older_incarnations_change_nothing(history: History) -> list[str]:
 
 def restarts_keep_the_clocks(history: History) -> list[str]:
     """8, for ranks that come back. Under Sync a rank is in each clock exactly once, whichever of
-    its incarnations brought it, unless it had ended for good. A new incarnation goes on at the
+    its incarnations pushed it, unless it had ended for good. A new incarnation goes on at the
     clock that its rank had reached, and no clock goes back.
 
     A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that

@@ -24,7 +24,7 @@ class Read(NamedTuple):
     worker: int
 
 
-class Brought(NamedTuple):
+class Pushed(NamedTuple):
     """A worker's gradient came, computed from what it read last."""
 
     worker: int
@@ -43,7 +43,7 @@ class Live(NamedTuple):
     workers: int
 
 
-Entry = Read | Brought | Live
+Entry = Read | Pushed | Live
 Damping = Callable[[int], float]
 
 
@@ -145,7 +145,7 @@ def asynchronous(
                 pass
             case Read(worker):
                 read[worker] = version, value.copy()
-            case Brought(worker, gradient, factor):
+            case Pushed(worker, gradient, factor):
                 since, base = read.get(worker, (0, first))
                 staleness = version - since
                 if drop_after is None or staleness <= drop_after:
@@ -181,7 +181,7 @@ def buffered(
                 full = workers == 0 and bool(buffer)
             case Read(worker):
                 read[worker] = version
-            case Brought(worker, gradient, factor):
+            case Pushed(worker, gradient, factor):
                 staleness = version - read.get(worker, 0)
                 counts = factor * (damping(staleness) if damping is not None else 1.0)
                 buffer.append(gradient * counts)
@@ -203,7 +203,7 @@ def synchronous(
     reduce: str = "mean",
     backup: int = 0,
 ) -> list[Array]:
-    """`Sync`: one update for each clock, with the gradients that all but `backup` workers brought.
+    """`Sync`: one update for each clock, with the gradients that all but `backup` workers pushed.
 
     A gradient of a clock that has been decided does nothing. One counts for weight * factor; the
     mean is the weighted sum divided by what all of them count for.
@@ -211,12 +211,12 @@ def synchronous(
     Arguments and result: as for `asynchronous`.
     """
     value, clock, workers = first.copy(), 0, 1
-    there: dict[int, Brought] = {}
+    there: dict[int, Pushed] = {}
     found = []
     for entry in schedule:
         if isinstance(entry, Live):
             workers = entry.workers
-        elif isinstance(entry, Brought) and entry.clock == clock:
+        elif isinstance(entry, Pushed) and entry.clock == clock:
             there[entry.worker] = entry
         if there and len(there) >= workers - backup:
             parts = [there[rank] for rank in sorted(there)]

@@ -6,6 +6,7 @@ them and reads some, and the checkers judge each key by itself, on the shard tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from paramserve.client.links import Slot
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
-from paramserve.client.step_parts import StepOptions, StepParts
+from paramserve.client.step_parts import StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.compiling import load_table
 from paramserve.config import ConsistencySpec
@@ -29,6 +30,7 @@ from paramserve.rules import Rule
 from paramserve.rules.add import Add
 from paramserve.rules.registry import described_by
 from paramserve.rules.rows import row_layout
+from paramserve.testing.client import GroupStep
 from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Call, Part, Row
 from paramserve.testing.scripts import (
@@ -189,35 +191,25 @@ class RowsClient(ScriptedClient):
     def _first_values(self, block: Block) -> Sequence[Slot]:
         return []
 
-    def _parts(
-        self,
-        what: str,
-        group: str,
-        push: Sequence[Any],
-        pull: Sequence[Any],
-        which: Pushed | None,
-        options: StepOptions,
-        spoiled: bool,
-    ) -> StepParts:
-        block = self.block_of(group)
+    def _parts(self, step: GroupStep) -> StepParts:
+        block = self.block_of(step.group)
         row_pushes, row_pulls = list[RowPush](), list[RowPull]()
-        if which is not None:
-            keys, values = self.rows.gradients(push, which)
-            if spoiled:
+        if step.which is not None:
+            keys, values = self.rows.gradients(step.push, step.which)
+            if step.spoiled:
                 values[slice(None) if self._each_shard_judges() else -1, -1] = np.nan
             row_pushes.append(lay_push(self.exchange, block, keys, values, None))
-        if pull:
+        if step.pull:
             create = self.cluster.random.random() < 0.7
-            keys = KEYS[[key.id for key in pull]]
+            keys = KEYS[[key.id for key in step.pull]]
             row_pulls.append(lay_pull(self.exchange, block, keys, create=create))
-        return StepParts(what, block, (), (), options, row_pushes, row_pulls, leased=True)
+        return StepParts(step.what, block, (), (), step.options, row_pushes, row_pulls, leased=True)
 
     def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
-        dim = self.rows.dim
         owners = shard_of(KEYS, len(self.exchange.shards))
         for read in parts.row_pulls:
-            rows = np.frombuffer(read.values.bytes, np.float32, read.rows * dim)
-            for key, row in zip(pull, rows.reshape(-1, dim), strict=True):
+            rows = np.frombuffer(read.slot.bytes, np.float32, math.prod(read.shape), read.start)
+            for key, row in zip(pull, rows.reshape(read.shape), strict=True):
                 part = Part(key.id, int(owners[key.id]))
                 call.reads[part] = self.rows.row(key.id, row)
 

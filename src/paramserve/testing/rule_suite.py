@@ -51,8 +51,12 @@ class RuleSuite(RowSuite):
     """Tests that every rule passes, those on rows too. Set `rule` in a subclass."""
 
     dtypes: Sequence[Any] = (np.float32, np.float64)
-    elementwise: bool = True
-    """Whether an element's update depends on that element alone, so that a tensor can be cut."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an element's update depends on that element alone, so that a tensor can be cut:
+        as the rule's `whole_tensors` says. A rule that is neither sets `elementwise = False`."""
+        return not getattr(self.rule, "whole_tensors", False)
 
     def block(self, dtype: Any, *, size: int = SIZE, seed: int = 0) -> Block:
         """A block in the midst of training: its state has seen two updates."""

@@ -8,10 +8,13 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core.client_session import Operation
+from paramserve.core.membership import DEAD, LEFT, LIVE
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, WorkerFenced
 from paramserve.messages import (
@@ -22,13 +25,14 @@ from paramserve.messages import (
     Lease,
     Leased,
     Leave,
+    Member,
     Ok,
     PlaceBlock,
     Placed,
 )
 from paramserve.rules.registry import spec
 from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import Agreed, Call
+from paramserve.testing.history import Agreed, Call, Company
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
@@ -378,14 +382,19 @@ class AgreeingWorker(SimulatedWorker):
         self._seen = 0
         self._made = 0
         """Collectives of this incarnation."""
+        self._others: dict[int, Member] = {}
+        """By rank, the other workers when it made its present call."""
+        self._deserted = False
+        """Whether the others have returned, so that it makes no collective any more."""
 
     def next(self) -> bool:
         if self.left <= 0 or self.calling:
             return False
         group = self.cluster.workload.group
         began = 0 if self.incarnation > 1 else self.steps.resumed.get(group, 0)
-        if (self.clock - began) // COLLECTIVE_EVERY > self._made:
+        if (self.clock - began) // COLLECTIVE_EVERY > self._made and not self._deserted:
             if not self.in_flight:
+                self._others = self._present_others()
                 self._agree()
             return False
         self.left -= 1
@@ -393,26 +402,56 @@ class AgreeingWorker(SimulatedWorker):
         return True
 
     def _agree(self) -> None:
-        value = (1 << self.rank).to_bytes(8, "little")
+        dtype = "float64" if self.writer % 3 == 1 else "int64"
+        value = np.array(1 << self.rank, dtype).tobytes()
         place = (self._made + 1) * COLLECTIVE_EVERY
-        message = AllReduce(0, "sum", "int64", (), value, self._seen, place, LEASE_WAIT_S)
+        wait_s = LEASE_WAIT_S
+        message = AllReduce(0, "sum", dtype, (), value, self._seen, place, wait_s, number=True)
         self.call(message, self._told)
 
     def _told(self, reply: AllReduced | Failed) -> None:
         if isinstance(reply, Failed):
-            self._fence(reply.failed)
+            self._refused(reply)
             return
         if not reply.ended:
             self._agree()
             return
         if reply.number > self._seen:  # else it is to end, and has got its own value
-            ranks = int.from_bytes(reply.value, "little")
+            ranks = int(np.frombuffer(reply.value, reply.dtype)[0])
             again = self.late or self.incarnation > 1
             agreed = Agreed(self.writer, self.rank, reply.number, ranks, again)
             self.cluster.history.agreed.append(agreed)
+            self._tell_company(alone=ranks == 1 << self.rank and not again)
         self._seen, self._made = reply.number, self._made + 1
         self.cluster.recorder.moved(self)
         self.script()
+
+    def _refused(self, reply: Failed) -> None:
+        """It is fenced, or the others have returned."""
+        if reply.kind == WorkerFenced.__name__:
+            self._fence(reply.failed)
+            return
+        self._tell_company(refused=True)
+        self._deserted = True
+        self.script()
+
+    def _present_others(self) -> dict[int, Member]:
+        members = self.cluster.coordinator.coordination.membership.members
+        return {rank: member for rank, member in members.items() if rank != self.rank}
+
+    def _tell_company(self, *, refused: bool = False, alone: bool = False) -> None:
+        before, now = self._others, self._present_others()
+        live = tuple(r for r, each in before.items() if each.state == LIVE and now[r] == each)
+        returned = {
+            each.rank
+            for each in self.cluster.clients
+            if each.finished and not each.retiring and each.rank < self.cluster.least_wanted
+        }
+        over = all(each.state in (LEFT, DEAD) for each in before.values()) and before == now
+        gone = tuple(r for r in before if over and r in returned and before[r].state == LEFT)
+        number = self._made + 1
+        company = Company(self.writer, self.rank, number, refused, alone, live, gone)
+        self.cluster.history.company.append(company)
 
 
 class SimulatedReader(ScriptedClient):

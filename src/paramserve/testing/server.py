@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paramserve.checkpoint.committing import Committer, read_cluster
+from paramserve.checkpoint.folder import answer_probe
 from paramserve.config import Limits
 from paramserve.coordinator import CoordinatorRole
 from paramserve.core.shard import Shard
 from paramserve.errors import ConnectTimeout
 from paramserve.messages import BlockSpec, Hello, Register, Scale, encode
 from paramserve.server import ServerRole
+from paramserve.server.checkpoints import resume
 from paramserve.testing.loop import VirtualLoop
 from paramserve.testing.nemesis import COORDINATOR, shard_place
 from paramserve.testing.network import NEAR, Bytes, Frame, Stream, peer_rates
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
     from paramserve.testing.simulated import SimulatedCluster
 
+NONCE = "simulated"
+"""Of the probe of a folder of checkpoints."""
 KERNELS_RATE = 0.5
 """Of definitions that wait for a kernel."""
 UNREACHED_RATE = 0.5
@@ -47,12 +52,18 @@ class SimulatedServer:
             lambda near: cluster.call_coordinator(near, "register"),
             Register(0, number, 0, (place,)),
         )
+        shard, plan, disk = cluster.new_shard(number), cluster.checkpoint_plan, cluster.disk
+        if disk is not None:
+            answer_probe(disk, NONCE, number)
+            if plan.resume:
+                resume(shard, plan, self.loop.time(), disk)
         self.role = ServerRole(
             cluster.server_config(number),
-            cluster.new_shard(number),
+            shard,
             self.loop,
             self.control,
             self._dial,
+            storage=disk,
             needed=self._needed,
         )
         self._listener = self._new_listener(place)
@@ -84,7 +95,7 @@ class SimulatedServer:
             self._listener.accept(stream)
         return stream
 
-    def _dial(self, addresses: Sequence[str]) -> VirtualLink:
+    def _dial(self, addresses: Sequence[str], wanted: Callable[[], bool]) -> VirtualLink:
         """Reach another server. Where the way is cut, that fails or waits."""
         (place,) = addresses
         network, own = self.cluster.network, shard_place(self.number)
@@ -111,10 +122,23 @@ class SimulatedCoordinator:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.loop = VirtualLoop(cluster.clock)
-        self.coordination = cluster.new_coordination()
-        self.role = CoordinatorRole(self.coordination, self.loop)
+        disk, plan, work, record = cluster.disk, cluster.checkpoint_plan, None, None
+        if disk is not None:
+            self.loop = VirtualLoop(cluster.clock, cluster.network.delay_s)
+            work = Committer(disk, plan, cluster.scenario.servers, NONCE).do
+            if plan.resume:
+                record = read_cluster(disk, plan.resume)
+        self.coordination = cluster.new_coordination(record)
+        self.role = CoordinatorRole(self.coordination, self.loop, self._listens, work)
         self.role.on_members = cluster.recorder.belonging
+        self.looked = 0
+        """How often it has looked whether a server still listens."""
         self.listener = VirtualListener(COORDINATOR, self.role, self.loop)
+
+    def _listens(self, addresses: Sequence[str]) -> bool:
+        """Here no server ever ends."""
+        self.looked += 1
+        return True
 
 
 class SimulatedDriver:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, ServerConfig
+from paramserve.checkpoint.storage import Storage
+from paramserve.config import CheckpointPlan, CoordinatorConfig, Deadlines, Limits, ServerConfig
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.core.client_session import ClientSession
+from paramserve.core.cluster_state import ClusterRecord
 from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.shard import Shard
@@ -51,6 +53,8 @@ STALL_S = 0.25
 """A worker that is not heard of for this long counts as dead."""
 EVENTS_MAX = 200_000
 """In one run; most have some hundreds."""
+LOOKED_FOR_S = 0.002
+"""A server that has not come again so long after a reset is looked for."""
 RESEND_S = 0.01
 BEAT_S = 0.1
 RESTART_S = 0.05
@@ -100,6 +104,10 @@ class SimulatedCluster:
     workload_type: type[Counting] = Counting
     replayed_by = "replay"
     """The function that repeats a run."""
+    checkpoint_plan = CheckpointPlan()
+    """Of its checkpoints."""
+    disk: Storage | None = None
+    """Where they are written; None: nowhere."""
 
     def __init__(
         self,
@@ -145,8 +153,8 @@ class SimulatedCluster:
         """Which call of a writer has a number on a shard, and its group."""
         self.writers: dict[int, int] = {}
         """By the id that the coordinator gave."""
-        self.wanted = self.scenario.workers
-        """Workers that the run is to have."""
+        self.wanted = self.least_wanted = self.scenario.workers
+        """Workers that the run is to have, and the least that it was to have."""
         self.clients: list[ClientProcess] = []
         self.nemesis = Nemesis(self)
         self._slow: dict[int, tuple[float, float]] = {}
@@ -287,6 +295,7 @@ class SimulatedCluster:
         if self.wanted + more < 1 or (more > 0 and self._joins >= JOINS_MAX):
             return
         self.wanted += more
+        self.least_wanted = min(self.least_wanted, self.wanted)
         self.network.note(f"there are to be {self.wanted} workers")
         self.driver.scale(self.wanted)
         if more > 0:
@@ -341,6 +350,7 @@ class SimulatedCluster:
             "",
             self.described,
             deadlines=Deadlines(heartbeat_s=BEAT_S, resend_s=RESEND_S),
+            checkpoints=self.checkpoint_plan,
         )
 
     def new_shard(self, number: int) -> Shard:
@@ -359,17 +369,18 @@ class SimulatedCluster:
         shard.recorder = ShardRecorder(self, shard)
         return shard
 
-    def new_coordination(self) -> Coordination:
-        """The decisions of the coordinator."""
+    def new_coordination(self, record: ClusterRecord | None = None) -> Coordination:
+        """The decisions of the coordinator, which goes on from this record if there is one."""
         config = CoordinatorConfig(
             self.scenario.servers,
             self.scenario.workers,
             "",
             self.described,
             restarts=bool(self.restarts),
-            deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S),
+            deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S, reconnect_s=LOOKED_FOR_S),
+            checkpoints=self.checkpoint_plan,
         )
-        return self.coordination_type(config)
+        return self.coordination_type(config, record)
 
 
 @contextlib.contextmanager

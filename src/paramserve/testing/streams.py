@@ -11,12 +11,12 @@ import msgspec
 
 from paramserve.errors import CoordinatorGone, ParamServeError
 from paramserve.messages import (
+    CoordinatorNotice,
     CoordinatorReply,
     Hello,
-    Members,
     Reconnect,
     Register,
-    ServerBeat,
+    ServerNotice,
     Welcome,
     decoder,
     encode,
@@ -30,7 +30,7 @@ UNREAD_MAX = 6
 """Frames that an end takes which does not read: as much as a socket's buffer holds."""
 
 _decode_hello = decoder(Hello).decode
-_decode_told = decoder(CoordinatorReply | Members).decode
+_decode_told = decoder(CoordinatorReply | ServerNotice).decode
 
 
 class VirtualConnection:
@@ -179,7 +179,7 @@ class VirtualControl:
         self._loop = loop
         self._dial = dial
         self._register = register
-        self._came: list[Members] = []
+        self._came: list[ServerNotice] = []
         self._lost = self._closed = False
         self.stream = dial(self)
         self.stream.send(NEAR, Frame(encode(register)))
@@ -187,7 +187,7 @@ class VirtualControl:
     def fileno(self) -> int:
         return -1 if self._closed else self.stream.number
 
-    def notify(self, message: ServerBeat, /, *, waits: bool) -> bool:
+    def notify(self, message: CoordinatorNotice, /, *, waits: bool) -> bool:
         if waits:
             self._loop.freeze_while(self._is_full)
         elif not self.flush():
@@ -203,7 +203,7 @@ class VirtualControl:
         """Whether a send would wait: the coordinator takes nothing."""
         return not self._lost and self.stream.unread[NEAR] >= UNREAD_MAX
 
-    def read_notices(self) -> list[Members]:
+    def read_notices(self) -> list[ServerNotice]:
         if self._lost:
             self._closed = True
             raise CoordinatorGone("the stream has ended", fix="none")
@@ -221,7 +221,7 @@ class VirtualControl:
 
     def received(self, stream: Stream, frame: Frame) -> None:
         told = _decode_told(frame.header)
-        if isinstance(told, Members) and stream is self.stream:
+        if isinstance(told, ServerNotice) and stream is self.stream:
             self._came.append(told)
             self._loop.readable(stream.number)
 

@@ -136,10 +136,12 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def credentials_of(
-    token_file: str | os.PathLike[str] | None, tls: TLS | None = None
+    token_file: str | os.PathLike[str] | None, tls: TLS | None = None, *, joins: bool = True
 ) -> Credentials:
     """Credentials with the token that a file holds (64 hexadecimal digits, or any text).
 
+    Args:
+        joins: whether they are for a cluster that is there already, so that a new token is none.
     Raises:
         ParamServeError: it cannot be read, others may read it, or it holds no token.
     """
@@ -147,6 +149,9 @@ def credentials_of(
     if token_file is None:
         return Credentials(tls=tls) if tls is not None else NO_CREDENTIALS
     path = Path(token_file)
+    fix = "make one with: paramserve token FILE"
+    if joins:
+        fix = "name that cluster's token file: copy the one that its first server was started with"
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -154,7 +159,7 @@ def credentials_of(
     except OSError as error:
         raise ParamServeError(
             f"the token file {path} cannot be read: {error.strerror}",
-            fix="make one with: paramserve token FILE",
+            fix=fix,
         ) from error
     if mode & 0o007:
         raise ParamServeError(
@@ -164,6 +169,6 @@ def credentials_of(
     if len(token) < TOKEN_BYTES_MIN:
         raise ParamServeError(
             f"the token in {path} has {len(token)} characters, it needs {TOKEN_BYTES_MIN}",
-            fix="make one with: paramserve token FILE",
+            fix=fix,
         )
     return Credentials(token, tls)

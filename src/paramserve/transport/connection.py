@@ -23,6 +23,7 @@ from paramserve.messages import Hello, Refused, Welcome, encode
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.framing import (
     IO_PARTS_MAX,
+    PRELUDE_BYTES,
     ByteArray,
     FrameReader,
     drop,
@@ -30,7 +31,7 @@ from paramserve.transport.framing import (
     prelude,
 )
 from paramserve.transport.timing import Loop
-from paramserve.transport.tls import pending
+from paramserve.transport.tls import TlsSocket, pending
 
 logger = logging.getLogger("paramserve")
 
@@ -154,6 +155,8 @@ class StreamConnection:
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._writing = False
+        self._hides = isinstance(sock, TlsSocket)
+        """Whether it may hold bytes that the selector does not know of."""
         self._again = False
         self._paused = False
         """Whether nothing is read, because the peer has left too much unread."""
@@ -170,7 +173,7 @@ class StreamConnection:
             self._handler.opened(self, self.hello)
         except ParamServeError as error:
             self._queue.clear()
-            self._refuse(error)
+            self.refuse(error)
             return
         except BaseException:
             self._end("the handler failed")
@@ -185,24 +188,26 @@ class StreamConnection:
         self._come_back()
 
     def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
-        if payload:
-            views, total = on_wire(payload)
-            views.insert(0, memoryview(prelude(len(header), total) + header))
-            self._enqueue(views)
-            return
-        data = prelude(len(header), 0) + header
-        if self._queue:
-            self._enqueue([memoryview(data)])
+        views, total = on_wire(payload) if payload else ([], 0)
+        length = len(header)
+        data = prelude(length, total) + header
+        if self._queue or not self._started or self._closed:
+            self._enqueue([memoryview(data), *views])
             return
         try:
-            sent = self._sock.send(data)
+            if views:
+                sent = self._sock.sendmsg([memoryview(data), *views[: IO_PARTS_MAX - 1]])
+            else:
+                sent = self._sock.send(data)
         except BlockingIOError:
             sent = 0
         except OSError as error:
             self._fail(error)
             return
-        if sent < len(data):
-            self._enqueue([memoryview(data)[sent:]])
+        if sent < PRELUDE_BYTES + length + total:
+            rest = deque([memoryview(data), *views])
+            drop(rest, sent)
+            self._enqueue(rest)
 
     def close(self) -> None:
         self._end("closed by this side")
@@ -212,7 +217,7 @@ class StreamConnection:
         self._closed = True
         self._sock.close()
 
-    def _enqueue(self, views: list[memoryview]) -> None:
+    def _enqueue(self, views: Iterable[memoryview]) -> None:
         """Put a frame behind what waits; try to write if nothing does."""
         if self._closed:
             return
@@ -265,11 +270,24 @@ class StreamConnection:
             self._loop.remove_writer(self._fd)
 
     def _readable(self) -> None:
+        """Read once, and hand over what is whole."""
         if self._payload is not None:
             self._read_payload()
         else:
-            self._read_frames()
-        self._come_back()
+            reader = self._reader
+            try:
+                count = self._sock.recv_into(reader.space() if reader.end else reader.buffer)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._fail(error)
+            else:
+                if count:
+                    self._frames(count)
+                else:
+                    self._end("the peer closed")
+        if self._hides:
+            self._come_back()
 
     def _come_back(self) -> None:
         """Read on soon if there is something that the selector does not know of."""
@@ -282,19 +300,6 @@ class StreamConnection:
         if not self._closed and not self._paused:
             self._readable()
 
-    def _read_frames(self) -> None:
-        try:
-            count = self._sock.recv_into(self._reader.space())
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._fail(error)
-            return
-        if not count:
-            self._end("the peer closed")
-            return
-        self._frames(count)
-
     def _frames(self, count: int) -> None:
         """Hand over the frames that are here, after `count` more bytes."""
         reader = self._reader
@@ -306,11 +311,11 @@ class StreamConnection:
                         return
                 else:
                     self._handler.frame(self, header, None)
-                if self._closed or self._paused:
+                if not reader.end or self._closed or self._paused:
                     return
                 header = reader.next()
         except (ParamServeError, msgspec.MsgspecError) as error:
-            self._refuse(as_refusable(error))
+            self.refuse(as_refusable(error))
         except BaseException:
             self._end("the handler failed")
             raise
@@ -354,12 +359,12 @@ class StreamConnection:
         try:
             self._handler.frame(self, self._header, payload)
         except (ParamServeError, msgspec.MsgspecError) as error:
-            self._refuse(as_refusable(error))
+            self.refuse(as_refusable(error))
         except BaseException:
             self._end("the handler failed")
             raise
 
-    def _refuse(self, error: ParamServeError) -> None:
+    def refuse(self, error: ParamServeError) -> None:
         """Tell the peer why, as far as its socket takes it at once, and end the connection."""
         if self._closed:
             return

@@ -29,13 +29,13 @@ from paramserve.messages import (
     CoordinatorRequest,
     Failed,
     Hello,
-    Members,
     Reconnect,
     Refused,
+    ServerNotice,
     decoder,
     encode,
 )
-from paramserve.transport.link import Link
+from paramserve.transport.link import EndedByPeer, Link
 from paramserve.transport.tcp import LOST_S
 
 logger = logging.getLogger("paramserve")
@@ -59,20 +59,20 @@ AGAIN_S = 0.02
 NOTIFY_S = 1.0
 """How long a heartbeat waits for another thread of this process that sends."""
 
-_decode = decoder(CoordinatorReply | Members | Refused).decode
+_decode = decoder(CoordinatorReply | ServerNotice | Refused).decode
 
 
 class ControlLink:
     """A connection to the coordinator.
 
-    Servers also get `Members` on it, unasked: `notices` has those that came in.
+    Servers also get `ServerNotice`s on it, unasked: `notices` has those that came in.
     """
 
     def __init__(self, link: Link, addresses: Sequence[str]) -> None:
         self.address = link.address
         self.addresses = tuple(addresses)
         """All of the coordinator's; `address` is the one that was reached."""
-        self.notices: deque[Members] = deque()
+        self.notices: deque[ServerNotice] = deque()
         self._link = link
         # An interrupt can come right after a lock was taken, before that is noted: so each is
         # released without asking, and raises RuntimeError if this thread does not have it. Nothing
@@ -104,9 +104,12 @@ class ControlLink:
         limits: Limits,
         timeout_s: float,
         lost_s: float = LOST_S,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> ControlLink:
         """Connect, trying again while no process listens there yet.
 
+        Args:
+            wanted: asked before each further attempt: whether there is to be one.
         Raises:
             ConnectTimeout: no answer in `timeout_s`.
             NotAuthenticated: the coordinator does not take these credentials.
@@ -114,7 +117,7 @@ class ControlLink:
         dial = partial(
             Link.connect, addresses, hello, credentials=credentials, limits=limits, lost_s=lost_s
         )
-        control = cls(dial(timeout_s=timeout_s), addresses)
+        control = cls(dial(timeout_s=timeout_s, wanted=wanted), addresses)
         control._dial = lambda limit_s: dial(timeout_s=limit_s)
         return control
 
@@ -279,10 +282,10 @@ class ControlLink:
             header = self._receive(left)
             if header is None:
                 continue
-            reply: CoordinatorReply | Members | Refused = _decode(header)
+            reply: CoordinatorReply | ServerNotice | Refused = _decode(header)
             if isinstance(reply, Refused):  # And the coordinator has ended the connection.
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
-            if isinstance(reply, Members):
+            if isinstance(reply, ServerNotice):
                 self.notices.append(reply)
             elif reply.call == number:
                 return reply
@@ -342,6 +345,9 @@ class ControlLink:
         """
         try:
             return self._send(message, time.monotonic() + NOTIFY_S, waits=waits)
+        except EndedByPeer as error:
+            self._refusal, self._given_up = error.reason, True
+            return False
         except (ConnectionError, ClientClosed):
             return False
 
@@ -363,7 +369,7 @@ class ControlLink:
             except RuntimeError:
                 pass
 
-    def read_notices(self) -> list[Members]:
+    def read_notices(self) -> list[ServerNotice]:
         """What came unasked, without waiting; nothing while a call is under way.
 
         Raises:
@@ -374,7 +380,7 @@ class ControlLink:
         try:
             while (header := self._receive(0.0)) is not None:
                 reply = _decode(header)
-                if isinstance(reply, Members):
+                if isinstance(reply, ServerNotice):
                     self.notices.append(reply)
         except ConnectionError as error:
             raise self._gone(error) from error
@@ -385,6 +391,8 @@ class ControlLink:
         return notices
 
     def _gone(self, error: Exception) -> ParamServeError:
+        if isinstance(error, EndedByPeer):
+            return self._refused(error.reason)
         if self._link.broken_off:
             return ClientClosed(
                 f"the connection to the coordinator at {self.address} was closed here: an earlier "

@@ -8,6 +8,7 @@ import socket
 import ssl
 import sys
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from paramserve.config import TLS, Credentials
@@ -16,6 +17,10 @@ from paramserve.transport import auth, tcp, tls
 
 HAS_ABSTRACT: Final = sys.platform == "linux"
 """Whether Unix sockets can have a name without a place in the file system (unix(7))."""
+
+
+LISTENS_S: Final = 1.0
+"""How long an attempt may take that only asks whether a process listens."""
 
 
 class NoConnection(TimeoutError):
@@ -28,6 +33,29 @@ def listens(error: BaseException | None) -> bool:
     if isinstance(error, ConnectionRefusedError | NoConnection):
         return False
     return isinstance(error, ConnectionError | TimeoutError)
+
+
+def may_listen(addresses: Sequence[str]) -> bool:
+    """Whether a process may listen at one of these addresses: at none it is certain that none does.
+
+    A process that listens sees a peer that says nothing and goes.
+    """
+    for address in addresses:
+        place = address.partition(":")[2]
+        try:
+            if is_unix(address):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                    sock.settimeout(LISTENS_S)
+                    sock.connect(unix_name(place))
+                return True
+            with socket.create_connection(tcp.split_place(place), LISTENS_S) as sock:
+                if sock.getsockname() != sock.getpeername():  # else this socket meets itself
+                    return True
+        except (ConnectionRefusedError, FileNotFoundError, ParamServeError):
+            continue
+        except OSError:
+            return True
+    return False
 
 
 def check_addresses(addresses: tuple[str, ...], credentials: Credentials) -> None:

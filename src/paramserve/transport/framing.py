@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -33,13 +34,10 @@ _WORDS: Final = struct.Struct("<QIQ")
 _FIRST: Final = int.from_bytes(PRELUDE.pack(MAGIC, PROTOCOL_VERSION, 0, 0, 0)[:8], "little")
 _PADDING: Final = memoryview(bytes(ALIGN))
 
-_pack = _WORDS.pack
 _unpack_from = _WORDS.unpack_from
 
-
-def prelude(header_bytes: int, payload_bytes: int) -> bytes:
-    """The bytes in front of a header of this size."""
-    return _pack(_FIRST, header_bytes, payload_bytes)
+prelude: Callable[[int, int], bytes] = partial(_WORDS.pack, _FIRST)
+"""The bytes in front of a header and a payload of these sizes."""
 
 
 def parse_prelude(
@@ -116,7 +114,7 @@ def drop(views: deque[memoryview], count: int) -> None:
 def aligned_empty(size: int) -> ByteArray:
     """An uninitialised array [size] whose first byte lies at a multiple of `ALIGN`."""
     raw = np.empty(size + ALIGN, np.uint8)
-    start = -int(raw.ctypes.data) % ALIGN
+    start = -raw.__array_interface__["data"][0] % ALIGN
     return raw[start : start + size]
 
 
@@ -126,6 +124,10 @@ class FrameReader:
     It returns headers. The payload of the frame whose header came last is `payload_bytes` long and
     must be taken by the caller (`take` gives what has been read of it; the rest is still to come)
     before `next` is asked for another header. At most one header over `BUFFER_BYTES` is held.
+
+    Attributes:
+        buffer: where the next bytes belong, if `end` is 0.
+        end: bytes of it up to the last that came; 0 where all were handed over.
     """
 
     def __init__(self, header_max: int, payload_max: int) -> None:
@@ -133,14 +135,14 @@ class FrameReader:
         self._header_max = header_max
         self._payload_max = payload_max
         self._usual = memoryview(bytearray(BUFFER_BYTES))
-        self._buffer = self._usual
+        self.buffer = self._usual
         self._start = 0
-        self._end = 0
+        self.end = 0
 
     def space(self) -> memoryview:
         """Where the next bytes of the stream belong; never empty."""
-        end = self._end
-        return self._buffer[end:] if end else self._buffer
+        end = self.end
+        return self.buffer[end:] if end else self.buffer
 
     def filled(self, count: int) -> bytes | None:
         """Note that `count` bytes were put into `space()`; return the next header, if it is whole.
@@ -148,56 +150,57 @@ class FrameReader:
         Raises:
             ProtocolError: as `parse_prelude`. The stream cannot be read any further.
         """
-        self._end += count
-        return self.next()
-
-    def more(self, count: int) -> None:
-        """Note that `count` bytes of a payload, and what follows it, were put into `space()`."""
-        self._end += count
-
-    def next(self) -> bytes | None:
-        """The header of the next frame if all of it is here."""
         start = self._start
-        have = self._end - start
+        end = self.end = self.end + count
+        have = end - start
         if have < PRELUDE_BYTES:
             if have:
                 self._make_room(PRELUDE_BYTES)
             return None
-        first, header_bytes, payload_bytes = _unpack_from(self._buffer, start)
+        first, header_bytes, payload_bytes = _unpack_from(self.buffer, start)
         if first != _FIRST or header_bytes > self._header_max or payload_bytes > self._payload_max:
-            data = bytes(self._buffer[start : start + PRELUDE_BYTES])
+            data = bytes(self.buffer[start : start + PRELUDE_BYTES])
             raise _refusal(data, self._header_max, self._payload_max)
-        stop = start + PRELUDE_BYTES + header_bytes
-        if stop > self._end:
+        start += PRELUDE_BYTES
+        stop = start + header_bytes
+        if stop > end:
             self._make_room(PRELUDE_BYTES + header_bytes)
             return None
-        header = bytes(self._buffer[start + PRELUDE_BYTES : stop])
+        header = bytes(self.buffer[start:stop])
         self.payload_bytes = payload_bytes
-        self._advance(stop)
+        if stop == end:
+            self._start = self.end = 0
+            self.buffer = self._usual
+        else:
+            self._start = stop
         return header
+
+    def more(self, count: int) -> None:
+        """Note that `count` bytes of a payload, and what follows it, were put into `space()`."""
+        self.end += count
+
+    def next(self) -> bytes | None:
+        """The header of the next frame if all of it is here."""
+        return self.filled(0)
 
     def take(self, into: memoryview) -> int:
         """Move bytes that were read past a header to the front of `into`; return how many."""
-        count = min(len(into), self._end - self._start)
+        count = min(len(into), self.end - self._start)
         if count:
             stop = self._start + count
-            into[:count] = self._buffer[self._start : stop]
-            self._advance(stop)
+            into[:count] = self.buffer[self._start : stop]
+            self._start = stop
+            if stop == self.end:
+                self._start = self.end = 0
+                self.buffer = self._usual
         return count
-
-    def _advance(self, start: int) -> None:
-        if start == self._end:
-            self._start = self._end = 0
-            self._buffer = self._usual
-        else:
-            self._start = start
 
     def _make_room(self, size: int) -> None:
         """Let the unfinished frame's first `size` bytes fit, moving what is here if need be."""
-        if size <= len(self._buffer) - self._start:
+        if size <= len(self.buffer) - self._start:
             return
-        rest = bytes(self._buffer[self._start : self._end])
-        if size > len(self._buffer):
-            self._buffer = memoryview(bytearray(size))
-        self._buffer[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
+        rest = bytes(self.buffer[self._start : self.end])
+        if size > len(self.buffer):
+            self.buffer = memoryview(bytearray(size))
+        self.buffer[: len(rest)] = rest
+        self._start, self.end = 0, len(rest)

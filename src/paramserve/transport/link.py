@@ -20,14 +20,21 @@ from typing import Final
 import msgspec
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
-from paramserve.errors import ConnectTimeout, ParamServeError
-from paramserve.messages import ALIGN, Hello
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    ParamServeError,
+    ProtocolError,
+    rebuild,
+)
+from paramserve.messages import ALIGN, Hello, Refused, decoder
 from paramserve.transport import forks
 from paramserve.transport.arena import Arena
 from paramserve.transport.dial import check_addresses, dial, is_unix, listens, remaining
 from paramserve.transport.framing import (
     BUFFER_BYTES,
     IO_PARTS_MAX,
+    PRELUDE_BYTES,
     ByteArray,
     FrameReader,
     drop,
@@ -38,7 +45,7 @@ from paramserve.transport.framing import (
 )
 from paramserve.transport.hello import check_answer, hello_frame, write_nonce
 from paramserve.transport.tcp import LOST_S, lost_hosts
-from paramserve.transport.tls import pending
+from paramserve.transport.tls import TlsSocket, pending
 
 logger = logging.getLogger("paramserve")
 
@@ -51,6 +58,19 @@ _RETRY_S: Final = 0.02
 """Between attempts to reach a peer that is not there yet."""
 _LOOK_S: Final = 0.5
 """How often a waiting thread looks whether another one has changed `io_timeout_s`."""
+_decode_refused = decoder(Refused).decode
+
+
+class EndedByPeer(ConnectionAbortedError):
+    """A send failed, because the peer has ended the connection and has said why.
+
+    Attributes:
+        reason: what it said.
+    """
+
+    def __init__(self, reason: ParamServeError) -> None:
+        super().__init__(reason.failed)
+        self.reason = reason
 
 
 class Link:
@@ -60,6 +80,7 @@ class Link:
         address: the one of the addresses that was reached.
         shared: whether the peer has mapped the arenas that `connect` was given.
         payload_bytes: what is left to read of the payload whose header came last.
+        more: whether `buffered` may have more frames, as `receive` has found last.
         broken_off: whether a call ended within a frame, and the connection with it.
         while_blocked: called, if set, when the peer takes nothing of a frame and something has come
             from it: it may read on only when that is read. It may call `receive` and read payloads.
@@ -71,6 +92,7 @@ class Link:
         self.address = address
         self.shared = False
         self.payload_bytes = 0
+        self.more = False
         self.broken_off = False
         self.while_blocked: Callable[[], None] | None = None
         self._within_frame = False
@@ -85,6 +107,8 @@ class Link:
         self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
         self._pid = os.getpid()
         self._closed = False
+        """Here; in a forked child too, where `abandon` is called first of all."""
+        self._tls = isinstance(sock, TlsSocket)
         sock.setblocking(False)
         self._poll_in = select.poll()
         self._poll_in.register(sock, select.POLLIN)
@@ -105,6 +129,7 @@ class Link:
         limits: Limits = _LIMITS,
         io_timeout_s: float = _IO_TIMEOUT_S,
         lost_s: float = LOST_S,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Link:
         """Reach a peer at one of its addresses, over a Unix socket if that can be done.
 
@@ -119,6 +144,7 @@ class Link:
                 last one are written.
             io_timeout_s: a started send or payload that moves no byte for this long has failed.
             lost_s: a TCP connection ends when the peer's host is silent for about this long.
+            wanted: asked before all addresses are tried again: whether they are to be.
         Raises:
             ValueError: an address that is none, or TCP with a token that is too short.
             ConnectTimeout: no answer. Nothing was applied. Its cause is the failure at an address
@@ -149,7 +175,7 @@ class Link:
             for _, failure in failures:
                 if isinstance(failure, ParamServeError):
                     raise failure
-            if time.monotonic() + _RETRY_S >= deadline:
+            if time.monotonic() + _RETRY_S >= deadline or not wanted():
                 heard = [failure for _, failure in failures if listens(failure)]
                 raise _unreached(failures, timeout_s) from (heard or [failures[-1][1]])[0]
             time.sleep(_RETRY_S)
@@ -207,26 +233,27 @@ class Link:
                 no further use. Whether the frame had an effect is unknown.
             ClientClosed: closed here, or this is a forked child.
         """
-        if os.getpid() != self._pid:
-            raise forks.forked(self.address, self._pid)
-        if len(header) > self._limits.header_bytes_max:
-            raise header_not_sent(len(header), self._limits.header_bytes_max)
+        if self._closed:
+            raise self._ended()
+        size = len(header)
+        if size > self._limits.header_bytes_max:
+            raise header_not_sent(size, self._limits.header_bytes_max)
         try:
             if self._rest:
                 self._send_all(self._rest)
             if payload:
                 views, total = on_wire(payload)
-                views.insert(0, memoryview(prelude(len(header), total) + header))
+                views.insert(0, memoryview(prelude(size, total) + header))
                 self._send_all(deque(views))
                 return
-            data = prelude(len(header), 0) + header
+            data = prelude(size, 0) + header
             try:
                 sent = self._sock.send(data)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 raise self._failed(error) from error
-            if sent < len(data):
+            if sent < PRELUDE_BYTES + size:
                 self._send_all(deque([memoryview(data)[sent:]]))
         except BaseException:
             self._break_off()
@@ -256,8 +283,8 @@ class Link:
         Raises:
             ConnectionError, ClientClosed: as `send`.
         """
-        if os.getpid() != self._pid:
-            raise forks.forked(self.address, self._pid)
+        if self._closed:
+            raise self._ended()
         try:
             while self._rest:
                 drop(self._rest, self._sock.sendmsg(self._rest))
@@ -300,12 +327,12 @@ class Link:
             ProtocolError: it sent what is no frame; the link is of no further use.
             ClientClosed: closed here, or this is a forked child.
         """
-        if os.getpid() != self._pid:
-            raise forks.forked(self.address, self._pid)
+        if self._closed:
+            raise self._ended()
         if self.payload_bytes:
             raise RuntimeError("read or skip the payload before the next receive")
         reader = self._reader
-        header = reader.next()
+        header = reader.next() if reader.end else None
         deadline = 0.0
         while header is None:
             if timeout_s > 0:
@@ -321,20 +348,22 @@ class Link:
                     return None
                 # Under TLS what came may be no whole record.
         self.payload_bytes = reader.payload_bytes
+        self.more = reader.end > 0 or self._tls
         return header
 
     def _fill(self) -> bytes | None:
         """Read what the socket has; the next header, if it is whole then."""
+        reader = self._reader
         try:
             try:
-                count = self._sock.recv_into(self._reader.space())
+                count = self._sock.recv_into(reader.space() if reader.end else reader.buffer)
             except BlockingIOError:
                 raise
             except OSError as error:
                 raise self._failed(error) from error
             if not count:
                 raise self._closed_by_peer("the peer closed the connection")
-            return self._reader.filled(count)
+            return reader.filled(count)
         except BlockingIOError:
             raise
         except BaseException:
@@ -347,10 +376,11 @@ class Link:
         Raises:
             As `receive`.
         """
-        header = self._reader.next()
-        while header is None and pending(self._sock):  # Decrypted already.
+        reader = self._reader
+        header = reader.next() if reader.end else None
+        while header is None and self._tls and pending(self._sock):  # Decrypted already.
             header = self._fill()
-        self.payload_bytes = self._reader.payload_bytes if header is not None else 0
+        self.payload_bytes = reader.payload_bytes if header is not None else 0
         return header
 
     def read_payload(self, into: Sequence[ByteArray]) -> None:
@@ -454,11 +484,22 @@ class Link:
         lost = lost_hosts.ended(self._sock)
         return self._failed(ConnectionResetError("the peer's host is lost" if lost else how))
 
+    def _ended(self) -> ClientClosed:
+        """Why it is of no use any more: it was closed, or this is a forked child."""
+        if os.getpid() != self._pid:
+            return forks.forked(self.address, self._pid)
+        return forks.ended(self.address)
+
     def _failed(self, error: OSError) -> Exception:
         """What to raise after the socket failed: it was closed here, or the peer is gone."""
         if self._closed:
-            return forks.ended(self.address)
+            return self._ended()
+        reason = None
+        if isinstance(error, BrokenPipeError | ConnectionResetError):
+            reason = self._said_last()
         self._sock.close()
+        if reason is not None:
+            return EndedByPeer(reason)
         if isinstance(error, ConnectionError):
             return error
         if self.broken_off:
@@ -467,6 +508,28 @@ class Link:
                 "message"
             )
         return ConnectionAbortedError(f"the connection to {self.address} failed: {error}")
+
+    def _said_last(self) -> ParamServeError | None:
+        """Why the peer has ended the connection, if that is the last that it has sent."""
+        reader = self._reader
+        last: bytes | None = None
+        try:
+            while not self.payload_bytes:
+                header = reader.next() if reader.end else None
+                if header is None:
+                    count = self._sock.recv_into(reader.space())
+                    if not count:
+                        break
+                    header = reader.filled(count)
+                last = header if header is not None else last
+                self.payload_bytes = reader.payload_bytes if header is not None else 0
+        except (OSError, ProtocolError) as failed:
+            logger.debug("what %s has sent last cannot be read: %s", self.address, failed)
+        try:
+            said = _decode_refused(last) if last is not None else None
+        except msgspec.MsgspecError:
+            return None
+        return rebuild(said.kind, said.failed, said.applied, said.fix) if said else None
 
 
 def _tell_once(address: str, passed: str, why: Exception) -> None:

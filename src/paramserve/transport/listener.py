@@ -1,7 +1,8 @@
 """Listening: sockets that accept peers, have them prove who they are, and hand them to a handler.
 
-Bad peers are closed, counted in `Listener.refused` and logged at debug; none of them raises out
-of the event loop. What an unknown peer can hold is one of `handshakes_max` sockets, for at most
+Bad peers are closed, counted in `Listener.refused` and logged at debug; where the token or the
+certificate is wrong, as a warning once a minute for each address. None of them raises out of the
+event loop. What an unknown peer can hold is one of `handshakes_max` sockets, for at most
 `handshake_timeout_s`, with at most `handshake_bytes_max` bytes. Where all are held, the next peer
 takes the place of the one that has waited longest without a proof, of the address that holds most:
 so idle peers keep no other one out.
@@ -48,7 +49,9 @@ _DESCRIPTORS_EACH: Final = 3
 _DESCRIPTORS_OWN: Final = 256
 """Of the process itself."""
 _TELL_EVERY_S: Final = 60.0
-"""Between two warnings that unknown peers hold all places."""
+"""Between two warnings that unknown peers hold all places, or of refusals of one address."""
+_REFUSED_FROM_MAX: Final = 256
+"""Addresses that are told apart in such warnings within that time; others are only counted."""
 
 
 class Listener:
@@ -87,14 +90,20 @@ class Listener:
         """Handshakes of peers that have proved nothing yet, oldest first, with their addresses."""
         self._crowded_out: set[asyncio.Task[None]] = set()
         self._told_at = -_TELL_EVERY_S
+        self._refused_from: dict[str, tuple[float, int]] = {}
+        """By address that was not authenticated: when that was told, and how often since then."""
         self._connections: set[StreamConnection] = set()
         self._closed = False
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
         forks.watch(self)
 
-    def close(self) -> None:
-        """Stop listening, end all handshakes and connections; repeating is safe."""
+    def close(self, reason: ParamServeError | None = None) -> None:
+        """Stop listening, end all handshakes and connections; repeating is safe.
+
+        Args:
+            reason: what peers are told, as far as their sockets take it at once; None: nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -104,6 +113,8 @@ class Listener:
         for task in list(self._handshakes):
             task.cancel()
         for conn in list(self._connections):
+            if reason is not None:
+                conn.refuse(reason)
             conn.close()
         self._buffers.close()
 
@@ -201,6 +212,8 @@ class Listener:
         except (ParamServeError, OSError) as error:
             if known and isinstance(error, ParamServeError):
                 _tell(sock, error)
+            if isinstance(error, NotAuthenticated):
+                self._tell_refused(sock, error.failed)
             self._refused(sock, str(error) or type(error).__name__)
             return
         conn = StreamConnection(
@@ -242,6 +255,27 @@ class Listener:
 
     def _forget(self, conn: StreamConnection) -> None:
         self._connections.discard(conn)
+
+    def _tell_refused(self, sock: socket.socket, why: str) -> None:
+        """Log a peer that is not authenticated, once a minute for each address."""
+        try:
+            peer = str(sock.getpeername()[0]) if self._kind == "tcp" else "this machine"
+        except OSError:  # it has gone already
+            peer = "an address that is gone"
+        now, kept = self._loop.time(), self._refused_from
+        told_at, count = kept.get(peer, (now - _TELL_EVERY_S, 0))
+        if peer not in kept and len(kept) >= _REFUSED_FROM_MAX:
+            oldest = next(iter(kept))
+            if now - kept[oldest][0] < _TELL_EVERY_S:
+                return
+            del kept[oldest]
+        if now - told_at < _TELL_EVERY_S:
+            kept[peer] = told_at, count + 1
+            return
+        kept.pop(peer, None)  # those that were told last stand last
+        kept[peer] = now, 0
+        more = f"; {count} more from there since the last such line" if count else ""
+        logger.warning("refused a peer from %s at %s: %s%s", peer, self.address, why, more)
 
     def _refused(self, sock: socket.socket, reason: str) -> None:
         self.refused += 1

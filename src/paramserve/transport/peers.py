@@ -39,13 +39,14 @@ class PeerLink(Protocol):
     def close(self) -> None: ...
 
 
-Dial = Callable[[Sequence[str]], PeerLink]
-"""Reaches another server at one of its addresses; called in a thread, since it waits."""
+Dial = Callable[[Sequence[str], Callable[[], bool]], PeerLink]
+"""Reaches another server at one of its addresses, as long as it is wanted; called in a thread,
+since it waits."""
 
 
 def dialer(config: ServerConfig, credentials: Credentials) -> Dial:
     """How the server of a process reaches the others: by sockets."""
-    return partial(
+    connect = partial(
         Link.connect,
         hello=Hello("server", client=config.shard, cluster=config.cluster),
         credentials=credentials,
@@ -54,6 +55,7 @@ def dialer(config: ServerConfig, credentials: Credentials) -> Dial:
         lost_s=config.deadlines.lost_s,
         limits=config.limits,
     )
+    return lambda addresses, wanted: connect(addresses, wanted=wanted)
 
 
 class _Peer:
@@ -128,13 +130,16 @@ class PeerLinks:
         """Connect, if something is kept and there is no connection."""
         if peer.queue and peer.link is None and not peer.connecting and self.addresses:
             peer.connecting = True
-            dialing = self._loop.run_in_executor(None, partial(self._dial, self.addresses[shard]))
+            dial = partial(self._dial, self.addresses[shard], lambda: not self._closed)
+            dialing = self._loop.run_in_executor(None, dial)
             dialing.add_done_callback(partial(self._connected, shard, peer))
 
     def _connected(self, shard: int, peer: _Peer, dialing: Pending[PeerLink]) -> None:
         peer.connecting = False
         error = dialing.exception()
         if isinstance(error, ParamServeError | ConnectionError):
+            if self._closed:
+                return
             logger.warning("shard %d cannot reach shard %d: %s", self._shard, shard, error)
             return
         link = dialing.result()

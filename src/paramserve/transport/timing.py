@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
+from paramserve.transport.wakeup import wake_s
+
 
 class Poller(Protocol):
     """What `select.poll` makes, as far as drivers use it. Descriptors are ints."""
@@ -19,16 +21,14 @@ class Poller(Protocol):
 
 
 class Timing(Protocol):
-    """Gives a driver the time, and lets it wait.
-
-    Attributes:
-        spins: whether looking for a moment before sleeping is faster than waking up.
-    """
-
-    spins: bool
+    """Gives a driver the time, and lets it wait."""
 
     def monotonic(self) -> float:
         """Seconds, as `time.monotonic`."""
+        ...
+
+    def wake_s(self) -> float:
+        """What waking a process that sleeps costs, in seconds; 0.0: nothing."""
         ...
 
     def sleep(self, seconds: float, /) -> None: ...
@@ -39,8 +39,8 @@ class Timing(Protocol):
 class SystemTiming:
     """This machine's."""
 
-    spins = True
     monotonic = staticmethod(time.monotonic)
+    wake_s = staticmethod(wake_s)
     sleep = staticmethod(time.sleep)
     poller = staticmethod(select.poll)
 

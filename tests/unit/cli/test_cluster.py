@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 from rich.console import Console
 from tests.needs import needs
 
-from paramserve.cli import cli
+from paramserve.cli import cli, main
 from paramserve.launch import serve as serving
-from paramserve.messages import GroupReport, LeaseReport, Member, ServerBeat, Status, TableReport
+from paramserve.messages import (
+    CheckpointReport,
+    GroupReport,
+    LeaseReport,
+    Member,
+    ServerBeat,
+    Status,
+    TableReport,
+)
 from paramserve.observe.cluster import as_table, as_text
 from paramserve.observe.status import in_bytes
 
@@ -63,6 +72,15 @@ def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> N
     assert text in told.output
 
 
+def test_serve_without_a_port_says_only_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("token", path := str(tmp_path / "token"))
+    assert main(["serve", "--bind", "127.0.0.1", "--token-file", path]) == 1
+    assert "'127.0.0.1' is no place: expected host:port" in capsys.readouterr().err
+    assert "without TLS" not in caplog.text
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1", "[::1]", "localhost"])
 def test_serve_beyond_this_machine_without_tls_warns(
     tmp_path: Path,
@@ -85,10 +103,11 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     report = GroupReport("model", 12, ((0, 6), (1, 5)), 1, stale, **counted)
     behind = GroupReport("model", 11, ((0, 5), (1, 5)), 1, stale, policy="Async")
     members = (Member(0, 4, 2, "live"), Member(1, 5, 1, "restarting"))
-    first = ServerBeat(0, (report,), 3, 1_500_000, refused=7)
+    kept = GroupReport("model.rank1.buffers", 3, ((0, 2),), 0, (), policy="Sync")
+    first = ServerBeat(0, (report, kept), 3, 1_500_000, refused=7)
     beats = (first, ServerBeat(1, (behind,), 3, 500, refused=2))
     shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), 3),)
-    status = Status(1, members, beats, (1,), (), 0, leases=shared)
+    status = Status(1, members, beats, (1,), (), 0, leases=shared, expected_servers=2)
     out = io.StringIO()
     Console(file=out, width=120).print(as_table("host:1", status))
     lines = out.getvalue().splitlines()
@@ -101,6 +120,7 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     assert ["1", "restarting", "1", "model 5", "5", "0.00 (largest 0)", "4"] in rows
     stale_all, counts = "0.27 (largest 2)", ["1", "4", "2", "2.0 KB"]
     assert ["model", "Async", "11", "5", stale_all, *counts] in rows
+    assert "buffers" not in out.getvalue(), "no step trains them"
     assert ["train", "0", "600", "512", "3"] in rows
     assert ["", "1", "100", "96", ""] in rows
     text = as_text("host:1", status)
@@ -108,6 +128,34 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     plain = [re.split(" {2,}", line) for line in text.splitlines()]
     assert [row for row in rows if "" not in row and row not in plain] == []
     assert max(map(len, text.splitlines())) < 120
+    incomplete = structs.replace(status, expected_servers=3)
+    assert as_text("host:1", incomplete).startswith("cluster at host:1: 2 of 3 servers, 2 workers")
+    alone = structs.replace(
+        status,
+        expected_servers=1,
+        members=members[:1],
+        servers=(structs.replace(first, refused=1),),
+        silent_servers=(),
+    )
+    assert as_text("host:1", alone).splitlines()[:2] == [
+        "cluster at host:1: 1 server, 1 worker",
+        "1 peer was refused before it was known",
+    ]
+
+
+def test_status_tells_of_the_last_checkpoint_and_of_the_last_failure() -> None:
+    status = Status(1, (), (), (), (), 0)
+    assert "checkpoint" not in as_text("host:1", status), "the cluster writes none"
+    report = CheckpointReport(folder="/runs/a")
+    none_yet = structs.replace(status, checkpoints=report)
+    assert as_text("host:1", none_yet).splitlines()[1] == "no checkpoint yet"
+    report = structs.replace(report, name="step-40", age_s=12.3, nbytes=1_000_000, pause_s=0.003)
+    line = "checkpoint 12 s old (1.0 MB, pause 3 ms) in /runs/a/step-40"
+    written = structs.replace(status, checkpoints=report)
+    assert as_text("host:1", written).splitlines()[1] == line
+    report = structs.replace(report, failed=2, why="server 1: the disk is full")
+    failed = structs.replace(status, checkpoints=report)
+    assert as_text("host:1", failed).splitlines()[1] == f"{line}, 2 failed: {report.why}"
 
 
 def test_status_table_shows_keyed_tables_where_there_are_some() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from paramserve.cli import cli, main
+from paramserve.cli import cli, cluster, main
 from paramserve.errors import ParamServeError
 from paramserve.launch import overview
 from paramserve.launch import serve as serving
@@ -50,7 +51,7 @@ def test_status_is_printed_where_the_locale_lacks_its_letters(
     monkeypatch.setattr(overview, "Overview", Answers)
     told = CliRunner(charset="ascii").invoke(cli, ["status", "127.0.0.1:1"])
     assert told.exception is None
-    assert told.output.startswith("cluster at 127.0.0.1:1: 0 servers, 1 workers\n\nservers\n")
+    assert told.output.startswith("cluster at 127.0.0.1:1: 0 servers, 1 worker\n\nservers\n")
     assert "l?uft" in told.output
 
 
@@ -66,3 +67,17 @@ def test_status_without_a_token_or_a_port_tells_one_error_with_what_to_give(
     assert "'127.0.0.1' is no address: expected HOST:PORT" in capsys.readouterr().err
     assert main(["scale", "127.0.0.1:1", "--workers", "2"]) == 1
     assert not caplog.records, "the error that is raised is not logged as well"
+
+
+def test_status_of_a_cluster_that_has_ended_advises_what_a_served_one_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "STATUS_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    token = tmp_path / "token"
+    assert main(["token", str(token)]) == 0
+    assert main(["status", f"127.0.0.1:{port}", "--token-file", str(token)]) == 1
+    told = capsys.readouterr().err
+    assert "first `paramserve serve` of the cluster runs" in told
+    assert "job.wait" not in told

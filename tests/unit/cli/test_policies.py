@@ -62,7 +62,8 @@ def test_policy_is_what_the_text_says(text: str, policy: Policy) -> None:
         ("eventual", "no policy is called 'eventual'; known: sync, async, .*BoundedStaleness"),
         ("fast:3", "no policy is called 'fast'; known: sync"),
         ("bouded:4", "no policy is called 'bouded'; did you mean bounded"),
-        ("Own(1)", "no policy is called 'Own'"),
+        ("Own(1)", "no policy is called 'Own'; import your own with --rules module:Own; known"),
+        ("Asinc()", "no policy is called 'Asinc'; did you mean Async"),
         ("Async(damping=Inverted(1))", "unknown name 'Inverted'"),
         ("BoundedStaleness", "missing 1 required"),
         ("SGD(0.1)", "no policy is called 'SGD'"),
@@ -81,6 +82,11 @@ def test_text_that_is_no_policy_is_refused_and_nothing_else_is_run(text: str, wo
     with pytest.raises(click.BadParameter, match=words) as told:
         policy_of(text)
     assert told.value.param_hint == "--consistency"
+
+
+def test_option_without_rules_beside_it_does_not_advise_them() -> None:
+    with pytest.raises(click.BadParameter, match="no policy is called 'Own'; known"):
+        policy_of("Own(1)", option="--policy")
 
 
 @pytest.mark.parametrize(

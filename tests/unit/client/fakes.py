@@ -69,9 +69,22 @@ class Memory:
         self.taken.append(slot)
         return slot
 
+    def take_each(self, sizes: Sequence[int]) -> list[Slot]:
+        slots: list[Slot] = []
+        try:
+            for nbytes in sizes:
+                slots.append(self.take(nbytes))
+        except BaseException:
+            self.give_back(slots)
+            raise
+        return slots
+
     def give_back(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self.taken.remove(slot)
+
+    def let_go(self, slots: Iterable[Slot]) -> None:
+        self.give_back(slots)
 
     def has_room(self, requests: int = 1) -> bool:
         if self.gone is not None:
@@ -114,8 +127,11 @@ class Memory:
         if numbered is not None:
             numbered()
 
-    def wait(self, operation: Operation, timeout_s: float) -> bool:
+    def wait(self, operation: Operation, timeout_s: float, kind: object = None) -> bool:
         return operation.complete
+
+    def read_until(self, done: Callable[[], bool], deadline: float, kind: object = None) -> bool:
+        return done()
 
     def poll(self, operation: Operation) -> bool:
         return operation.complete
@@ -140,6 +156,7 @@ class FakeLink:
     """A link to a shard that answers when the test says so."""
 
     payload_bytes = 0
+    more = True
     shared = True
 
     def __init__(self, address: str) -> None:

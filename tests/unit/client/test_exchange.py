@@ -42,7 +42,7 @@ class Bench:
 
     def submit(self) -> Operation:
         operation = Operation(2)
-        operation.then(lambda: self.completed.append(operation))
+        operation.on_complete = lambda: self.completed.append(operation)
         self.exchange.submit([Fetch(0, 0, 0, 1, 64)] * 2, operation)
         return operation
 
@@ -113,9 +113,9 @@ def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench.exchange, "now", lambda: clock.now)
     ready = bench.exchange._ready
 
-    def after_2_s(timeout_s: float) -> object:
+    def after_2_s(timeout_s: float, kind: object) -> object:
         clock.now += 2.0
-        return ready(timeout_s)
+        return ready(timeout_s, kind)
 
     monkeypatch.setattr(bench.exchange, "_ready", after_2_s)
     first, second = bench.submit(), bench.submit()
@@ -287,7 +287,7 @@ def test_thread_that_is_interrupted_leaves_the_reading_to_another(
     operation = bench.submit()
     ready = bench.exchange._ready
 
-    def interrupted(timeout_s: float) -> None:
+    def interrupted(timeout_s: float, kind: object) -> None:
         while not bench.exchange._waiters:  # until the other thread waits for this one
             time.sleep(0.001)
         monkeypatch.setattr(bench.exchange, "_ready", ready)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.gradients import CLIP_EPSILON, Gradients, clip
+from paramserve.client import gradients
+from paramserve.client.gradients import CLIP_EPSILON, Gradients, Pushes, clip
 from paramserve.client.names import Names
 from paramserve.client.step_parts import BlockPush, Filling
 from paramserve.compiling import load_kernels
@@ -28,7 +27,7 @@ class Bench:
         self.names.add(BLOCK)
         self.memory.blocks[BLOCK.id] = BLOCK
         self.refuses = refuses
-        self.gradients = Gradients(self.memory, self.names, self.asked, 3)  # a fake
+        self.gradients = Gradients(self.memory, self.asked, 3)  # a fake
         self.kept: dict[int, Filling] = {}
 
     def asked(self, block: Block) -> bool:
@@ -37,6 +36,14 @@ class Bench:
 
     def lend(self, name: str) -> np.ndarray:
         return self.gradients.lend(BLOCK, self.names.piece(name))
+
+    def capture(self, given: dict[str, np.ndarray]) -> tuple[Pushes, bool]:
+        selection = self.names.select(tuple(given))
+        return self.gradients.capture(selection, selection.arrays(given))
+
+    def stage(self, given: dict[str, np.ndarray], at_once: bool = False) -> None:
+        selection = self.names.select(tuple(given))
+        self.gradients.stage(selection, selection.arrays(given), self.kept, at_once)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,11 +58,11 @@ def bench() -> Bench:
 
 
 def test_capture_copies_all_or_the_named_pieces(bench: Bench) -> None:
-    ((whole, _),), finite = bench.gradients.capture([BLOCK], {"a": ONE, "b": TWO})
-    assert (whole.active, finite) == (None, True)
+    ((whole, _),), largest = bench.capture({"a": ONE, "b": TWO})
+    assert (whole.active, largest) == (None, 2.0)
     assert whole.gradient.tolist() == [1, 1, 1, 2, 2]
-    ((part, _),), finite = bench.gradients.capture([BLOCK], {"b": TWO})
-    assert (part.active, finite) == ((1,), True)
+    ((part, _),), largest = bench.capture({"b": TWO})
+    assert (part.active, largest) == ((1,), 2.0)
     assert part.gradient[3:].tolist() == [2, 2]
     assert len(bench.memory.taken) == 2
 
@@ -63,7 +70,7 @@ def test_capture_copies_all_or_the_named_pieces(bench: Bench) -> None:
 def test_capture_hands_over_what_was_lent(bench: Bench) -> None:
     a = bench.lend("a")
     a[:] = 5.0
-    ((push, slot),), _ = bench.gradients.capture([BLOCK], {"a": a, "b": TWO})
+    ((push, slot),), _ = bench.capture({"a": a, "b": TWO})
     assert np.shares_memory(slot.bytes, a)
     assert push.gradient.tolist() == [5, 5, 5, 2, 2]
     assert not np.shares_memory(bench.lend("a"), a)
@@ -72,7 +79,7 @@ def test_capture_hands_over_what_was_lent(bench: Bench) -> None:
 def test_capture_leaves_what_was_lent_and_is_not_pushed(bench: Bench) -> None:
     a, b = bench.lend("a"), bench.lend("b")
     a[:], b[:] = 1.0, 2.0
-    ((push, slot),), _ = bench.gradients.capture([BLOCK], {"a": a})
+    ((push, slot),), _ = bench.capture({"a": a})
     assert not np.shares_memory(slot.bytes, b)
     assert push.gradient[:3].tolist() == [1, 1, 1]
     assert np.shares_memory(bench.lend("b"), b)
@@ -82,16 +89,16 @@ def test_refused_capture_leaves_everything_as_it_was(bench: Bench) -> None:
     a = bench.lend("a")
     a[:] = np.nan
     with pytest.raises(NonFinite, match="gradient of 'a' on rank 3 holds NaN or Inf"):
-        bench.gradients.capture([BLOCK], {"a": a})
+        bench.capture({"a": a})
     assert len(bench.memory.taken) == 1
     assert np.shares_memory(bench.lend("a"), a)
     with pytest.raises(NonFinite, match="'b'"):
-        bench.gradients.capture([BLOCK], {"b": TWO * np.inf})
+        bench.capture({"b": TWO * np.inf})
     assert len(bench.memory.taken) == 1
 
 
 def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
-    bench.gradients.stage([BLOCK], {"b": TWO}, bench.kept)
+    bench.stage({"b": TWO})
     ((push, _),), _ = bench.gradients.staged(bench.kept)
     assert push.active == (1,)
 
@@ -99,26 +106,60 @@ def test_stage_of_some_pieces_has_no_others(bench: Bench) -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["nothing staged", "something staged"])
 def test_refused_stage_stages_nothing_of_it(bench: Bench, first: bool) -> None:
     if not first:
-        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
+        bench.stage({"a": ONE, "b": TWO})
     with pytest.raises(NonFinite, match="'b'"):
-        bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO * np.nan}, bench.kept)
+        bench.stage({"a": ONE, "b": TWO * np.nan})
     assert len(bench.memory.taken) == (0 if first else 1)
-    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
+    bench.stage({"a": ONE, "b": TWO})
     ((push, _),), _ = bench.gradients.staged(bench.kept)
     factor = 1 if first else 2
     assert push.gradient.tolist() == [factor, factor, factor, 2 * factor, 2 * factor]
+
+
+@pytest.mark.parametrize("pushed", ["the lent one", "another"])
+def test_lent_gradient_written_to_between_push_and_tick_is_refused_at_the_tick(
+    bench: Bench, pushed: str
+) -> None:
+    a = bench.lend("a")
+    a[:] = 1.0
+    bench.stage({"a": a if pushed == "the lent one" else ONE})
+    bench.stage({"b": TWO})
+    a[1] = np.nan
+    with pytest.raises(NonFinite, match="gradient of 'a' on rank 3 holds NaN or Inf"):
+        bench.gradients.staged(bench.kept)
+    assert bench.memory.taken == []
+
+
+def test_lent_gradient_that_has_grown_since_the_push_is_said_to_be_as_large_as_it_is(
+    bench: Bench,
+) -> None:
+    a = bench.lend("a")
+    a[:] = 1.0
+    bench.stage({"a": a})
+    a[1] = 5.0
+    assert bench.gradients.staged(bench.kept)[1] == 5.0
+
+
+def test_call_that_ticks_looks_at_a_lent_gradient_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = bench.lend("a")
+    a[:] = 3.0
+    bench.stage({"a": a, "b": TWO}, at_once=True)
+    monkeypatch.setattr(gradients, "compiled", None)
+    assert bench.gradients.staged(bench.kept)[1] == 3.0
 
 
 def test_stage_without_a_rule_is_refused(bench: Bench) -> None:
     fixed = block_of({"f": (2,)}, number=1, rule=None)
     bench.names.add(fixed)
     with pytest.raises(ParamServeError, match="'f' has no rule"):
-        bench.gradients.stage([BLOCK, fixed], {"a": ONE, "f": TWO}, bench.kept)
+        bench.stage({"a": ONE, "f": TWO})
     assert bench.kept == {}
 
 
 def test_slot_and_staged_gradients_do_not_mix(bench: Bench) -> None:
-    bench.gradients.stage([BLOCK], {"a": ONE, "b": TWO}, bench.kept)
+    bench.stage({"a": ONE, "b": TWO})
     bench.gradients.slot(BLOCK)[:] = 99.0
     ((push, _),), _ = bench.gradients.staged(bench.kept)
     assert push.gradient.tolist() == [1, 1, 1, 2, 2]
@@ -148,9 +189,9 @@ def test_clip_scales_the_active_pieces_by_their_norm(
 
 def test_terms_are_asked_for_when_something_is_not_finite(bench: Bench) -> None:
     """They may change from one step to the next."""
-    bench.gradients.stage([BLOCK], {"a": ONE}, bench.kept)
+    bench.stage({"a": ONE})
     bench.refuses = False
-    bench.gradients.stage([BLOCK], {"b": TWO * np.nan}, bench.kept)
+    bench.stage({"b": TWO * np.nan})
     bench.refuses = True
     with pytest.raises(NonFinite, match="'b'"):
         bench.gradients.staged(bench.kept)
@@ -159,7 +200,7 @@ def test_terms_are_asked_for_when_something_is_not_finite(bench: Bench) -> None:
     with pytest.raises(NonFinite, match="'a'"):
         bench.gradients.take([BlockPush(BLOCK, slot)])
     bench.refuses = False
-    assert bench.gradients.take([BlockPush(BLOCK, slot)])[1] is False
+    assert bench.gradients.take([BlockPush(BLOCK, slot)])[1] == np.inf
 
 
 @pytest.mark.parametrize("stages", [False, True])
@@ -177,11 +218,11 @@ def test_push_without_memory_for_all_its_blocks_leaves_everything_as_it_was(
         return take(nbytes)
 
     monkeypatch.setattr(bench.memory, "take", full)
-    blocks, arrays = [BLOCK, second, large], {"a": bench.lend("a"), "c": TWO, "d": np.ones(9)}
+    arrays = {"a": bench.lend("a"), "c": TWO, "d": np.ones(9)}
     arrays["a"][:] = 1.0
-    push = partial(bench.gradients.stage, into=bench.kept) if stages else bench.gradients.capture
+    push = bench.stage if stages else bench.capture
     for _ in range(2):
         with pytest.raises(Overloaded):
-            push(blocks, arrays)
+            push(arrays)
     assert (len(bench.memory.taken), bench.kept) == (1, {}), "the lent one only"
     assert np.shares_memory(bench.lend("a"), arrays["a"])

@@ -37,20 +37,20 @@ def test_fill_tells_what_is_not_finite(names: Names, bad: float, dtype: type) ->
     gradient = np.ones((2, 3), dtype)
     gradient[1, 2] = bad
     piece, flat = names.piece("a"), np.zeros(10)
-    assert not piece.fill(flat, gradient, False)
+    assert piece.fill(flat, gradient, False) == np.inf
     flat[:6] = gradient.reshape(-1)
-    assert not piece.fill(flat, piece.view(flat), True)
+    assert piece.fill(flat, piece.view(flat), True) == np.inf
 
 
 def test_fill_of_what_overflows_the_parameters_dtype_is_not_finite() -> None:
     piece = NamedPiece(block_of({"w": (2,)}, dtype="float32"), 0)
-    assert not piece.fill(np.zeros(2, np.float32), np.full(2, 1e200), False)
+    assert piece.fill(np.zeros(2, np.float32), np.full(2, 1e200), False) == np.inf
 
 
 def test_trained_parameters_are_taken_with_their_present_values(names: Names) -> None:
     parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
     for array in (
-        names.checked("b", parameter),
+        names.piece("b").checked(parameter),
         as_tensors("b", parameter)[0].array,
         as_rows([3], parameter.reshape(1, 4), 4, "users")[1],
     ):

@@ -13,6 +13,7 @@ from tests.unit.client.fakes import Memory, block_of
 from paramserve.client.step_parts import BlockPush, Staged, StepOptions, StepParts, check_push
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
+from paramserve.client.waits import Waits
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
@@ -52,7 +53,8 @@ class Bench:
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = memory if memory is not None else Memory(shards=2)
         self.terms = GroupTraits(ConsistencySpec("Async"))
-        self.steps = Steps(self.memory, 7, 5.0, self.terms)  # a fake
+        waits = Waits(self.memory, 7, 5.0)  # a fake
+        self.steps = Steps(self.memory, 7, waits, self.terms)
         self.steps.versions[BLOCK.group] = [0, 0]
 
     def send(
@@ -244,12 +246,12 @@ def test_timeout_says_what_was_late_and_who_is_missing(
         Waiting(1, 3, ((1, 3), (2, 2)), "the clock waits"),
         Waiting(1, 3, (), "shard 1 waits for shard 0"),
     ]
-    late = bench.steps.timed_out(what, 1, 2.0)
+    late = bench.steps.waits.timed_out(what, 1, 2.0)
     assert type(late) is error
     assert late.applied == applied
     assert "rank 7 waited 2.0 s" in str(late)
     assert "worker 1 (at clock 3), worker 2 (at clock 2); shard 1 waits for shard 0" in str(late)
-    assert "the servers did not answer" in str(bench.steps.timed_out(what, None, 2.0))
+    assert "the servers did not answer" in str(bench.steps.waits.timed_out(what, None, 2.0))
 
 
 def test_finish_gives_slots_back_only_when_answered(bench: Bench) -> None:
@@ -370,7 +372,7 @@ def test_news_hold_from_their_clock_on(
         bench.memory.answer(news=(news,))
     else:
         monkeypatch.setattr(
-            bench.memory, "wait", lambda *_: bench.memory.answer(news=(news,)) or True
+            bench.memory, "wait", lambda *_, **__: bench.memory.answer(news=(news,)) or True
         )
         bench.steps.finish("suspend", [SuspendMembership(0, BLOCK.group)] * 2, 1.0, ())
         bench.send(tick=True)
@@ -612,7 +614,7 @@ def test_join_that_is_interrupted_sends_nothing_of_the_call_and_is_repeated(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.memory, "wait", interrupted)
+        patch.setattr(one.memory, "read_until", interrupted)
         with pytest.raises(KeyboardInterrupt):
             one.step(A)
     assert (one.memory.taken, one.steps.clocks, one.pending()) == ([], {}, [A])

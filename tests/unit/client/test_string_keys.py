@@ -220,7 +220,6 @@ def test_missing_id_of_a_column_is_refused_with_its_position() -> None:
         (np.array([1, 2]), "are int64"),
         ([1.5], "position 0 has the type float"),
         ([["a"], ["b", "c"]], "position 0 has the type list"),
-        ({"a"}, "it has the type set"),
     ],
 )
 def test_what_is_no_string_is_refused(wrong: Any, text: str) -> None:

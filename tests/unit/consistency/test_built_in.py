@@ -66,7 +66,7 @@ def test_sync_reads_when_the_slowest_has_finished_the_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backup", "brought", "answer"),
+    ("backup", "arrived", "answer"),
     [
         (0, (0, 1), Wait((2,))),
         (0, (0, 1, 2), ADMIT),
@@ -81,22 +81,22 @@ def test_sync_reads_when_the_slowest_has_finished_the_clock() -> None:
     ],
 )
 def test_sync_clock_is_decided_without_its_backup(
-    backup: int, brought: tuple[int, ...], answer: Any
+    backup: int, arrived: tuple[int, ...], answer: Any
 ) -> None:
-    assert Sync(backup=backup).on_clock(standing(3, 3, 3, brought=brought)) == answer
+    assert Sync(backup=backup).on_clock(standing(3, 3, 3, arrived=arrived)) == answer
 
 
 @pytest.mark.parametrize(
     ("waited_s", "answer"), [(0.0, Wait((1,), 0.5)), (0.49, Wait((1,), 0.5)), (0.5, ADMIT)]
 )
 def test_sync_timeout_decides_with_those_that_are_there(waited_s: float, answer: Any) -> None:
-    group = standing(3, 3, brought=(0,), waited_s=waited_s)
+    group = standing(3, 3, arrived=(0,), waited_s=waited_s)
     assert Sync(timeout_s=0.5).on_clock(group) == answer
 
 
-@pytest.mark.parametrize("brought", [(0, 7), (7, 8), (0, 7, 8)])
-def test_sync_timeout_holds_when_one_that_left_has_brought_its_own(brought: Any) -> None:
-    group = standing(3, 3, brought=brought, waited_s=0.6)
+@pytest.mark.parametrize("arrived", [(0, 7), (7, 8), (0, 7, 8)])
+def test_sync_timeout_holds_when_one_that_left_has_pushed(arrived: Any) -> None:
+    group = standing(3, 3, arrived=arrived, waited_s=0.6)
     assert Sync(timeout_s=0.5).on_clock(group) == ADMIT
 
 
@@ -107,14 +107,14 @@ def test_sync_timeout_without_gradients_decides_nothing() -> None:
 @pytest.mark.parametrize(("step_s", "until_s"), [(0.01, 0.05), (0.1, 0.3)])
 def test_sync_adaptive_deadline_follows_the_median(step_s: float, until_s: float) -> None:
     policy = Sync(timeout_s=Adaptive(factor=3.0, least_s=0.05))
-    group = standing(3, 3, brought=(0,), step_s=step_s)
+    group = standing(3, 3, arrived=(0,), step_s=step_s)
     until: Any = pytest.approx(until_s)
     assert policy.on_clock(group) == Wait((1,), until)
     assert policy.on_clock(replace(group, waited_s=until_s + 1e-9)) == ADMIT
 
 
 def test_sync_adaptive_deadline_without_a_median_is_none() -> None:
-    group = standing(3, 3, brought=(0,), waited_s=60.0)
+    group = standing(3, 3, arrived=(0,), waited_s=60.0)
     assert Sync(timeout_s=Adaptive()).on_clock(group) == Wait((1,))
 
 
@@ -236,9 +236,9 @@ def test_policy_defaults_apply_and_admit() -> None:
 
 
 def test_policy_that_collects_waits_for_all_by_default() -> None:
-    assert Gathers().on_clock(standing(3, 3, 3, brought=(1,))) == Wait((0, 2))
-    assert Gathers().on_clock(standing(3, 3, brought=(1, 0))) == Admit()
-    assert Gathers().on_clock(standing(3, 3, brought=(0, 7))) == Wait((1,))
+    assert Gathers().on_clock(standing(3, 3, 3, arrived=(1,))) == Wait((0, 2))
+    assert Gathers().on_clock(standing(3, 3, arrived=(1, 0))) == Admit()
+    assert Gathers().on_clock(standing(3, 3, arrived=(0, 7))) == Wait((1,))
     assert Gathers().scale(8.0) == 0.125
 
 
@@ -327,7 +327,8 @@ def test_build_function_that_servers_do_not_know_is_refused() -> None:
 
 @pytest.mark.parametrize("wrong", ["sync", None, Sync, Inverse(0.1)])
 def test_spec_of_something_else_is_a_type_error(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="Sync, Async"):
+    words = r"call it: ps\.Sync\(\)" if wrong is Sync else "Sync, Async"
+    with pytest.raises(TypeError, match=words):
         spec(wrong)
 
 

@@ -15,6 +15,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
 from paramserve.core.replies import gathered
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer
 from paramserve.core.table.parts import padded
@@ -113,8 +114,12 @@ class Rig:
     def deliver(self) -> None:
         """Hand over what shards tell each other, until they are silent."""
         while self.wire:
-            shard, message = self.wire.pop(0)
-            self.happen(FromShard(message), shard)
+            self.deliver_one()
+
+    def deliver_one(self) -> None:
+        """Hand over the oldest message."""
+        shard, message = self.wire.pop(0)
+        self.happen(FromShard(message), shard)
 
     def join(self, client: int, rank: int = -1, *, incarnation: int = 1, window: int = 4) -> None:
         """A client connects to all shards."""
@@ -154,7 +159,9 @@ class Rig:
         memory: Mapping[int, Any] | None = None,
     ) -> Effects:
         """A request with the number that it has."""
-        return self.happen(Requested(client, message, memory if memory is not None else {}), shard)
+        known = dict(memory if memory is not None else {})
+        payload = known.pop(0, None)
+        return self.happen(Requested(client, message, Memory(known, payload)), shard)
 
     def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
         """Bring a block's first values to all shards. As a server does, load its kernels first."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paramserve.core.client_session import SLOT_ALIGN, ClientSession, Operation, SlotPool
 from paramserve.errors import NonFinite, ServerGone
-from paramserve.messages import Done, Fetch, Refused
+from paramserve.messages import Done, Fetch, Refused, Step
 
 REQUEST = Fetch(0, 0, 0, 0, 0)
 
@@ -21,7 +21,7 @@ def refused(seq: int, applied: str = "no") -> Refused:
 def test_operation_is_complete_when_every_shard_has_answered() -> None:
     calls: list[str] = []
     operation = Operation(2)
-    operation.then(lambda: calls.append("done"))
+    operation.on_complete = lambda: calls.append("done")
     operation.answered(1, Done(1))
     assert not operation.complete
     assert calls == []
@@ -29,14 +29,6 @@ def test_operation_is_complete_when_every_shard_has_answered() -> None:
     assert operation.complete
     assert operation.error is None
     assert operation.replies[0].version == 3
-    assert calls == ["done"]
-
-
-def test_operation_then_after_completion_acts_at_once() -> None:
-    calls: list[str] = []
-    operation = Operation(1)
-    operation.answered(0, Done(1))
-    operation.then(lambda: calls.append("done"))
     assert calls == ["done"]
 
 
@@ -132,6 +124,16 @@ def test_session_resends_the_unanswered_in_order_with_their_numbers() -> None:
     assert session.sent(3) is not None
 
 
+def test_session_resends_a_step_whose_gradients_are_to_be_looked_at_again() -> None:
+    session = ClientSession(0, 4)
+    first = session.submit(Step(0, 0, 0, True, (), largest=1.0, pull=()), Operation(1))
+    (again,) = session.to_resend()
+    assert isinstance(again, Step)
+    assert (again.largest, again.seq) == (-1.0, 1)
+    assert isinstance(first, Step)
+    assert first.largest == 1.0
+
+
 def test_session_abandon_fails_everything_unanswered() -> None:
     session = ClientSession(0, 2)
     operations = [Operation(1), Operation(1)]
@@ -164,7 +166,7 @@ def test_slots_never_overlap(steps: list[int]) -> None:
             if owned:
                 slot = list(owned)[step % len(owned)]
                 del owned[slot]
-                pool.give_back(slot)
+                pool.give_back([slot])
             continue
         taken = pool.take(step)
         if taken is None:
@@ -177,7 +179,7 @@ def test_slots_never_overlap(steps: list[int]) -> None:
         for (other, start), size in owned.items():
             assert other != arena or offset + step <= start or start + size <= offset
         owned[taken] = step
-    assert pool.taken == set(owned)
+    assert set(pool.taken) == set(owned)
 
 
 def test_slot_given_back_is_used_again_for_its_size_and_cut_for_another() -> None:
@@ -186,9 +188,9 @@ def test_slot_given_back_is_used_again_for_its_size_and_cut_for_another() -> Non
     first, second = pool.take(100), pool.take(1)
     assert (first, second) == ((1, 0), (1, 128))
     assert pool.take(1) is None
-    pool.give_back((1, 0))
+    pool.give_back([(1, 0)])
     assert pool.take(65) == (1, 0)
-    pool.give_back((1, 0))
+    pool.give_back([(1, 0)])
     assert (pool.take(1), pool.take(1)) == ((1, 0), (1, 64))
     assert pool.take(1) is None
 
@@ -199,7 +201,7 @@ def test_free_neighbours_are_joined_for_a_larger_slot() -> None:
     slots = [pool.take(64) for _ in range(4)]
     for slot in slots[1:3]:
         assert slot is not None
-        pool.give_back(slot)
+        pool.give_back([slot])
     assert pool.take(192) is None
     assert pool.take(128) == (1, 64)
     assert (pool.in_use, pool.peak) == (256, 256)
@@ -211,11 +213,11 @@ def test_arena_that_no_slot_is_taken_in_can_be_dropped() -> None:
     pool.add_arena(2, 0, 128)
     first, _, third = (pool.take(64) for _ in range(3))
     assert third == (2, 0)
-    pool.give_back(third)
+    pool.give_back([third])
     assert pool.unused() == [2]
     pool.drop_arena(2)
     assert first is not None
-    pool.give_back(first)
+    pool.give_back([first])
     assert pool.unused() == []
     assert [pool.take(64), pool.take(64)] == [(1, 0), None]
 
@@ -225,6 +227,6 @@ def test_slot_that_is_free_cannot_be_given_back() -> None:
     pool.add_arena(1, 0, 64)
     slot = pool.take(0)
     assert slot is not None
-    pool.give_back(slot)
+    pool.give_back([slot])
     with pytest.raises(KeyError):
-        pool.give_back(slot)
+        pool.give_back([slot])

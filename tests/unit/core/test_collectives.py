@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
 
 from paramserve.core import collectives
-from paramserve.core.collectives import Collectives
+from paramserve.core.collectives import Collectives, CollectivesRecord
 from paramserve.core.membership import DEAD, LEFT, Membership
 from paramserve.errors import Overloaded, ParamServeError
 from paramserve.messages import AllReduce, AllReduced, Join
@@ -80,6 +81,31 @@ def test_all_ranks_get_the_same(op: str, result: float) -> None:
     assert ranks.missing == []
 
 
+def test_late_rank_gets_what_a_loader_agreed_on_wherever_it_is() -> None:
+    ranks = Ranks(2)
+    own: dict[str, Any] = {"op": "min", "number": True}
+    assert ranks.call(0, 7.0, parts=1, **own) is None
+    assert ranks.call(1, 5.0, parts=1, **own) == 5.0
+    assert ranks.call(0, 7.0, parts=1, **own) == 5.0
+    assert ranks.all_call(3.0, place=20) == 6.0
+    ranks.membership.scale(3)
+    ranks.join(2)
+    assert ranks.call(2, 9.0, place=10, parts=1, **own) == 5.0
+    assert ranks.call(2, 1.0, place=10) == 6.0, "its other calls go on after it"
+    assert ranks.missing == []
+    for rank in (0, 1):
+        ranks.ended(rank, LEFT)
+    assert ranks.call(2, 9.0, place=40, parts=1, **own) == 5.0
+    assert ranks.seen[2] == 2
+
+
+def test_loader_over_own_parts_matches_no_other_call() -> None:
+    ranks = Ranks(2)
+    assert ranks.call(0, 7.0, "min", number=True, parts=1) is None
+    with pytest.raises(ParamServeError, match=r"rank 1 called worker.all_reduce.*shards=\"own\""):
+        ranks.call(1, 5.0, "min", number=True)
+
+
 def test_values_are_added_in_the_order_of_the_ranks() -> None:
     values = [1.0, 1e100, -1e100]
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
@@ -126,6 +152,58 @@ def test_last_rank_that_ends_ends_what_the_others_wait_in() -> None:
     assert ranks.call(0, 1.0) == 1.0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_last_rank_is_refused_where_another_has_returned_without_it(waits: bool) -> None:
+    ranks = Ranks(3)
+    if waits:
+        ranks.call(0, 1.0)
+    ranks.ended(2)
+    if waits:
+        assert ranks.call(0, 1.0) is None, "rank 1 may come"
+    ranks.ended(1, LEFT)
+    told = (
+        r"rank 0 called worker.all_reduce\(op='sum'\) with an array of float64 and shape \[\] "
+        "alone: rank 1 returned without this call"
+    )
+    for _ in range(2):
+        with pytest.raises(ParamServeError, match=told):
+            ranks.call(0, 1.0)
+    ranks.join(1)  # it comes again
+    assert ranks.call(0, 1.0) == 1.0, "which is not waited for before it takes part"
+    assert ranks.call(1, 2.0, place=1) is None
+    assert ranks.call(0, 1.0, place=1) == 3.0
+
+
+def test_last_rank_goes_on_alone_where_the_others_were_asked_to_end() -> None:
+    ranks = Ranks(2)
+    ranks.call(0, 1.0)
+    ranks.membership.scale(1)
+    ranks.ended(1, LEFT)
+    assert ranks.call(0, 1.0) == 1.0
+
+
+def test_numbers_of_several_dtypes_are_reduced_as_floats() -> None:
+    def number(rank: int, value: np.generic) -> AllReduced | None:
+        message = AllReduce(
+            0, "max", value.dtype.name, (), value.tobytes(), ranks.seen[rank], 0, 1.0, number=True
+        )
+        return ranks.collectives.call(message, ranks.membership.members[rank])
+
+    ranks = Ranks(3)
+    assert number(0, np.int64(2)) is number(1, np.float32(1.5)) is None
+    with pytest.raises(ParamServeError, match=r"shape \[\], and rank 0 .* a number.*float\(loss\)"):
+        ranks.call(2, 1.0, "max")
+    reply = number(2, np.int64(-7))
+    assert reply is not None
+    assert (reply.dtype, reply.value) == ("float64", np.float64(2.0).tobytes())
+    for rank in range(3):
+        ranks.seen[rank] = reply.number
+    assert number(0, np.int64(2)) is number(1, np.int64(3)) is None
+    reply = number(2, np.int64(1 << 60))
+    assert reply is not None
+    assert (reply.dtype, reply.value) == ("int64", np.int64(1 << 60).tobytes())
+
+
 def test_restart_is_waited_for_until_the_first_step_only() -> None:
     for place, missing in ((0, [1]), (5, [])):
         ranks = Ranks(2)
@@ -167,6 +245,57 @@ def test_several_calls_after_one_step_are_repeated_in_order() -> None:
     ranks.join(1)
     assert [ranks.call(1, 9.0, place=3) for _ in range(3)] == [2.0, 4.0, None]
     assert ranks.missing == [0]
+
+
+@pytest.mark.parametrize(
+    "other", [{"op": "max"}, {"number": True}, {"shape": (1,)}, {"op": "barrier", "value": b""}]
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_function_that_has_changed_gets_no_result_of_another_call(
+    other: dict[str, Any], saved: bool
+) -> None:
+    ranks = Ranks(2)
+    ranks.all_call(1.0, place=3)
+    if saved:
+        record = msgspec.msgpack.encode(ranks.collectives.record())
+        ranks = Ranks(2)
+        ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+    else:
+        ranks.dies(1)
+        ranks.join(1)
+    told = r"at step 3 of its program, where the call of before was sum of float64\[\]"
+    with pytest.raises(ParamServeError, match=told):
+        ranks.call(1, **{"value": 9.0, "place": 3, **other})
+    assert ranks.call(1, 9.0, place=3) == 2.0
+
+
+def test_function_that_calls_once_more_at_a_step_is_refused() -> None:
+    """Else it would get what the call of a later step had."""
+    ranks = Ranks(2)
+    for step in (10, 20):
+        ranks.all_call(step, place=step)
+    ranks.dies(1)
+    ranks.join(1)
+    assert ranks.call(1, 0.0, place=10) == 20.0
+    with pytest.raises(ParamServeError, match="was the next one 10 steps later: a function that"):
+        ranks.call(1, 0.0, place=10)
+    assert ranks.call(1, 0.0, place=20) == 40.0
+    assert ranks.call(1, 0.0, place=20) is None, "behind all of before it is new"
+
+
+@pytest.mark.parametrize("took_part", [False, True])
+def test_rank_that_made_no_step_between_two_calls_gets_both_again(took_part: bool) -> None:
+    """The others made some, as with dynamic shards; or it was not there."""
+    ranks = Ranks(2)
+    ranks.all_call(1.0, place=10)
+    if not took_part:
+        ranks.dies(1)
+    ranks.call(0, 2.0, place=14)
+    if took_part:
+        ranks.call(1, 3.0, place=10)
+        ranks.dies(1)
+    ranks.join(1)
+    assert [ranks.call(1, 0.0, place=10) for _ in range(2)] == [2.0, 5.0 if took_part else 2.0]
 
 
 def test_added_rank_is_waited_for_once_it_takes_part() -> None:
@@ -219,10 +348,12 @@ def test_other_call_of_a_rank_that_was_interrupted_takes_the_place_of_the_first(
 def test_other_call_on_another_rank_is_refused_with_both() -> None:
     ranks = Ranks(2)
     ranks.call(0, 1.0, "mean")
-    told = r"rank 1 called worker.barrier\(\), and rank 0 worker.all_reduce\(op='mean'\) with one f"
+    told = (
+        r"rank 1 called worker.barrier\(\), and rank 0 worker.all_reduce\(op='mean'\) with an arr"
+    )
     with pytest.raises(ParamServeError, match=told):
         ranks.call(1, op="barrier", value=b"", shape=(0,))
-    with pytest.raises(ParamServeError, match=r"with float64 \[1\], and"):
+    with pytest.raises(ParamServeError, match=r"with an array of float64 and shape \[1\], and"):
         ranks.call(1, op="mean", shape=(1,))
     assert ranks.call(1, 3.0, "mean") == 2.0
 
@@ -236,6 +367,7 @@ def test_other_call_on_another_rank_is_refused_with_both() -> None:
         {"shape": (1,) * 65},
         {"shape": (2,)},
         {"op": "mean", "dtype": "int64"},
+        {"shape": (1,), "number": True},
         {"place": -1},
         {"seen": -1},
     ],

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from paramserve.config import CoordinatorConfig, Deadlines, Limits, RuleSpec
+from paramserve.config import CheckpointPlan, CoordinatorConfig, Deadlines, Limits, RuleSpec
 from paramserve.core import coordination as module
+from paramserve.core.checkpointing import ServersSeen
 from paramserve.core.coordination import (
     Called,
     ConnectionLost,
     Coordination,
     Decided,
+    FilesWorked,
     Noticed,
     TimePassed,
 )
@@ -50,7 +52,13 @@ class Cluster:
     """A coordinator whose calls are made at `now`."""
 
     def __init__(
-        self, servers: int = 1, workers: int = 2, *, up: bool = True, restarts: bool = False
+        self,
+        servers: int = 1,
+        workers: int = 2,
+        *,
+        up: bool = True,
+        restarts: bool = False,
+        folder: str = "",
     ) -> None:
         deadlines = Deadlines(start_s=START_S, stall_s=STALL_S, restart_s=RESTART_S)
         limits = Limits(log_records_max=2)
@@ -64,6 +72,7 @@ class Cluster:
                 restarts=restarts,
                 limits=limits,
                 deadlines=deadlines,
+                checkpoints=CheckpointPlan(folder),
             )
         )
         self.now = 0.0
@@ -108,6 +117,18 @@ def test_join_waits_until_all_servers_are_up() -> None:
     assert [member.state for member in decided.members.members] == ["live", "expected"]
 
 
+@pytest.mark.parametrize(("restarts", "folder"), [(False, ""), (True, ""), (False, "runs/a")])
+def test_join_says_whether_another_incarnation_may_go_on(restarts: bool, folder: str) -> None:
+    """A run that goes on from a checkpoint starts all its workers again."""
+    cluster = Cluster(restarts=restarts, folder=folder)
+    if folder:
+        cluster.call(0, Join(1, 0, 1))
+        (joined,) = (reply for _, reply in cluster.happen(FilesWorked(ServersSeen())).replies)
+    else:
+        joined = cluster.join(0)
+    assert joined.restarts == (restarts or bool(folder))
+
+
 def test_join_fails_when_servers_do_not_come_up() -> None:
     cluster = Cluster(servers=2, up=False)
     cluster.call(SERVER, Register(1, 1, 1, ()))
@@ -117,7 +138,23 @@ def test_join_fails_when_servers_do_not_come_up() -> None:
     assert to == 0
     assert isinstance(failed, Failed)
     assert failed.call == 5
-    assert "shards [0]" in failed.failed
+    assert failed.kind == "ConnectTimeout"
+    assert failed.failed == "1 of 2 servers have registered, those of shards [0] have not"
+
+
+def test_join_says_how_long_it_waits_and_status_how_many_servers_there_are_to_be() -> None:
+    cluster = Cluster(servers=2, up=False)
+    cluster.call(SERVER, Register(1, 1, 1, ()))
+    assert cluster.call(0, Join(5, 0, 1, wait_s=0.5)) is None
+    status = cluster.call(DRIVER, AskStatus(1))
+    assert (len(status.servers), status.expected_servers) == (1, 2)
+    cluster.now = 0.5
+    ((to, failed),) = cluster.happen(TimePassed()).replies
+    assert isinstance(failed, Failed)
+    assert (to, failed.kind) == (0, "ConnectTimeout")
+    assert cluster.call(0, Join(6, 0, 1, wait_s=2 * START_S)) is None
+    cluster.now += START_S
+    assert cluster.happen(TimePassed()).replies == [], "the caller's own limit"
 
 
 def test_join_taken_rank_is_refused() -> None:

@@ -13,9 +13,11 @@ from paramserve.core.coordination import (
     Noticed,
     TimePassed,
 )
+from paramserve.core.leases import LOADERS_MAX
 from paramserve.messages import (
     AskStatus,
     CoordinatorRequest,
+    DatasetSize,
     Failed,
     GiveBack,
     GroupReport,
@@ -29,6 +31,7 @@ from paramserve.messages import (
     MarkDead,
     Ok,
     Register,
+    SameSize,
     Scale,
     ServerBeat,
     Status,
@@ -208,9 +211,25 @@ def test_lease_other_plan_is_refused() -> None:
     other = LeasePlan(11, 1, 0, 5, 5, 5, 1, 7)
     reply = cluster.call(1, ask(plan=other))
     assert isinstance(reply, Failed)
-    assert "size=11" in reply.failed
-    assert "size=10" in reply.failed
+    assert "rank 1 came with 11 samples for loader 'loader', and a rank before it with 10" in (
+        reply.failed
+    )
+    assert 'shards="own"' in reply.fix
     assert reply.applied == "no"
+    reply = cluster.call(1, ask(plan=LeasePlan(10, 1, 0, 5, 5, 5, 2, 7)))
+    assert isinstance(reply, Failed)
+    assert "rank 1 came with another plan" in reply.failed
+
+
+def test_first_rank_of_a_loader_says_how_long_its_dataset_is() -> None:
+    cluster = Cluster()
+    assert cluster.call(1, DatasetSize(1, "one", 50)) == SameSize(1, 1, 50)
+    assert cluster.call(0, DatasetSize(2, "one", 30)) == SameSize(2, 1, 50)
+    assert cluster.call(0, DatasetSize(3, "two", 30)) == SameSize(3, 0, 30)
+    for number in range(LOADERS_MAX):  # of more than are kept each one is the first
+        cluster.call(0, DatasetSize(4, f"loader-{number}", 1))
+    assert cluster.call(0, DatasetSize(5, "another", 2)) == SameSize(5, 0, 2)
+    assert cluster.call(1, DatasetSize(6, "another", 3)) == SameSize(6, 1, 3)
 
 
 def test_give_back_reaches_who_waits() -> None:

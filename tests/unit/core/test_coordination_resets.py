@@ -9,7 +9,15 @@ from msgspec import structs
 from tests.unit.core.test_coordination import SERVER, STALL_S, Cluster, place
 
 from paramserve.config import NO_RANK
-from paramserve.core.coordination import Called, ConnectionLost, Decided, Noticed, TimePassed
+from paramserve.core.coordination import (
+    Called,
+    ConnectionLost,
+    Decided,
+    NoListener,
+    Noticed,
+    ProcessPaused,
+    TimePassed,
+)
 from paramserve.messages import (
     AskStatus,
     Failed,
@@ -182,6 +190,30 @@ def test_server_that_does_not_connect_again_is_lost_after_stall_s() -> None:
     assert not wait(cluster, 1.0).server_lost, "it is told once"
     assert cluster.call(99, AskStatus(1)).silent_servers == (0,)
     assert refused(cluster.call(NEW, SERVER_AGAIN)) == "ParamServeError"
+
+
+def test_server_that_does_not_connect_again_is_looked_for_and_lost_where_none_listens() -> None:
+    cluster = Cluster()
+    assert reset(cluster, SERVER).look_for == []
+    assert wait(cluster, 0.9).look_for == [], "it may come again by itself"
+    for _ in range(2):
+        assert wait(cluster, 0.2).look_for == [(0, ("unix:0",))]
+        assert wait(cluster, 0.9).look_for == [], "no sooner than that"
+    pause_s = STALL_S
+    cluster.happen(ProcessPaused(pause_s))
+    assert wait(cluster, pause_s).look_for == [], "the pause is not counted"
+    assert cluster.happen(NoListener(0)).server_lost
+    assert not cluster.happen(NoListener(0)).server_lost, "it is told once"
+    assert refused(cluster.call(NEW, SERVER_AGAIN)) == "ParamServeError"
+
+
+def test_server_that_has_connected_again_is_not_looked_for() -> None:
+    cluster = Cluster()
+    reset(cluster, SERVER)
+    assert wait(cluster, 1.0).look_for
+    assert cluster.call(NEW, SERVER_AGAIN) == Ok(1)
+    assert not cluster.happen(NoListener(0)).server_lost, "where it listened was looked at too soon"
+    assert wait(cluster, 2.0).look_for == []
 
 
 @pytest.mark.parametrize("change", [{"pid": 2}, {"addresses": ("unix:other",)}, {"shard": 1}])

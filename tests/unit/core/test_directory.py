@@ -81,6 +81,25 @@ def test_place_known_name_otherwise_is_a_mismatch(changes: dict[str, Any], what:
         directory.place(place((3,), (2,), **changes), client=1)
 
 
+def test_place_of_another_model_than_the_checkpoints_tells_every_difference() -> None:
+    saved = Directory(1)
+    saved.place(place((3,), (2,)), client=1)
+    saved.defined(0, 1)
+    directory = Directory.restored(saved.records({0}), 2)
+    pieces = Piece("p0", (4,)), Piece("p1", (2,))
+    with pytest.raises(DefineMismatch) as raised:
+        directory.place(place(pieces=pieces, dtype="float64", rule=RuleSpec("Adam")), client=1)
+    told = str(raised.value)
+    for part in (
+        "is in the checkpoint with the shapes 'p0' [3], now 'p0' [4] came",
+        "with dtype float32, now float64 came",
+        "with the rule SGD, now Adam came",
+        "begin anew without resume=",
+    ):
+        assert part in told
+    assert directory.place(place((3,), (2,)), client=1) is not None
+
+
 def test_place_names_of_two_blocks_is_a_mismatch() -> None:
     directory = Directory(1)
     directory.place(place((3,)), client=1)
@@ -273,3 +292,11 @@ def test_further_names_of_tied_tensors_are_kept_and_bounded(
     many = {f"a{n}": "p0" for n in range(3)}
     with pytest.raises(ParamServeError, match="3 further names of tied tensors, allowed are 2"):
         directory.place(place((3,), group="other", aliases=many), client=1)
+
+
+@pytest.mark.parametrize(
+    "taken", [{"pieces": (Piece("__metadata__", (3,)),)}, {"aliases": {"__metadata__": "p0"}}]
+)
+def test_a_name_that_safetensors_keeps_is_refused(taken: dict[str, Any]) -> None:
+    with pytest.raises(ParamServeError, match="no tensor can be called '__metadata__'"):
+        Directory(1).place(place((3,), **taken), client=1)

@@ -1,4 +1,4 @@
-"""What a worker has brought stays as it is in its own memory: the same step may be executed again.
+"""What a worker has pushed stays as it is in its own memory: the same step may be executed again.
 
 A replica, or a server that is started again, executes it from the same bytes.
 """

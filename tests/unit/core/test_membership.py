@@ -60,6 +60,8 @@ def test_join_as_a_rank_that_lives_or_does_not_exist_is_refused() -> None:
     with pytest.raises(ParamServeError, match=r"more ranks than workers.*rank 2.*2 workers"):
         one.join(Join(1, 2, 0), 0.0)
     assert one.join(Join(1, 1, 0), 0.0) == (2, 1), "a refusal uses up no id"
+    with pytest.raises(ParamServeError, match=r"rank 0 joined .* without workers.*--workers 2"):
+        Membership(1, 0).join(Join(1, 0, 0, workers=2), 0.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -30,12 +30,12 @@ from paramserve.messages import Done
 from paramserve.rules import SGD, Adam, Rule
 from paramserve.testing import reference
 from paramserve.testing.reference import (
-    Brought,
     Entry,
     Live,
     Plain,
     PlainAdam,
     PlainSGD,
+    Pushed,
     Read,
     asynchronous,
     buffered,
@@ -136,7 +136,7 @@ class Recorder:
     def push(self, rank: int, *, read: bool, **options: Any) -> Done | None:
         """One step; None if it waits for its clock."""
         gradient = self.normal()
-        brought = Brought(rank, gradient.copy(), clock=self.clocks[rank], **options)
+        arrived = Pushed(rank, gradient.copy(), clock=self.clocks[rank], **options)
         effects = self.rig.step(
             100 + rank,
             {0: gradient},
@@ -146,7 +146,7 @@ class Recorder:
             **options,
         )
         self.clocks[rank] += 1
-        self._note(brought)
+        self._note(arrived)
         if not effects.replies:
             return None
         answer = self.rig.answers(100 + rank)[-1]
@@ -219,7 +219,7 @@ def test_buffered_applies_what_the_reference_does(
     for rank in list(found.there):
         found.leave(rank)
     found.equal(buffered(found.first, found.schedule, RULES[rule][1](), **options))
-    left = sum(isinstance(entry, Brought) for entry in found.schedule) % options["size"]
+    left = sum(isinstance(entry, Pushed) for entry in found.schedule) % options["size"]
     assert (found.value() != before).any() == (left > 0)  # the remainder
 
 
@@ -347,7 +347,7 @@ def flat(values: Sequence[Array]) -> list[float]:
 
 
 def test_reference_async_by_hand() -> None:
-    schedule = [Read(0), Read(1), Brought(0, ONE), Brought(1, ONE), Brought(0, ONE)]
+    schedule = [Read(0), Read(1), Pushed(0, ONE), Pushed(1, ONE), Pushed(0, ONE)]
     assert flat(asynchronous(ONE, schedule, PlainSGD(0.5))) == [1.0, 1.0, 0.5, 0.0, -0.5]
     halves = asynchronous(ONE, schedule, PlainSGD(0.5), damping=lambda s: 0.5**s)
     assert flat(halves) == [1.0, 1.0, 0.5, 0.25, 0.125]
@@ -357,13 +357,13 @@ def test_reference_async_by_hand() -> None:
 
 
 def test_reference_momentum_by_hand() -> None:
-    schedule = [Live(2), *[Brought(0, ONE)] * 2, Live(4), Brought(0, ONE)]
+    schedule = [Live(2), *[Pushed(0, ONE)] * 2, Live(4), Pushed(0, ONE)]
     values = asynchronous(0 * ONE, schedule, PlainSGD(1.0, 0.75), corrected=True)
     assert flat(values) == [0.0, -1.0, -2.25, -2.25, -3.25]  # momentum 0.25, then 0
 
 
 def test_reference_buffer_by_hand() -> None:
-    schedule = [Read(0), *[Brought(0, ONE, factor=3.0), Brought(1, ONE)] * 2, Brought(0, ONE)]
+    schedule = [Read(0), *[Pushed(0, ONE, factor=3.0), Pushed(1, ONE)] * 2, Pushed(0, ONE)]
     values = buffered(0 * ONE, [*schedule, Live(0)], PlainSGD(1.0), size=2)
     assert flat(values) == [0.0, 0.0, -2.0, -2.0, -4.0, -4.0, -5.0]
     damped = buffered(0 * ONE, schedule, PlainSGD(1.0), size=2, damping=lambda s: 0.5**s)
@@ -371,8 +371,8 @@ def test_reference_buffer_by_hand() -> None:
 
 
 def test_reference_sync_by_hand() -> None:
-    first = [Brought(1, 4 * ONE, weight=3.0), Brought(0, 0 * ONE)]
-    schedule = [Live(2), *first, Brought(0, ONE, clock=1), Brought(1, ONE, factor=3.0, clock=1)]
+    first = [Pushed(1, 4 * ONE, weight=3.0), Pushed(0, 0 * ONE)]
+    schedule = [Live(2), *first, Pushed(0, ONE, clock=1), Pushed(1, ONE, factor=3.0, clock=1)]
     assert flat(synchronous(0 * ONE, schedule, PlainSGD(1.0)))[2::2] == [-3.0, -4.0]
     values = synchronous(0 * ONE, schedule, PlainSGD(1.0), reduce="sum")
     assert flat(values)[2::2] == [-12.0, -16.0]

@@ -13,6 +13,7 @@ from paramserve.core.events import (
     ClientBye,
     ClientGone,
     ClientHere,
+    CutWanted,
     DeadlineReached,
     FromShard,
     Inquired,
@@ -599,6 +600,28 @@ def test_rank_that_joins_while_a_clock_is_decided_without_it_begins_with_the_nex
     one.deliver()
     assert {answer.at for answer in one.answers(SECOND)} == {1}
     both(one, SECOND, 2.0, clock=1)
+    both(one, OTHER, 20.0, clock=1)
+    assert values(one) == [32.0, 32.0]
+
+
+def test_rank_that_joins_as_a_cut_holds_the_commit_without_it_begins_with_the_next() -> None:
+    one = pair()
+    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
+    one.deliver()
+    both(one, OTHER, 10.0)
+    one.join(SECOND, 0, incarnation=2)
+    one.send(SECOND, JoinGroup(0, 0), 1)
+    one.happen(CutWanted())
+    while not any(isinstance(message, Commit) for _, message in one.wire):
+        one.deliver_one()
+    assert one.shards[0].cuts.stops
+    one.send(SECOND, JoinGroup(0, 0), 0)
+    one.deliver()
+    parts = [part for shard in one.shards for part in shard.cuts.kept.values()]
+    assert [part.clocks for part in parts] == [{0: 0}, {0: 0}], "the cut is before that clock"
+    assert [answer.at for answer in one.answers(SECOND)] == [1, 1]
+    both(one, SECOND, 2.0, clock=1)
+    assert values(one) == [10.0, 10.0], "the clock waits for rank 1"
     both(one, OTHER, 20.0, clock=1)
     assert values(one) == [32.0, 32.0]
 

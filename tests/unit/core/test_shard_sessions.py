@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import Answer, Request, ShardSession, Verdict
 from paramserve.messages import Done, Fetch
 
@@ -9,7 +10,7 @@ def session(window: int = 2) -> ShardSession:
 
 
 def request(seq: int) -> Request:
-    return Request(Fetch(seq, 0, 0, 0, 0), {})
+    return Request(Fetch(seq, 0, 0, 0, 0), Memory({}))
 
 
 def test_admit_takes_exactly_the_next_number() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
 from paramserve.consistency.built_in import Sync
-from paramserve.core import collecting, replies, stepping
+from paramserve.core import collecting, stepping
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.core.replies import gathered
 from paramserve.messages import (
@@ -76,7 +76,7 @@ def no_memory(*args: object, **options: object) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "applied", "value"),
-    [(replies.Replies, "_values", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
+    [(None, "_allocate", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
 def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float
@@ -84,7 +84,7 @@ def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     """For the values that are read, after the update; or for the update itself."""
     one = rig(shards=1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, no_memory)
+        patch.setattr(one.shards[0]._replies if module is None else module, name, no_memory)
         for client, gradient in ((A, 1.0), (B, 2.0)):
             one.step(client, {0: [gradient] * 2}, [0])
     told = [answer.message for _, _, answer in one.replies[-2:]]

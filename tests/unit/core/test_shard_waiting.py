@@ -7,8 +7,9 @@ import pytest
 from tests.unit.core.rig import Rig, block_spec, done, payload
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import BoundedStaleness
-from paramserve.messages import Done, Gradient, ReadTarget, Step
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.core.events import Inquired
+from paramserve.messages import Done, Gradient, Inquire, ReadTarget, Step, Waiting
 
 FAST, SLOW, READER = 1, 2, 9
 
@@ -131,3 +132,29 @@ def test_bound_read_of_the_slowest_has_what_those_push_whom_it_releases() -> Non
     assert isinstance(answer.message, Done)
     assert answer.payload is not None
     assert (answer.message.version, answer.payload.view(np.float64)[0]) == (3, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "held"),
+    [
+        (BoundedStaleness(0), True),
+        (Sync(), True),
+        (Sync(timeout_s=60.0), False),
+        (Async(), False),
+    ],
+    ids=repr,
+)
+def test_inquiry_says_whether_only_a_step_of_the_missing_ends_the_wait(
+    policy: Policy, held: bool
+) -> None:
+    """Not where the policy may do without them, nor where nothing is held."""
+    one = Rig(policy)
+    for client, rank in ((FAST, 0), (SLOW, 1)):
+        one.join(client, rank)
+    one.define(FAST, block_spec((1,)))
+    one.step(FAST, {0: [1.0]}, [0])
+    (asked,) = one.happen(Inquired(FAST, Inquire(0))).replies
+    assert isinstance(asked[1].message, Waiting)
+    assert asked[1].message.held is held
+    if held:
+        assert [rank for rank, _ in asked[1].message.missing] == [1]

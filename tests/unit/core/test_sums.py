@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from tests.unit.core.rig import block_spec
 
@@ -15,9 +17,9 @@ def contribution(
 ) -> Contribution:
     gradient = np.array(values)
     one = Gradient(0, 0, 0, active)
-    return Contribution(
-        Step(0, 0, 0, True, (one,), (), weight=weight), 1, {0: (one, gradient)}, True
-    )
+    step = Step(0, 0, 0, True, (one,), (), weight=weight)
+    session: Any = None
+    return Contribution(step, session, {0: (one, gradient)}, finite=True, weight=weight)
 
 
 def block(*shapes: tuple[int, ...]) -> ShardBlock:

@@ -15,6 +15,7 @@ from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps, Sync
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.replies import gathered
+from paramserve.core.request_memory import Memory
 from paramserve.core.table.options import LRU, Constant, TableOptions
 from paramserve.core.table.parts import (
     gradient_at,
@@ -178,7 +179,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
     arena = np.full(1 << 16, 7, np.uint8)
     keys, places = keys_at(arena, 64, 2)
     keys[:], places[:] = [8, 9], [1000, -1000]
-    block.read({1: arena}, ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)))
+    block.read(Memory({1: arena}), ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)))
     end = (1 << 15) + 2 * DIM * 4
     assert (arena[256 : 1 << 15] == 7).all()
     assert (arena[end:] == 7).all()
@@ -404,14 +405,14 @@ def test_parts_lie_one_after_the_other_and_fill_what_is_measured(
 
 
 def test_nothing_lies_anywhere_and_something_only_in_its_memory() -> None:
-    assert within(None, 0, 0, "nothing").size == 0
+    assert within(None, 0, 0, "", 0, " rows").size == 0
     memory = np.zeros(128, np.uint8)
-    assert within(memory, 64, 64, "all") is memory
+    assert within(memory, 64, 64, "", 8, " rows") is memory
     for offset, nbytes in ((0, 129), (64, 65), (32, 64), (-64, 64), (0, -1)):
-        with pytest.raises(ShapeMismatch, match="the rows need"):
-            within(memory, offset, nbytes, "the rows")
+        with pytest.raises(ShapeMismatch, match="keys of 7 rows of a table need"):
+            within(memory, offset, nbytes, "keys of ", 7, " rows of a table")
     with pytest.raises(ShapeMismatch):
-        within(None, 0, 1, "the rows")
+        within(None, 0, 1, "", 7, " rows")
 
 
 @dataclass(frozen=True)

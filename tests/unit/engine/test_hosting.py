@@ -12,7 +12,7 @@ import pytest
 
 from paramserve.engine.base import Failure
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED, Bootstrap, Package
-from paramserve.engine.hosting import Heard, Host
+from paramserve.engine.hosting import Heard, Host, Stopped, silence_stops
 
 WAIT_S = 10.0
 WHERE = __name__
@@ -143,3 +143,18 @@ def test_stop_before_the_run_keeps_the_entry_from_starting(caller: Caller) -> No
     caller.host.stop()
     caller.run(tells_twice)
     assert caller.until_ended() == Heard(caller.hear(-1).pid, "node7", [], EXIT_TERMINATED)
+
+
+def test_stop_that_comes_late_is_not_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    silence_stops()
+
+    def ends(error: type[BaseException]) -> None:
+        raise error
+
+    for error in (Stopped, KeyError):
+        thread = threading.Thread(target=ends, args=(error,))
+        thread.start()
+        thread.join(WAIT_S)
+    assert told == [KeyError]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,6 +13,7 @@ import pytest
 
 from paramserve.engine.base import Role
 from paramserve.engine.on_ray import Needs, OnRay, engine, naming, process
+from paramserve.engine.on_ray.control import import_ray
 from paramserve.errors import CannotPlace, ParamServeError
 
 
@@ -207,3 +210,19 @@ class Reserving(Exception):
 
 def reserving(*_: object) -> None:
     raise Reserving
+
+
+def test_ray_that_is_imported_here_first_shows_the_lines_of_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray.py").write_text("__version__ = '99.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "1")
+    monkeypatch.delenv("RAY_DEDUP_LOGS")
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setattr(sys.modules["ray"], "__version__", "99.0", raising=False)
+    import_ray()
+    assert "RAY_DEDUP_LOGS" not in os.environ, "the program has imported it, and set it or not"
+    monkeypatch.delitem(sys.modules, "ray")
+    import_ray()
+    assert os.environ["RAY_DEDUP_LOGS"] == "0"

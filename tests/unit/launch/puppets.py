@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from paramserve.config import RuleSpec
-from paramserve.engine.base import Ended, Event, Process, Reported, Role
+from paramserve.engine.base import Ended, Engine, Event, Process, Reported, Role
 from paramserve.errors import CannotPlace
 from paramserve.launch.plan import Plan
+from paramserve.launch.supervisor import Supervisor
 
 PLAN = Plan(
     servers=1,
     workers=2,
     consistency=RuleSpec("Async"),
-    worker_payload=lambda rank, addresses: f"{rank} at {addresses}".encode(),
+    worker_payload=lambda rank, addresses, deadlines: f"{rank} at {addresses}".encode(),
     worker_code=b"the function",
     threads_per_worker=3,
 )
@@ -56,6 +58,7 @@ class Puppets:
     """An engine and its fleet: runs nothing; fails where it is told to."""
 
     tls = None
+    reads_refs = False
 
     def __init__(
         self, fails_at: str = "", close_fails: bool = False, shares_host: bool = True
@@ -116,3 +119,10 @@ class Puppets:
         self.closed.set()
         if self.close_fails:
             raise LookupError("close")
+
+
+def started(plan: Plan, engine: Engine, **options: Any) -> Supervisor:
+    """A supervisor that has launched everything."""
+    supervisor = Supervisor(plan, engine, **options)
+    supervisor.start()
+    return supervisor

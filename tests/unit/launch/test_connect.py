@@ -16,6 +16,7 @@ from paramserve.config import NO_CREDENTIALS, Credentials
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ParamServeError, UnknownName
 from paramserve.launch import connect as joining
 from paramserve.launch.connect import Handle, attach, connect, from_environment
+from paramserve.messages import Member, Status
 from paramserve.transport.auth import credentials_of
 
 SECRET = b"0123456789abcdef-the-secret"
@@ -28,6 +29,7 @@ class FakeClient:
     def __init__(self, rank: int, workers: int = 4) -> None:
         self.rank = rank
         self.connection = SimpleNamespace(workers=workers)
+        self.steps = SimpleNamespace(overtaken={})
         self.closed: list[bool] = []
 
     def close(self, *, leave: bool = True) -> None:
@@ -52,6 +54,13 @@ class Dialled:
         if self._error is not None:
             raise self._error
         return FakeClient(options["rank"])
+
+
+def not_there(text: str) -> ConnectTimeout:
+    """As raised where no process listens."""
+    error = ConnectTimeout(text, fix="x")
+    error.__cause__ = ConnectionRefusedError()
+    return error
 
 
 @pytest.fixture
@@ -102,7 +111,7 @@ def test_handle_pickled_dials_what_it_was_made_of(dialled: Dialled) -> None:
 def test_handle_shows_its_secret_nowhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "Connection", Dialled(ConnectTimeout("nobody answered", fix="x")))
+    monkeypatch.setattr(joining, "Connection", Dialled(not_there("nobody answered")))
     found = handle()
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("paramserve").warning("%s %r %s", found, found, [found])
@@ -118,10 +127,17 @@ def test_handle_shows_its_secret_nowhere(
 def test_handle_without_an_answer_says_that_the_cluster_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        joining, "Connection", Dialled(ConnectTimeout("nobody answered at x", fix="y"))
-    )
+    monkeypatch.setattr(joining, "Connection", Dialled(not_there("nobody answered at x")))
     with pytest.raises(CoordinatorGone, match=r"nobody answered at x.*lives as long as its"):
+        handle().connect()
+
+
+def test_handle_of_a_cluster_that_is_not_complete_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    incomplete = ConnectTimeout("1 of 2 servers have registered", fix="x")
+    monkeypatch.setattr(joining, "Connection", Dialled(incomplete))
+    with pytest.raises(ConnectTimeout, match=r"1 of 2 servers.* To fix: start the missing servers"):
         handle().connect()
 
 
@@ -299,9 +315,19 @@ def test_token_file_of_a_group_is_taken(token_file: Path) -> None:
     assert credentials_of(token_file).token == SECRET
 
 
-def test_token_file_missing_says_how_to_make_one(tmp_path: Path) -> None:
+def test_token_file_missing_is_made_by_the_first_server_and_copied_by_others(
+    tmp_path: Path,
+) -> None:
+    missing = tmp_path / "none"
     with pytest.raises(ParamServeError, match=r"cannot be read.*paramserve token FILE"):
-        credentials_of(tmp_path / "none")
+        ps.serve("127.0.0.1:0", token_file=missing)
+    for joins in (
+        lambda: ps.serve("127.0.0.1:0", token_file=missing, join="127.0.0.1:9"),
+        lambda: ps.connect("127.0.0.1:9", rank=0, token_file=missing),
+    ):
+        with pytest.raises(ParamServeError, match=r"copy the one .* first server") as told:
+            joins()
+        assert "paramserve token" not in str(told.value)
 
 
 def test_token_file_too_short_is_refused_without_showing_it(token_file: Path) -> None:
@@ -319,7 +345,10 @@ def test_no_token_file_is_no_credentials() -> None:
 
 def test_snapshots_go_on_when_a_worker_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     come: list[Any] = [None, "last of the first", None, "of its successor", None]
-    states = ["finished", "running", "running", "finished"]
+    states = ["left", "live", "live", "left"]
+
+    def told(handle: Handle) -> Status:
+        return Status(0, (Member(0, 1, 1, states.pop(0)),), (), (), (), 0)
 
     class FakeWatching:
         def __init__(self, *given: object) -> None: ...
@@ -327,11 +356,26 @@ def test_snapshots_go_on_when_a_worker_comes_again(monkeypatch: pytest.MonkeyPat
         def take(self, connect: Any) -> Any:
             return come.pop(0) if come else None
 
+        def unknown(self) -> None: ...
+
     monkeypatch.setattr(joining, "Watching", FakeWatching)
     monkeypatch.setattr(joining, "LOOK_S", 0.0)
-    monkeypatch.setattr(Handle, "status", lambda self: SimpleNamespace(state=states.pop(0)))
+    monkeypatch.setattr(Handle, "_told", told)
     handle = Handle.of(
         ADDRESSES, NO_CREDENTIALS, seed=0, limits=ps.Limits(), deadlines=ps.Deadlines()
     )
     assert list(handle.snapshots()) == ["last of the first", "of its successor"]
     assert states == []
+
+
+def test_handle_of_a_served_cluster_that_has_ended_does_not_advise_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "STATUS_S", 0.1)
+    at = (f"unix:{tmp_path}/nothing",)
+    options: dict[str, Any] = {"seed": 0, "limits": ps.Limits(), "deadlines": ps.Deadlines()}
+    for served, fix in ((True, "paramserve serve"), (False, r"job\.wait")):
+        handle = Handle.of(at, NO_CREDENTIALS, served=served, **options)
+        with pytest.raises(CoordinatorGone, match=rf"has ended, or cannot be .*{fix}") as told:
+            pickle.loads(pickle.dumps(handle)).status()
+        assert ("job.wait" in str(told.value)) is not served

@@ -22,6 +22,8 @@ from paramserve.launch.entries import (
     Entry,
     Key,
     gone,
+    over,
+    started_again,
     stopped,
     timed_out,
     worker_failed,
@@ -75,6 +77,21 @@ def test_stopped_says_what_it_was(workers: bool, text: str) -> None:
     assert error.failed == f"{text} after 2.0 s"
 
 
+@pytest.mark.parametrize(
+    ("workers", "early", "told"),
+    [
+        (True, False, "the run has finished after 2.0 s. Applied: no. To fix: read .* job.wait"),
+        (True, True, "the run was stopped after 2.0 s. Applied: no. To fix: read .* job.wait"),
+        (False, True, "the cluster was closed after 2.0 s. Applied: no. To fix: start it again"),
+    ],
+)
+def test_what_is_asked_after_the_end_is_told_how_it_ended(
+    workers: bool, early: bool, told: str
+) -> None:
+    with pytest.raises(ClientClosed, match=told):
+        raise over(2.04, workers=workers, stopped=early)
+
+
 def raised(error: Exception) -> Failure:
     """What a process reports of an exception."""
     try:
@@ -96,6 +113,17 @@ def test_worker_that_raised_is_told_with_one_message_and_its_traceback() -> None
     assert "start it again" not in str(worker_failed(Entry(WORKER, failure=raised(error))))
 
 
+def test_worker_that_is_started_again_is_told_in_one_line() -> None:
+    failed = Entry(WORKER, failure=raised(LookupError("no batch 3\nof the second epoch")))
+    assert started_again(failed, 3) == (
+        "worker 0 raised LookupError: no batch 3; it is started again (1 of 3)"
+    )
+    killed = Entry(WORKER, status=-9, restarts=2)
+    assert started_again(killed, 3) == (
+        "worker 0 was killed by SIGKILL; it is started again (3 of 3)"
+    )
+
+
 def test_worker_that_was_refused_is_told_with_the_fix_of_that_error() -> None:
     refused = DtypeMismatch("'w' is float32, got int64", fix="convert it")
     error = worker_failed(Entry(WORKER, failure=raised(refused), restarts=2), "start it again")
@@ -105,6 +133,8 @@ def test_worker_that_was_refused_is_told_with_the_fix_of_that_error() -> None:
         "worker 0 raised DtypeMismatch: 'w' is float32, got int64 (it had been restarted 2 times)"
     )
     assert text.startswith(head)
+    again = worker_failed(Entry(WORKER, failure=raised(refused), restarts=1))
+    assert "(it had been restarted once)" in str(again)
     for part in ("'w' is float32", "Applied:", "To fix:"):
         assert text.count(part) == 1
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import msgspec
 import numpy as np
 import pytest
+import torch
 from tests.needs import needs
+from tests.unit.launch.puppets import Puppets
 
 import paramserve as ps
 from paramserve.config import ConsistencySpec, CoordinatorConfig, ServerConfig
 from paramserve.engine.base import Fleet, Process, Role
-from paramserve.errors import UnknownName
+from paramserve.errors import ParamServeError, UnknownName, WorkerFailed
 from paramserve.launch.entries import COORDINATOR, Entry, Key
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import Job
@@ -29,11 +34,13 @@ from paramserve.worker import ExtraState, Resumed, WorkerConfig
 class NeverOpens:
     """An engine that must not be used."""
 
+    reads_refs = False
+
     def open(self) -> Fleet:
         raise AssertionError("something was started")
 
 
-def train(worker: ps.Worker) -> None: ...
+def train(worker: ps.Worker, *args: object, **kwargs: object) -> None: ...
 
 
 @pytest.mark.parametrize("option", ["workers", "servers", "threads_per_worker"])
@@ -52,6 +59,7 @@ def test_start_counts_must_be_positive_ints(
     [
         ({"consistency": "async"}, TypeError, "consistency must be"),
         ({"consistency": ps.Async}, TypeError, "consistency must be"),
+        ({"consistency": ps.Async}, TypeError, r"not the class Async.*call it: ps\.Async\(\)"),
         ({"consistency": ps.Sync(backup=1)}, ValueError, "below the number of workers, 1"),
         ({"policies": [3]}, TypeError, "policies= takes"),
         ({"worker_weight": [1.0, 2.0]}, ValueError, "2 weights for 1 workers"),
@@ -69,8 +77,16 @@ def test_start_counts_must_be_positive_ints(
         ({"seed": -1}, ValueError, "seed must be"),
         ({"seed": 1.5}, ValueError, "seed must be"),
         ({"engine": "local"}, TypeError, "engine must be"),
-        ({"engine": ps.Local}, TypeError, "engine must be"),
+        ({"engine": ps.Local}, TypeError, r"call it: ps\.Local\(\)"),
         ({"worker": 2}, TypeError, "unexpected keyword argument 'worker'"),
+        ({"args": 3}, TypeError, r"^args must be a tuple or list.* not 3: write args=\(3,\)$"),
+        ({"args": "abc"}, TypeError, r"not 'abc': write args=\('abc',\)$"),
+        ({"args": None}, TypeError, "not None: leave it out for none$"),
+        ({"args": {"lr": 1}}, TypeError, "args must be"),
+        ({"args": np.ones(3)}, TypeError, r"args must be.* not ndarray\(shape=\(3,\)\)"),
+        ({"kwargs": 3}, TypeError, r"^kwargs must be a dict .* not 3$"),
+        ({"kwargs": [("lr", 1)]}, TypeError, "kwargs must be a dict"),
+        ({"kwargs": {3: 1}}, TypeError, "kwargs goes by the names of parameters, and 3 is none"),
         ({"args": (threading.Lock(),)}, TypeError, "argument 0"),
         ({"kwargs": {"guard": threading.Lock()}}, TypeError, "argument 'guard'"),
     ],
@@ -91,7 +107,8 @@ def test_start_save_tables_that_is_no_folder_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     needs("pyarrow")
-    with pytest.raises(error, match="save_tables" if path == 7 else "file"):
+    told = "save_tables must be" if path == 7 else "save_tables cannot write to .*file.*To fix: "
+    with pytest.raises(error, match=told):
         ps.start(train, engine=NeverOpens(), save_tables=path)
 
 
@@ -102,6 +119,30 @@ def test_start_save_tables_without_pyarrow_names_the_extra(
     with pytest.raises(ps.ParamServeError, match=r"pip install 'paramserve\[arrow\]'"):
         ps.start(train, engine=NeverOpens(), save_tables=tmp_path / "tables")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("begin", [ps.run, ps.start])
+def test_arguments_behind_the_function_are_told_where_they_go(begin: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^ps.{begin.__name__} takes .* write args=\(3,\)$"):
+        begin(train, 3, engine=NeverOpens())
+    with pytest.raises(TypeError, match=r"write args=\(3, 'x'\)$"):
+        begin(train, 3, "x")
+    with pytest.raises(TypeError, match="'train'"):
+        begin()
+
+
+@pytest.mark.parametrize(
+    ("begin", "name", "text"),
+    [
+        (ps.run, "worker", r"ps\.run got an unexpected .* 'worker': did you mean workers\?$"),
+        (ps.start, "consistancy", "did you mean consistency"),
+        (ps.start, "progress", r"ps\.start got .* 'progress': .*observe\.watch\(job\)"),
+        (ps.run, "epochs", r"training function write kwargs=\{'epochs': \.\.\.\}"),
+    ],
+)
+def test_unknown_option_is_told_what_to_write(begin: Any, name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        begin(train, engine=NeverOpens(), **{name: 3})
 
 
 def test_run_takes_what_start_takes() -> None:
@@ -138,6 +179,7 @@ SETTINGS = [
     ({"limits": ps.Limits(clients_max=1.5)}, TypeError, "clients_max must be an int"),
     ({"limits": ps.Limits(clients_max=True)}, TypeError, "clients_max must be an int"),
     ({"limits": ps.Limits(clients_max=0)}, ValueError, "clients_max must be above 0"),
+    ({"limits": ps.Limits(poll_s_max=-1e-3)}, ValueError, "poll_s_max must be at least 0"),
     ({"deadlines": ps.Deadlines(stop_s=float("nan"))}, ValueError, "stop_s must be above 0"),
     ({"deadlines": ps.Deadlines(start_s=float("inf"))}, ValueError, "start_s must be .* finite"),
     ({"deadlines": ps.Deadlines(stall_s=1)}, ValueError, "heartbeat_s must be below stall_s"),
@@ -164,6 +206,7 @@ class KeepsRoles:
         self.count = count
         self.roles: list[Role] = []
 
+    reads_refs = False
     shares_host = True
     tls = None
 
@@ -188,7 +231,7 @@ KINDS = {"coordinator": CoordinatorConfig, "server 0": ServerConfig, "worker 0":
     ids=["run", "cluster"],
 )
 def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], count: int) -> None:
-    deadlines, limits = ps.Deadlines(stall_s=77), ps.Limits(clients_max=7)
+    deadlines, limits = ps.Deadlines(stall_s=77), ps.Limits(clients_max=7, poll_s_max=0.0)
     engine = KeepsRoles(count)
     with pytest.raises(Full):
         begin(engine=engine, deadlines=deadlines, limits=limits)
@@ -207,6 +250,59 @@ def test_lines_of_each_process_are_labelled(show_rank: bool, labels: list[str]) 
     with pytest.raises(Full):
         ps.start(train, workers=2, engine=engine, show_rank=show_rank)
     assert [role.label for role in engine.roles] == labels
+
+
+def interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_run_interrupted_before_anything_has_started_has_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Puppets, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"none of its processes is left.*None") as caught:
+        ps.run(train, engine=Puppets())
+    assert caught.value.result is None  # type: ignore[attr-defined]  # ours
+
+
+def test_run_interrupted_again_while_it_stops_has_ended_without_a_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted_once(job: Job) -> None:
+        if not stops:
+            stops.append(job)
+            job._supervisor.abandon()
+            raise KeyboardInterrupt("again")
+        stop(job)
+
+    stops: list[Job] = []
+    stop = Job.stop
+    monkeypatch.setattr(Job, "__enter__", interrupted)
+    monkeypatch.setattr(Job, "stop", interrupted_once)
+    engine = Puppets()
+    with pytest.raises(KeyboardInterrupt, match="again") as caught:
+        ps.run(train, engine=engine)
+    assert caught.value.result is None  # type: ignore[attr-defined]  # ours
+    assert engine.closed.is_set()
+
+
+def test_value_that_cannot_be_unpickled_here_costs_no_other_one() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
+    for number, body in enumerate((cloudpickle.dumps("first"), b"broken", cloudpickle.dumps("l"))):
+        rank = Key("worker", number)
+        job._supervisor.roster.entries[rank] = Entry(rank, returned=body)
+    job._supervisor.attempt.kept.values = {"default": {"w": np.ones(1)}}
+    job.stop()
+    for _ in range(2):
+        with pytest.raises(WorkerFailed, match="what worker 1 returned cannot be unp") as caught:
+            job.wait()
+        assert caught.value.result is not None
+        assert caught.value.result.returns == {0: "first", 2: "l"}
+        assert len(caught.value.__notes__) == 1, "that there is a result"
+        assert caught.value.result.state_dict("default")["w"].tolist() == [1.0]
+    assert job.state_dict("default")["w"].tolist() == [1.0]
 
 
 class HasNoProcesses(KeepsRoles):
@@ -237,17 +333,30 @@ class Silent:
 def test_result_says_how_many_records_are_missing() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
     job._supervisor.overview.dropped_records = 7
     job.stop()
     assert job.wait().dropped_records == 7
 
 
+def test_result_shows_what_functions_returned_in_a_short_line() -> None:
+    returns = {rank: {"weights": torch.ones(1000), "text": "x" * 1000} for rank in range(100)}
+    job = Job(Plan(0, 0, ConsistencySpec("Async")), HasNoProcesses(0), seed=3)
+    job.launch()
+    job.stop()
+    shown = repr(dataclasses.replace(job.wait(), returns=returns))
+    assert "returns={0: {'text': 'xxx" in shown
+    assert "'weights': Tensor(shape=(1000,))}, 1: {" in shown
+    assert len(shown) < 2000
+
+
 def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
     told = ((0, 6, 3, 2), (1, 5, 0, 0))
     report = GroupReport("m", 12, ((0, 6),), 1, told, policy="Async", dropped=((1, 4),))
-    job._last_beats = [ServerBeat(0, (report,))]
+    job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
     shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), repeated=3),)
     job._supervisor.overview.status = Status(1, (), (), (), (), 0, leases=shared)
     job.stop()
@@ -259,15 +368,45 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
     assert (result.samples, result.repeated_samples) == ({0: 512, 1: 96}, 3)
 
 
+@pytest.mark.parametrize(
+    ("policy", "version", "skipped", "staleness", "dropped", "words"),
+    [
+        ("Own", 0, 0, (), ((0, 4), (2, 3)), "of rank 0, rank 2 to group 'm' .* Own dropped all 7"),
+        ("Async", 9, 0, ((0, 9, 0, 0),), ((0, 4), (1, 5)), "of rank 1 to .* Async dropped all 5"),
+        ("Sync", 0, 6, (), (), "group 'm' was not trained: 6 steps were left out, .* NaN or Inf"),
+        ("Sync", 9, 0, ((0, 9, 0, 0),), ((1, 5),), None),  # what backup= is for
+        ("Async", 9, 6, ((0, 9, 0, 0), (1, 1, 0, 0)), ((0, 4), (1, 5), (-1, 2)), None),
+        ("Async", 0, 0, (), (), None),
+    ],
+)
+def test_result_of_gradients_that_were_all_left_out_warns_once(
+    policy: str, version: int, skipped: int, staleness: Any, dropped: Any, words: str | None
+) -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
+    report = GroupReport("m", version, (), skipped, staleness, policy=policy, dropped=dropped)
+    job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
+    job.stop()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert job.wait() is job.wait()
+    assert len(caught) == (words is not None)
+    for told in caught:
+        assert re.search(words or "", str(told.message))
+        assert told.filename == __file__
+
+
 def test_result_tells_how_large_tables_were() -> None:
     names = ("users", "users (labels)")
     plan = Plan(servers=2, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
-    job._last_beats = [
+    job.launch()
+    job._supervisor.attempt.kept.beats = [
         ServerBeat(n, tuple(GroupReport(name, 4, (), 0, (), table=of) for name in names))
         for n, of in enumerate([TableReport(10, 99, 1, 12), TableReport(11, 99, 1, 12)])
     ]
-    job._values = {"model": {}}
+    job._supervisor.attempt.kept.values = {"model": {}}
     job.stop()
     result = job.wait()
     assert {name: (each.rows, each.created) for name, each in result.tables.items()} == {
@@ -277,6 +416,22 @@ def test_result_tells_how_large_tables_were() -> None:
     assert [*result.groups] == [*names], "with labels, which are no table of the user's"
     with pytest.raises(UnknownName, match="'users' is a table"):
         result.state_dict("users")
+    with pytest.raises(UnknownName, match="no group 'model2'"):
+        next(iter(job.snapshots(name="model2")))
+
+
+def test_snapshots_of_a_stopped_run_that_has_a_table_only_name_what_is_missing() -> None:
+    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+    job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
+    table = GroupReport("users", 4, (), 0, (), table=TableReport(10, 99, 1, 12))
+    job._supervisor.attempt.kept.beats, job._supervisor.attempt.kept.values = (
+        [ServerBeat(0, (table,))],
+        {},
+    )
+    job.stop()
+    with pytest.raises(UnknownName, match="no group 'model'; its groups: 'users'"):
+        next(iter(job.snapshots()))
 
 
 def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
@@ -288,6 +443,7 @@ def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
 def test_result_restart_has_the_clock_of_its_own_successor() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
     job.stop()
     rank = Key("worker", 1)
     there = msgspec.msgpack.encode(Resumed(2, 5, 1))
@@ -298,18 +454,23 @@ def test_result_restart_has_the_clock_of_its_own_successor() -> None:
     assert (first.clock, first.repeated) == (None, 0)  # its successor ended before it joined
     assert (second.clock, second.repeated) == (5, 1)
     assert "exited with code 3" in str(second.error)
+    long = first._replace(error=ParamServeError("it raised\n\nTraceback", fix="look"))
+    told = "Restarted(rank=1, error=ParamServeError('it raised'), clock=None, repeated=0)"
+    assert repr(long) == told
+    assert repr([long]) == f"[{told}]"
 
 
 def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
     told = {"frozen": np.zeros(1), "unfrozen": np.zeros(1)}
     for number in range(2):
         body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
         event: Any = SimpleNamespace(kind="extra state", body=body)
         job._supervisor._take([(COORDINATOR, event)])
         assert len(job._supervisor.reports) == 0, f"report {number} replaces the one before"
-    job._values = {"model": {"unfrozen": np.ones(1)}}
+    job._supervisor.attempt.kept.values = {"model": {"unfrozen": np.ones(1)}}
     job.stop()
     state = job.wait().state_dict()
     assert {name: float(value[0]) for name, value in state.items()} == {
@@ -321,6 +482,7 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
 def test_extra_state_is_unpickled_once_for_all_snapshots() -> None:
     plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
+    job.launch()
     told = job._supervisor.extra_states
     told["model"] = cloudpickle.dumps({"frozen": np.zeros(1), "_extra_state": {"scale": [1.0]}})
     first, second = job._extra_state("model"), job._extra_state("model")

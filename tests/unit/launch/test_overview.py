@@ -243,9 +243,13 @@ def test_fresh_is_an_answer_to_this_question_or_an_error(
     assert overview.fresh(0.5).call == 1
     with pytest.raises(CoordinatorGone, match=r"did not answer in 0.5 s"):
         overview.fresh(0.5)
-    coordinator.error = ConnectionResetError(104, "reset")
-    with pytest.raises(CoordinatorGone, match="has closed the connection"):
-        overview.fresh(0.5)
+    for broken in (ConnectionResetError(104, "reset"), ConnectTimeout("reset", fix="raise it")):
+        coordinator.error = broken
+        with pytest.raises(
+            CoordinatorGone, match=r"has ended, or cannot .*reset.*lives as long"
+        ) as e:
+            overview.fresh(0.5)
+        assert str(e.value).count("To fix:") == 1
     coordinator.error = ProtocolError("other", fix="look")
     with pytest.raises(ProtocolError, match="other"):
         overview.fresh(0.5)

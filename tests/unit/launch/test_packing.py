@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 import threading
 from dataclasses import dataclass
@@ -47,15 +48,40 @@ def test_pack_names_a_captured_variable_that_cannot_be_pickled() -> None:
         pack(train, (), {})
 
 
+class Alarm(Exception):
+    """What a handler of signals raises."""
+
+
+class Rings:
+    """A signal comes while it is pickled for the first time."""
+
+    rung = False
+
+    def __reduce__(self) -> tuple[type[Rings], tuple[()]]:
+        if not self.rung:
+            self.rung = True
+            raise Alarm
+        return Rings, ()
+
+
+def test_pack_does_not_take_a_signal_for_something_that_cannot_be_pickled() -> None:
+    def train(worker: object, rings: Rings) -> None: ...
+
+    with pytest.raises(Alarm):
+        pack(train, [Rings()], {})
+
+
 def test_pack_names_an_argument_that_cannot_be_pickled() -> None:
+    def train(worker: object, *args: object, key: object) -> None: ...
+
     with pytest.raises(TypeError, match=r"argument 1 \(lock.*argument 'key' \(lock"):
-        pack(print, (0, threading.Lock()), {"key": threading.Lock()})
+        pack(train, (0, threading.Lock()), {"key": threading.Lock()})
 
 
 def test_pack_names_a_default_value_that_cannot_be_pickled() -> None:
     def train(worker: object, guard: Any = threading.Lock()) -> None: ...  # noqa: B008  # the mistake
 
-    with pytest.raises(TypeError, match="a default value"):
+    with pytest.raises(TypeError, match=r"the default value of 'guard' \(lock"):
         pack(train, (), {})
 
 
@@ -233,30 +259,121 @@ def test_pack_refuses_a_function_whose_call_runs_nothing(function: Any, words: s
         pack(function, (), {})
 
 
-def test_pack_fetches_arguments_that_lie_in_the_object_store(
-    monkeypatch: pytest.MonkeyPatch,
+def steps(worker: object, epochs: int, *, lr: float = 0.1) -> None: ...
+
+
+def alone() -> None: ...
+
+
+class Trains:
+    def __init__(self, worker: object) -> None: ...
+
+    def __call__(self, worker: object, epochs: int) -> None: ...
+
+
+HERE = r"test_packing\.py:\d+"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "words"),
+    [
+        (
+            steps,
+            (),
+            {},
+            rf"call steps\(worker\): missing .* 'epochs'. It is steps.* at .*{HERE}\. ",
+        ),
+        (steps, (3, 0.5), {}, rf"call steps\(worker, 3, 0.5\): too many positional.* at .*{HERE}"),
+        (steps, (3,), {"lt": 1}, rf"\(worker, 3, lt=1\): got an unexpected .*'lt'.* at .*{HERE}"),
+        (steps, (3,), {"worker": 1}, "multiple values for argument 'worker'"),
+        (alone, (), {}, rf"too many.* at .*{HERE}.* take the worker first: def alone\(worker\)"),
+        (lambda: None, (), {}, rf"call <lambda>\(worker\).* at .*{HERE}"),
+        (functools.partial(steps, lr=1), (), {}, rf"missing .*'epochs'.* at .*{HERE}"),
+        (WithArguments(steps, ["x.py"]), (), {}, rf"call steps\(worker\): missing.* at .*{HERE}"),
+        (Trains(None), (), {}, rf"missing .*'epochs'.* at .*{HERE}"),
+        (Trains, (3,), {}, rf"call Trains\(worker, 3\): too many.* at .*{HERE}"),
+        (Trains(None).__call__, (), {}, rf"missing .*'epochs'.* at .*{HERE}"),
+    ],
+)
+def test_pack_refuses_arguments_that_the_function_does_not_take(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], words: str
 ) -> None:
-    ray = ModuleType("ray")
-    ray.ObjectRef = type("ObjectRef", (), {"value": 7})  # type: ignore[attr-defined]  # a fake
-    ray.get = lambda ref, timeout: ref.value  # type: ignore[attr-defined]  # a fake
+    with pytest.raises(TypeError, match=words):
+        pack(function, args, kwargs)
+
+
+def test_pack_does_not_judge_a_function_that_says_what_another_takes() -> None:
+    @functools.wraps(steps)
+    def with_epochs(worker: object) -> None:
+        steps(worker, 3)
+
+    for function, args in (
+        (with_epochs, ()),
+        (max, (1,)),
+        (functools.partial(steps, epochs=3), ()),
+    ):
+        pack(function, args, {})
+
+
+@pytest.fixture
+def ref(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An `ObjectRef` of a fake of Ray."""
+    ray: Any = ModuleType("ray")
+    ray.ObjectRef = type("ObjectRef", (), {"__repr__": lambda self: "ObjectRef(7)"})
+    ray.get = lambda ref, timeout: 7
+    ray.cloudpickle = SimpleNamespace(dumps=lambda ref: pickle.dumps("pickled by Ray"))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    ref = ray.ObjectRef()
+    return ray.ObjectRef()
+
+
+def test_pack_fetches_arguments_that_lie_in_the_object_store(ref: Any) -> None:
     assert unpack(pack(max, (1, ref), {"key": ref}))[1:] == ((1, 7), {"key": 7})
 
 
+def test_pack_refuses_refs_that_workers_without_ray_cannot_read(ref: Any) -> None:
+    def train(worker: object, parts: Any, whole: Any = ref, by: Any = None) -> Any:
+        return ref
+
+    with pytest.raises(TypeError) as refused:
+        pack(train, ([1, ref], ref), {"by": {"name": ref}})
+    told = str(refused.value)
+    for where in (
+        "argument 0 (list: it holds ObjectRef(7))",
+        "argument 'by' (dict",
+        "the default value of 'whole' (ObjectRef",
+        "captured 'ref' (ObjectRef",
+        "as an argument of its own, in args= or kwargs=",
+    ):
+        assert where in told
+    assert "argument 1" not in told, "it arrives as its value"
+
+
+def test_pack_leaves_refs_to_workers_on_ray_as_ray_pickles_them(ref: Any) -> None:
+    def train(worker: object, *args: object) -> Any:
+        return ref
+
+    function, args, _ = unpack(pack(train, ([1, ref], ref), {}, on_ray=True))
+    assert (function(None), args) == ("pickled by Ray", ([1, "pickled by Ray"], 7))
+
+
+@pytest.mark.parametrize(("failed", "told"), [(False, "within 0.5 s"), (True, "bad sample 17")])
 def test_pack_names_the_argument_whose_value_ray_does_not_have(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, failed: bool, told: str
 ) -> None:
-    class NotYet(Exception):
+    class RayError(Exception):
+        """Ray's, as of a task that raised."""
+
+    class NotYet(RayError):
         """Ray's `GetTimeoutError`."""
 
     def get(_: object, timeout: float) -> None:
-        raise NotYet(timeout)
+        raise RayError("bad sample 17") if failed else NotYet(timeout)
 
     ray = ModuleType("ray")
     ray.ObjectRef = type("ObjectRef", (), {})  # type: ignore[attr-defined]  # a fake
-    ray.exceptions = SimpleNamespace(GetTimeoutError=NotYet)  # type: ignore[attr-defined]  # a fake
+    kinds = SimpleNamespace(GetTimeoutError=NotYet, RayError=RayError)
+    ray.exceptions = kinds  # type: ignore[attr-defined]  # a fake
     ray.get = get  # type: ignore[attr-defined]  # a fake
     monkeypatch.setitem(sys.modules, "ray", ray)
-    with pytest.raises(ParamServeError, match=r"argument 'key' is .* within 0.5 s. Applied: no"):
+    with pytest.raises(ParamServeError, match=rf"argument 'key' is .*{told}. Applied: no"):
         pack(max, (1,), {"key": ray.ObjectRef()}, 0.5)

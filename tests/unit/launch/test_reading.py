@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,9 +36,13 @@ def block(
 class WritesItsName:
     """A table whose file holds its name."""
 
-    def __init__(self, name: str, fails: bool = False) -> None:
+    def __init__(self, name: str, fails: bool = False, rows: int = 1) -> None:
         self.name = name
         self.fails = fails
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
 
     def to_parquet(self, path: str, *, state: bool) -> int:
         if self.fails:
@@ -55,6 +60,7 @@ class HoldsValues:
         self.versions = list(versions)
         self.watched: list[tuple[str, int, int]] = []
         self.held_tables: list[WritesItsName] = []
+        self.cuts = 0
 
     def blocks(self) -> list[Block]:
         return list(self.held)
@@ -62,8 +68,13 @@ class HoldsValues:
     def tables(self) -> list[WritesItsName]:
         return list(self.held_tables)
 
-    def fetch(self, wanted: Block, field: int) -> tuple[Any, tuple[int, ...]]:
-        assert field == 0
+    @contextmanager
+    def cut(self, blocks: Iterable[Block]) -> Iterator[int]:
+        self.cuts += 1
+        yield self.cuts
+
+    def fetch(self, wanted: Block, field: int, *, cut: int) -> tuple[Any, tuple[int, ...]]:
+        assert (field, cut) == (0, self.cuts)
         return np.arange(wanted.size, dtype=np.float32) + 100 * wanted.id, ()
 
     def watch(self, group: str, every: int, keep: int) -> bool:
@@ -217,6 +228,30 @@ def test_watching_that_was_never_read_keeps_nothing() -> None:
     assert watching.take_kept() is None
 
 
+def test_watching_a_name_that_no_group_has_warns_once_and_is_an_error_at_the_end() -> None:
+    client = HoldsValues()
+    client.held_tables = [WritesItsName("users")]
+    watching = watching_at(0.0, 5.0, 9.0, 14.0, 15.0, 99.0, group="modle")
+    for _ in range(2):
+        assert watching.take(lambda: client) is None
+    client.held.append(block(1, "model", w=(2,)))
+    assert watching.take(lambda: client) is None, "10 s after the first group, not before"
+    told = "'modle' have waited 14 s.* groups: 'model', 'users'.*name='model'"
+    with pytest.warns(UserWarning, match=told):
+        assert watching.take(lambda: client) is None
+    assert watching.take(lambda: client) is None, "and not again"
+    assert "no group 'modle'; its groups: 'model', 'users'" in str(watching.unknown())
+    client.held.append(block(2, "modle", w=(2,)))
+    assert watching.take(lambda: client) is None
+    assert watching.unknown() is None
+
+
+def test_watching_while_nothing_is_defined_says_nothing() -> None:
+    watching = watching_at(0.0, 99.0)
+    assert [watching.take(HoldsValues) for _ in range(2)] == [None, None]
+    assert watching.unknown() is None
+
+
 def test_watching_a_table_is_refused_and_does_not_spoil_the_end() -> None:
     client = HoldsValues(block(1, "model", w=(2,)))
     client.held_tables = [WritesItsName("users")]
@@ -236,6 +271,16 @@ def test_save_tables_gives_each_a_file_of_its_own(tmp_path: Path) -> None:
     assert [Path(path).read_text() for path in files.values()] == names
     assert {Path(path).parent for path in files.values()} == {tmp_path}
     assert files["users"] == str(tmp_path / "users.parquet")
+
+
+def test_save_tables_without_rows_leaves_files_of_before(tmp_path: Path) -> None:
+    (tmp_path / "users.parquet").write_text("before")
+    client = HoldsValues()
+    client.held_tables = [WritesItsName("users", rows=0), WritesItsName("words", rows=0)]
+    with pytest.warns(UserWarning, match=r"'users' has no rows: .*users\.parquet stays"):
+        files = reader(client).save_tables(str(tmp_path))
+    assert [*files] == ["words"]
+    assert (tmp_path / "users.parquet").read_text() == "before"
 
 
 def test_save_tables_that_fails_says_which_and_what_was_written(tmp_path: Path) -> None:
@@ -263,8 +308,25 @@ def test_state_dict_with_torch_is_tensors(monkeypatch: pytest.MonkeyPatch) -> No
 def test_state_dict_of_an_unknown_group_names_the_known_ones() -> None:
     with pytest.raises(UnknownName, match=r"no group 'model'; its groups: 'default', 'lm'"):
         as_state_dict({"default": {}, "lm": {}}, "model", ())
-    with pytest.raises(UnknownName, match="none"):
+    with pytest.raises(UnknownName, match=r"and no other.*worker\.optimizer\("):
         as_state_dict({}, "model", ())
+
+
+def test_reading_before_anything_is_defined_says_to_wait() -> None:
+    client = HoldsValues()
+    not_yet = r"is not there yet: the workers have called none of worker\.optimizer.*To fix: wait"
+    with pytest.raises(UnknownName, match=f"group 'model' {not_yet}"):
+        reader(client).state_dict("model")
+
+    def table(name: str) -> None:
+        raise UnknownName("there is no table 'users'; the tables: none", fix="define it")
+
+    client.table = table
+    with pytest.raises(UnknownName, match=f"table 'users' {not_yet}"):
+        reader(client).table("users")
+    client.held_tables.append(WritesItsName("words"))
+    with pytest.raises(UnknownName, match="no table 'users'"):
+        reader(client).table("users")
 
 
 def test_state_dict_of_a_table_says_how_to_read_it() -> None:

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.launch.puppets import PLAN, Puppets
+from tests.unit.launch.puppets import PLAN, Puppets, started
 
 from paramserve.config import Deadlines
 from paramserve.errors import CannotPlace, CoordinatorGone, ParamServeError, Timeout
 from paramserve.launch import supervisor as module
 from paramserve.launch.entries import Key
-from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import Failed, Ok
 
 
@@ -59,7 +58,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(module, "Overview", Coordinator)
     deadlines = Deadlines(request_s=0.02, retire_s=0.02, stop_s=0.02)
     engine = Puppets()
-    supervisor = Supervisor(replace(PLAN, deadlines=deadlines), engine)
+    supervisor = started(replace(PLAN, deadlines=deadlines), engine)
     engine.serve("worker 0", "worker 1")
     yield SimpleNamespace(supervisor=supervisor, engine=engine, coordinator=supervisor.overview)
     supervisor.abandon()

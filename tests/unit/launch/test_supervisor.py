@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import re
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.launch.puppets import PLAN, Puppets
+from rich.console import Console
+from tests.contract.role_cluster import wait_until
+from tests.unit.launch.puppets import PLAN, Puppet, Puppets, started
 
-from paramserve.config import Credentials
-from paramserve.errors import ParamServeError, ServerGone
+from paramserve.config import Credentials, Deadlines
+from paramserve.errors import ClientClosed, ParamServeError, RunTimeout, ServerGone, WorkerFailed
 from paramserve.launch import supervisor as module
-from paramserve.launch.supervisor import Supervisor
+from paramserve.launch.attempt import Attempt
+from paramserve.launch.roster import Restart
+from paramserve.observe import watch
+from paramserve.observe.status import RunStatus
 
 
 def test_roles_say_what_to_start_and_keep_the_token_to_themselves() -> None:
     engine = Puppets()
-    supervisor = Supervisor(PLAN, engine)
+    supervisor = started(PLAN, engine)
     supervisor.abandon()
     assert [(role.name, role.entry) for role in engine.roles] == [
         ("coordinator", "paramserve.coordinator:main"),
@@ -40,12 +48,12 @@ def test_roles_say_what_to_start_and_keep_the_token_to_themselves() -> None:
 def test_launch_that_fails_leaves_nothing(tmp_path: Path) -> None:
     engine = Puppets(fails_at="worker 1")
     with pytest.raises(OSError, match="no more processes"):
-        Supervisor(PLAN, engine)
+        started(PLAN, engine)
     assert engine.closed.is_set()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["Thread.start", "make_directory", "atexit.register"])
+@pytest.mark.parametrize("where", ["Thread.start", "os.mkdir", "atexit.register"])
 def test_start_that_an_exception_leaves_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,18 +71,18 @@ def test_start_that_an_exception_leaves_leaves_nothing(
     before = set(threading.enumerate())
     monkeypatch.setattr(holder, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Supervisor(PLAN, engine)
+        started(PLAN, engine)
     monkeypatch.undo()
     for thread in set(threading.enumerate()) - before:
         thread.join(10.0)
     assert engine.closed.is_set()
     assert {process.exit_status for process in engine.processes.values()} <= {143}
-    assert not list(tmp_path.glob("paramserve-*")) or where == "make_directory"
+    assert not list(tmp_path.glob("paramserve-*"))
 
 
 def test_failed_process_ends_the_others_and_removes_the_folder(tmp_path: Path) -> None:
     engine = Puppets()
-    supervisor = Supervisor(PLAN, engine)
+    supervisor = started(PLAN, engine)
     assert len(list(tmp_path.iterdir())) == 1
     engine.processes["server 0"].end(-11)
     assert supervisor.ended.wait(10.0)
@@ -89,6 +97,111 @@ def test_failed_process_ends_the_others_and_removes_the_folder(tmp_path: Path) -
         supervisor.connect()
 
 
+def test_coordinator_is_told_to_end_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that loses it before it is told to end tries to reach it again, for a second."""
+    told: list[str] = []
+    interrupt = Puppet.interrupt
+
+    def noted(puppet: Puppet) -> None:
+        told.append(puppet.name)
+        interrupt(puppet)
+
+    monkeypatch.setattr(Puppet, "interrupt", noted)
+    started(PLAN, Puppets()).abandon()
+    assert told[-2:] == ["server 0", "coordinator"]
+
+
+class Reads:
+    """What a run does to keep its values: notes which processes had been told to end by then."""
+
+    def __init__(self, engine: Puppets, meanwhile: str = "") -> None:
+        self.told: list[str] | None = None
+        self._engine = engine
+        self._meanwhile = meanwhile
+
+    def __call__(self, attempt: Attempt) -> None:
+        self.told = [name for name, each in self._engine.processes.items() if each.asked]
+        if self._meanwhile:
+            self._engine.processes[self._meanwhile].end(-9)
+            threading.Event().wait(60.0)  # as a read that the server no longer answers
+
+
+@pytest.mark.parametrize("why", ["failure", "time"])
+def test_run_that_fails_is_read_before_its_servers_end(why: str) -> None:
+    engine = Puppets()
+    reads = Reads(engine)
+    plan = replace(PLAN, timeout_s=0.05) if why == "time" else PLAN
+    supervisor = started(plan, engine, collect=reads)
+    engine.serve("worker 0", "worker 1")
+    if why == "failure":
+        engine.processes["worker 1"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, RunTimeout if why == "time" else WorkerFailed)
+    assert reads.told == ["worker 0", "worker 1"]
+    assert (supervisor.state, supervisor.ended_early) == ("failed", True)
+    assert engine.processes["server 0"].exit_status == 143
+
+
+def test_worker_that_has_returned_may_end_in_order_also_where_another_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = Puppets()
+    plan = replace(PLAN, deadlines=Deadlines(exit_s=0.05))
+    supervisor = started(plan, engine, collect=Reads(engine))
+    engine.serve("worker 0", "worker 1")
+    engine.processes["worker 0"].deaf = True
+    engine.report("worker 0", "returned", b"")
+    engine.processes["worker 1"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, WorkerFailed)
+    assert "worker 0 still ran 0.05 s after the end of its function" in capsys.readouterr().err
+
+
+class Stands:
+    """What is watched: a line of progress that does not change."""
+
+    def status(self) -> RunStatus:
+        return RunStatus("running", 1.0, {0: "running"}, {}, {})
+
+
+def test_worker_that_is_started_again_is_told_at_once_above_the_line_of_progress() -> None:
+    engine, out = Puppets(), io.StringIO()
+    with watch(Stands(), every_s=0.01, console=Console(file=out, force_terminal=True, width=120)):
+        supervisor = started(replace(PLAN, on_worker_death=Restart(2)), engine)
+        engine.serve("worker 0", "worker 1")
+        wait_until(lambda: "running" in out.getvalue())  # a line is there, for others to come above
+        for _ in range(2):
+            dead = engine.processes["worker 1"]
+            dead.end(-11)
+            wait_until(lambda dead=dead: engine.processes["worker 1"] is not dead)
+        engine.processes["worker 1"].end(-11)
+        assert supervisor.ended.wait(10.0)
+    lines = re.split(r"\r\x1b\[2K|\n", out.getvalue())  # on a terminal: what erases a line ends it
+    shown = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in lines]
+    told = "paramserve: worker 1 was killed by SIGSEGV; it is started again"
+    assert [line for line in shown if "SIGSEGV" in line] == [f"{told} (1 of 2)", f"{told} (2 of 2)"]
+    assert isinstance(supervisor.error, WorkerFailed)
+
+
+def test_server_that_ends_while_a_failed_run_is_read_does_not_hide_why_it_failed() -> None:
+    engine = Puppets()
+    supervisor = started(PLAN, engine, collect=Reads(engine, meanwhile="server 0"))
+    engine.serve("worker 0", "worker 1")
+    engine.processes["worker 1"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, WorkerFailed)
+
+
+def test_run_that_fails_before_its_servers_are_up_is_not_read() -> None:
+    engine = Puppets()
+    reads = Reads(engine)
+    supervisor = started(PLAN, engine, collect=reads)
+    engine.processes["worker 1"].end(-11)
+    assert supervisor.ended.wait(10.0)
+    assert isinstance(supervisor.error, WorkerFailed)
+    assert reads.told is None
+
+
 def forget_fails() -> None:
     raise LookupError("forget")
 
@@ -98,7 +211,7 @@ def test_cleanup_that_fails_is_the_error_and_leaves_no_one_waiting(
     tmp_path: Path, broken: str
 ) -> None:
     engine = Puppets(close_fails=broken == "close")
-    supervisor = Supervisor(PLAN, engine, forget=forget_fails if broken == "forget" else None)
+    supervisor = started(PLAN, engine, forget=forget_fails if broken == "forget" else None)
     supervisor.stop()
     assert supervisor.ended.wait(10.0)
     assert isinstance(supervisor.error, LookupError)
@@ -112,7 +225,7 @@ def test_cleanup_that_fails_is_the_error_and_leaves_no_one_waiting(
 
 def test_cleanup_that_fails_does_not_hide_why_the_run_ended() -> None:
     engine = Puppets(close_fails=True)
-    supervisor = Supervisor(PLAN, engine, forget=forget_fails)
+    supervisor = started(PLAN, engine, forget=forget_fails)
     engine.processes["server 0"].end(-11)
     assert supervisor.ended.wait(10.0)
     assert isinstance(supervisor.error, ServerGone)
@@ -131,15 +244,20 @@ class NotesItsEnd:
 @pytest.mark.parametrize("failed", [True, False])
 def test_clients_are_closed_with_the_error_of_the_run(failed: bool) -> None:
     engine, client = Puppets(), NotesItsEnd()
-    supervisor = Supervisor(PLAN, engine)
-    supervisor._clients.append(client)  # a fake
+    supervisor = started(PLAN, engine)
+    clients: list[Any] = supervisor.attempt.clients
+    clients.append(client)
     if failed:
         engine.processes["server 0"].end(-11)
     else:
         supervisor.stop()
     assert supervisor.ended.wait(10.0)
-    assert client.reasons == [supervisor.error]
-    assert (supervisor.error is not None) is failed
+    (reason,) = client.reasons
+    if failed:
+        assert reason is supervisor.error
+    else:
+        assert isinstance(reason, ClientClosed)
+        assert "was stopped" in str(reason)
 
 
 def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
@@ -148,6 +266,6 @@ def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    supervisor = Supervisor(PLAN, Puppets())
+    supervisor = started(PLAN, Puppets())
     supervisor.abandon()
     assert len(supervisor.addresses[0].removeprefix("unix:")) <= 107

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +106,40 @@ class Touches:
         return Path.touch, (Path(self.path),)
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", None])
+def bytes_of(write: Callable[[Any, Any], None], content: Any) -> bytes:
+    file = io.BytesIO()
+    write(content, file)
+    return file.getvalue()
+
+
+STATE = bytes_of(torch.save, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "an empty file"),
+        (b"hello", "a file that begins with b'hello'"),
+        (b"a,b\n1,2\n", "a file that begins with"),
+        (STATE[: len(STATE) // 2], "a zip archive that is cut off or of another kind"),
+        (pickle.dumps({"w": 1}), "a pickle that is cut off, or that another program"),
+        (
+            bytes_of(torch.save, torch.nn.Linear(1, 1)),
+            r"an object that needs torch.nn\S+Linear, such as a ",
+        ),
+        (b"\x93NUMPY\x01\x00v\x00", "an array of numpy.save"),
+        (b'\x40\0\0\0\0\0\0\0{"w":{"dtype"', "a safetensors file"),
+        (None, "an object that needs getattr"),
+    ],
+)
 def test_file_with_something_else_is_refused_and_runs_nothing(
-    tmp_path: Path, content: bytes | None
+    tmp_path: Path, content: bytes | None, found: str
 ) -> None:
     path = tmp_path / "state.pt"
-    path.write_bytes(
-        pickle.dumps(Touches(str(tmp_path / "ran")), 2) if content is None else content
-    )
-    with pytest.raises(ValueError, match=r"the file .*state.pt' in load_state is not what torch"):
+    own = pickle.dumps(Touches(str(tmp_path / "ran")), 2)
+    path.write_bytes(own if content is None else content)
+    told = rf"the file .*state.pt' in load_state is not what torch.*Found: {found}.*To fix: "
+    with pytest.raises(ValueError, match=told):
         pack_state(path)
     assert not (tmp_path / "ran").exists()
 
@@ -152,8 +179,8 @@ def test_tables_of_a_folder_go_by_the_names_of_files(tmp_path: Path) -> None:
         (7, TypeError, "load_tables must be the folder"),
         ({"users": 7}, TypeError, "load_tables must be"),
         ({7: "users.parquet"}, TypeError, "the names of tables, and 7"),
-        ("missing", FileNotFoundError, "missing"),
-        ({"users": "missing.parquet"}, FileNotFoundError, "missing.parquet"),
+        ("missing", FileNotFoundError, "^load_tables=.missing. cannot be read.*To fix: "),
+        ({"users": "missing.parquet"}, FileNotFoundError, "missing.parquet cannot be read.*To fix"),
         ("empty", ValueError, r"no table: no file \*.parquet is in 'empty'"),
         ({}, ValueError, "no table"),
         ({"users": "text.parquet"}, ValueError, "text.parquet is no Parquet file"),

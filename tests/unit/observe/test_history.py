@@ -43,7 +43,8 @@ STEPS = {"model": {rank: [record(1), record(2)] for rank in (0, 1)}}
 
 
 def test_plot_without_matplotlib_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.pyplot"):  # another test may have imported both
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         figure_of(METRICS, STEPS)
 

@@ -10,7 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
+from paramserve.errors import ServerGone
 from paramserve.observe import Progress, watch
+from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.progress import wanted
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
@@ -30,6 +32,21 @@ def test_line_tells_speed_loss_and_staleness() -> None:
     assert "staleness 0.8 (max 3)" in line
 
 
+def test_line_of_80_columns_has_metrics_and_speed() -> None:
+    progress = Progress()
+    progress.line(at(75.0, 40_000))
+    line = progress.line(at(76.0, 41_234, loss=0.02517))
+    for part in ("loss 0.02517", "41,234 steps", "1,234 steps/s"):
+        assert part in line[:80]
+    assert line.endswith("  staleness 0.8 (max 3)")
+
+
+def test_line_tells_skipped_and_dropped_before_staleness() -> None:
+    group = GroupStatus(9, 3, 9, 7, Staleness(9, 0.5, 2), "Async", "", {}, {2: 5})
+    line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
+    assert line.endswith("7 skipped  5 dropped  staleness 0.5 (max 2)")
+
+
 def test_line_speed_is_that_of_the_last_seconds() -> None:
     progress = Progress()
     for second in range(10):
@@ -37,6 +54,24 @@ def test_line_speed_is_that_of_the_last_seconds() -> None:
     for second in range(10, 20):
         line = progress.line(at(float(second), 9000 + (second - 9) * 10))
     assert " 10 steps/s" in line
+
+
+def test_line_speed_counts_anew_from_a_checkpoint() -> None:
+    progress = Progress()
+    for second, steps in enumerate([0, 400, 800]):
+        progress.line(at(float(second), steps))
+    assert "steps/s" not in progress.line(at(3.0, 600))
+    assert " 50 steps/s" in progress.line(at(5.0, 700))
+
+
+def test_checkpoints_have_a_line_of_their_own() -> None:
+    gone = ServerGone("server 1 was killed by SIGKILL", fix="none")
+    back = Rollback(gone, "runs/a/step-9", {"model": 12}, {"model": 9}, 3, 1.5)
+    told = CheckpointStatus("runs/a/step-9", {"model": 9}, 3.2, 2_000_000, 0.004)
+    status = RunStatus("running", 1.0, {}, {}, {}, told, [back, back])
+    assert Progress().checkpoints(at(1.0, 100)) == ""
+    line = "checkpoint 3 s old (2.0 MB, pause 4 ms)  went back 2 times"
+    assert Progress().checkpoints(status) == line
 
 
 def test_line_at_the_end_tells_the_speed_of_the_whole_run() -> None:
@@ -79,7 +114,7 @@ def test_line_tells_rows_and_memory_of_a_table() -> None:
     group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", table=table)
     line = Progress().line(RunStatus("running", 1.0, {}, {"users": group}, {}))
     assert "users (Async): 9 steps" in line
-    assert line.endswith("staleness 0.5 (max 2)  1,234,567 rows (310.0 MB)  65,433 evicted")
+    assert "9 steps  1,234,567 rows (310.0 MB)  65,433 evicted  staleness" in line
 
 
 def test_by_worker_tells_staleness_and_drops_of_each() -> None:

@@ -16,6 +16,7 @@ from paramserve.messages import (
     Status,
     TableReport,
 )
+from paramserve.observe.progress import Progress
 from paramserve.observe.status import (
     RunStatus,
     Staleness,
@@ -47,9 +48,22 @@ def test_group_steps_count_workers_that_have_left() -> None:
     assert (group.clock, group.steps, group.skipped) == (5, 9, 2)
 
 
-def test_group_without_live_workers_has_its_version_as_clock() -> None:
-    report = GroupReport("model", 9, (), 0, ())
-    assert by_group([ServerBeat(0, (report,))])["model"].clock == 9
+def test_group_without_live_workers_keeps_the_clock_of_the_last_one() -> None:
+    report = GroupReport("model", 18, (), 0, (), clock=9)
+    group = by_group([ServerBeat(0, (report,))])["model"]
+    assert (group.clock, group.version) == (9, 18)
+
+
+@pytest.mark.parametrize("live", [((0, 0), (1, 0)), ()], ids=["live", "left"])
+def test_group_that_is_pushed_by_hand_has_a_version_and_no_clock(
+    live: tuple[tuple[int, int], ...],
+) -> None:
+    report = GroupReport("names", 192, live, 0, ((0, 96, 0, 0), (1, 96, 0, 0)))
+    groups = by_group([ServerBeat(0, (report,))])
+    status = RunStatus("running", 3.25, {}, groups, {})
+    assert groups["names"].clock == 0
+    assert status.progress() == "after 3.2 s: names: 192 steps (version 192)"
+    assert "workers" not in Progress().line(status)
 
 
 def test_push_counts_once_with_the_mean_staleness_of_its_shards() -> None:
@@ -65,7 +79,28 @@ def test_nothing_reported_gives_nothing() -> None:
 def test_progress_says_how_far_the_run_got() -> None:
     groups = by_group([shard(0, 181, (0, 181, 0, 0), (1, 182, 0, 0))])
     status = RunStatus("running", 3.25, {0: "running", 1: "dead"}, groups, {})
-    assert status.progress() == "after 3.2 s: model at clock 181 (version 181), 1 of 2 workers"
+    assert status.progress() == "after 3.2 s: model: 363 steps (version 181), 1 of 2 workers"
+    assert "model: 363 steps" in Progress().line(status), "in the same unit"
+
+
+UNTRAINED = ("model.buffers", "model.rank3.buffers", "model.frozen.buffers", "users (labels)")
+
+
+def test_progress_is_that_of_groups_that_steps_train() -> None:
+    each = by_group([shard(0, 181, (0, 181, 0, 0))])["model"]
+    groups = dict.fromkeys(("model", *UNTRAINED), each)
+    status = RunStatus("running", 3.25, {0: "running"}, groups, {})
+    assert status.progress() == "after 3.2 s: model: 181 steps (version 181), 1 of 1 workers"
+    told = Progress().line(status) + Progress().by_worker(status)
+    assert "model" in told
+    assert not any(name in told for name in UNTRAINED)
+    only = RunStatus("running", 3.25, {0: "running"}, dict.fromkeys(UNTRAINED, each), {})
+    assert "no step was finished" in only.progress()
+
+
+def test_progress_of_a_group_that_was_only_assigned_tells_its_version() -> None:
+    groups = by_group([ServerBeat(0, (GroupReport("names", 1, (), 0, ()),))])
+    assert "names at version 1" in RunStatus("running", 3.25, {}, groups, {}).progress()
 
 
 def test_progress_before_the_first_step_says_so() -> None:
@@ -132,4 +167,4 @@ def test_samples_are_those_in_the_values_over_all_loaders() -> None:
 )
 def test_cluster_with_a_rank_that_restarts_is_not_finished(state: str, found: str) -> None:
     told = Status(0, (Member(0, 1, 1, "left"), Member(1, 2, 1, state)), (), (), (), 0)
-    assert of_cluster(told, 1.0, {}).state == found
+    assert of_cluster(told, {}).state == found

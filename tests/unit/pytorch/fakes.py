@@ -166,6 +166,7 @@ class FakeCluster:
             load_state={},
             tell_extra_state=self.extra.__setitem__,
             histories={},
+            go_on_drawing=lambda *, first: None,
         )
 
     def block(self, group: str) -> FakeBlock:
@@ -264,6 +265,8 @@ class FakeTicket:
 
 class FakeClient:
     late = restarts = False
+    epochs = 0
+    run = 0
 
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster

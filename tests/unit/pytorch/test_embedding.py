@@ -382,8 +382,10 @@ def test_tools_that_go_over_gradients_find_those_of_rows() -> None:
 
 def test_backward_without_worker_optimizer_warns_with_what_to_do(table) -> None:
     module = Embedding(table)
-    with pytest.warns(UserWarning, match=r"table 'users' .* give the model to worker\.optimizer"):
+    words = r"table 'users' .* give the model to worker\.optimizer"
+    with pytest.warns(UserWarning, match=words) as warned:
         module(torch.tensor([1, 2])).sum().backward()
+    assert [each.filename for each in warned] == [__file__], "the line of backward()"
 
 
 def test_backward_that_an_optimizer_sends_or_of_frozen_rows_does_not_warn(table) -> None:

@@ -184,8 +184,10 @@ def test_frozen_parameters_that_are_too_large_are_left_out_of_the_result(
 
 def test_optimizer_of_another_model_warns_with_what_is_not_trained() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    with pytest.warns(UserWarning, match="2 parameters that are not the model's.*'weight', 'bias'"):
+    words = "2 parameters that are not the model's.*'weight', 'bias'"
+    with pytest.warns(UserWarning, match=words) as warned:
         adopt(FakeCluster().worker(), model, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert [each.filename for each in warned] == [__file__]
 
 
 def test_optimizer_from_before_a_layer_was_replaced_warns() -> None:

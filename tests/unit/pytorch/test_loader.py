@@ -34,8 +34,14 @@ class Endless(IterableDataset[int]):
         return iter(int, 1)
 
 
-def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0) -> Any:
+def worker(
+    rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0, before: int = 0
+) -> Any:
+    """Args:
+    before: workers of the checkpoint that the run has gone on from.
+    """
     return SimpleNamespace(
+        client=SimpleNamespace(connection=SimpleNamespace(before=before, restarts=False)),
         rank=rank,
         workers=workers,
         seed=seed,
@@ -46,6 +52,8 @@ def worker(rank: int = 0, workers: int = 1, seed: int = 3, steps_before: int = 0
         retiring=False,
         leased=None,
         batches_per_step=1,
+        compare_size=lambda arguments, size: None,
+        trains_alone=False,
     )
 
 
@@ -220,11 +228,12 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
     policies = {"lm": LocalSteps(every=3)}
     client = SimpleNamespace(
         rank=0,
-        clock=lambda group: 2,
-        connection=SimpleNamespace(workers=1, incarnation=2),
+        connection=SimpleNamespace(workers=1, incarnation=2, restarts=False, before=0),
+        saving=SimpleNamespace(older=lambda name: None),
         steps=SimpleNamespace(
             missed=0,
             retiring=False,
+            clocks={"model": 2, "lm": 2},
             terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
         ),
     )
@@ -289,7 +298,9 @@ def test_retiring_worker_gets_no_further_batch() -> None:
         ({"batch_size": 6}, ValueError, "need 12"),
         ({"batch_size": 2, "drop_last": False}, TypeError, "drop_last"),
         ({"batch_size": 2, "sampler": [1]}, TypeError, r"worker\.sampler"),
-        ({"batch_size": 2, "colour": "red"}, TypeError, "colour"),
+        ({"batch_size": 2, "colour": "red"}, TypeError, "unexpected keyword argument 'colour'$"),
+        ({"batch_size": 2, "epoch": 3}, TypeError, r"'epoch': did you mean epochs\?$"),
+        ({"batch_size": 2, "workers": 3}, TypeError, r"'workers': did you mean num_workers\?$"),
     ],
 )
 def test_loader_bad_option_is_refused_at_once(options, error, text) -> None:
@@ -325,3 +336,13 @@ def test_sampler_bad_use_is_refused() -> None:
         sampler(worker(0, 3), numbers(2))
     with pytest.raises(ValueError, match="epoch"):
         sampler(worker(), numbers(2)).set_epoch(-1)
+
+
+def test_loader_that_shares_alike_refuses_what_other_workers_had_begun() -> None:
+    for before in (0, 2):
+        load(worker(workers=2, before=before), numbers(40), batch_size=5)
+    refused = worker(workers=2, steps_before=3, before=3)
+    with pytest.raises(ValueError, match=r"of 3 workers with 2: .*dynamic.* resume=False"):
+        load(refused, numbers(40), batch_size=5)
+    anew = load(refused, numbers(40), batch_size=5, resume=False)
+    assert indices(anew) == indices(load(worker(workers=2), numbers(40), batch_size=5))

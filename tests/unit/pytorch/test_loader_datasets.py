@@ -49,9 +49,10 @@ def tensors() -> TensorDataset:
 def worker() -> Worker:
     client: Any = SimpleNamespace(
         rank=0,
-        clock=lambda group: 0,
-        connection=SimpleNamespace(workers=1, incarnation=1, control=None),
-        steps=SimpleNamespace(missed=0, retiring=False),
+        connection=SimpleNamespace(
+            workers=1, incarnation=1, control=None, restarts=False, before=0
+        ),
+        steps=SimpleNamespace(missed=0, retiring=False, clocks={}),
     )
     return Worker(client, seed=3)
 

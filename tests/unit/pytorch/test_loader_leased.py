@@ -87,11 +87,13 @@ class FakeClient:
         self.control = FakeControl(cluster, worker)
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
+        self.before, self.restarts = 0, False
         self.pending = False
         self.retiring = False
         self.missed = 0
         self.waited_s = 0.0
         self.patience_s = 60.0
+        self.waits = self
         self.marks: list[tuple[int, int] | None] = []
         self.weights: list[float | None] = []
 
@@ -130,6 +132,8 @@ class FakeWorker:
         self.missed = 0
         self.steps_before = 0
         self.passes: Any = {}
+        self.compare_size = lambda arguments, size: None
+        self.trains_alone = False
         self.go_on_drawing = lambda: None
         self.names = 0
         self.batches_per_step = 1
@@ -417,8 +421,9 @@ def test_leased_holder_that_does_not_go_on_is_named() -> None:
     cluster.meanwhile = meanwhile
     who = r"rank 0 waits .* rank 1 \(5 samples\) .*"
     knob = r"deadlines=ps\.Deadlines\(busy_s=\.\.\.\)"
+    told = rf"{who} for 50 s; it waits up to 60 s \(change it with {knob}\)$"
     with (
-        pytest.warns(UserWarning, match=rf"{who} for 50 s; it waits up to 60 s, {knob}") as said,
+        pytest.warns(UserWarning, match=told) as said,
         pytest.raises(Timeout, match=rf"{who} for 100 s\. .*{knob}"),
     ):
         work.more()
@@ -682,6 +687,7 @@ def test_sampler_loop_that_is_left_gives_back() -> None:
         ({"batch_size": 2, "sampler": [1]}, TypeError, "sampler"),
         ({"batch_size": 2, "in_order": False}, ValueError, "in_order"),
         ({"batch_size": 2, "colour": "red"}, TypeError, "colour"),
+        ({"batch_size": 2, "adaptive": (1, 4)}, TypeError, r"did you mean adaptive_batch\?"),
         ({"batch_size": 2, "adaptive_batch": (0, 4)}, ValueError, "smallest"),
         ({"batch_size": 2, "adaptive_batch": (3, 2)}, ValueError, r"\(3, 2\)"),
         ({"batch_size": 2, "adaptive_batch": (3, 9)}, ValueError, "batch_size=2"),
@@ -708,6 +714,10 @@ def test_sampler_bad_use_is_refused() -> None:
     worker = alone()
     with pytest.raises(TypeError, match="give batch_size"):
         sampler(worker, tensors(20), **DYNAMIC)
+    with pytest.raises(TypeError, match=r"worker\.sampler got .* 'epoch': did you mean epochs\?"):
+        sampler(worker, tensors(20), batch_size=4, epoch=2, **DYNAMIC)
+    with pytest.raises(TypeError, match=r"'shufle': did you mean shuffle\?"):
+        sampler(worker, tensors(20), shufle=False)
     with pytest.raises(TypeError, match=r"batch_size, epochs goes with"):
         sampler(worker, tensors(20), batch_size=2, epochs=3)
     with pytest.raises(ValueError, match="static"):
@@ -739,4 +749,5 @@ def test_length_is_an_equal_share_of_the_batches(plan: dict[str, Any], expected:
     came = in_turns(
         cluster, [stepping(*each) for each in zip(cluster.workers, loaders, strict=True)]
     )
-    assert expected <= len(came) / 2 <= expected + 1
+    slack = 0 if "adaptive_batch" not in plan else 2  # measured sizes: 4 to 12, about 8
+    assert expected - slack <= len(came) / 2 <= expected + 1 + slack

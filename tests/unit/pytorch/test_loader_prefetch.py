@@ -33,9 +33,10 @@ class Asked:
         self.held: list[Any] = []
         self.known: dict[str, Table] = {}
         self.keyed: Any = SimpleNamespace(reads=None)
+        self.connection = SimpleNamespace(before=0, restarts=False)
 
     def table(self, name: str) -> Table:
-        block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2))
+        block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2, labels=0))
         return self.known.setdefault(name, Table(self, self.keyed, block))
 
     def prefetch_tables(self, reads: Any) -> list[Any]:

@@ -58,7 +58,7 @@ def client(**changes: Any) -> Any:
     facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False} | changes
     joined = SimpleNamespace(**facts)
     ends = {"drain": lambda: None, "close": lambda leave=True: None}
-    steps = SimpleNamespace(unapplied=lambda: "")
+    steps = SimpleNamespace(unapplied=lambda: "", clocks={}, tell_saved=lambda: None)
     return SimpleNamespace(rank=joined.rank, timeout_s=1.0, connection=joined, steps=steps, **ends)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 
 from paramserve.pytorch.schedules import Schedules
 
-RANDOM = bytes(10_000)
-"""About as long as where the generators of a process are."""
-
 
 def groups_of(count: int, lr: float) -> list[dict[str, Any]]:
     """As AdamW's groups; each has a rate of its own."""
@@ -23,13 +19,17 @@ def groups_of(count: int, lr: float) -> list[dict[str, Any]]:
     return [{"params": [], **common, "lr": lr + i} for i in range(count)]
 
 
-def schedules(notes: dict[int, dict[int, bytes]], *, late: bool, draws: Any = None) -> Schedules:
+def schedules(notes: dict[int, dict[int, bytes]], *, late: bool) -> Schedules:
     client: Any = SimpleNamespace(
-        clock=lambda group: 1,
         dense=SimpleNamespace(notes=lambda group: notes),
-        steps=SimpleNamespace(terms=lambda group: SimpleNamespace(collects=True)),
+        steps=SimpleNamespace(
+            epochs=0,
+            run=0,
+            clocks={"model": 1},
+            terms=lambda group: SimpleNamespace(collects=True),
+        ),
     )
-    return Schedules(client, "model", 0, late=late, draws=draws)
+    return Schedules(client, "model", 0, late=late)
 
 
 def told(schedule: Schedules, groups: list[dict[str, Any]]) -> bytes:
@@ -40,38 +40,30 @@ def told(schedule: Schedules, groups: list[dict[str, Any]]) -> bytes:
     return note
 
 
-def test_note_of_many_groups_brings_their_numbers_and_the_random_generators() -> None:
-    note = told(schedules({}, late=False, draws=lambda: (1, RANDOM)), groups_of(1000, 0.25))
-    other, groups = schedules({0: {0: note}}, late=True), groups_of(1000, 0.5)
-    other.start(groups)
-    assert groups == groups_of(1000, 0.25)
-    assert other.drawn() == (1, RANDOM)
+def told_by_hand(groups: list[dict[str, Any]]) -> bytes:
+    """The note of a step before which the function has set these numbers."""
+    writer = schedules({}, late=False)
+    assert told(writer, [{**each, "lr": 2 * each["lr"]} for each in groups]) == b""
+    return told(writer, groups)
 
 
-def test_note_without_place_for_the_random_generators_warns_once_and_brings_the_numbers() -> None:
-    writer = schedules({}, late=False, draws=lambda: (1, RANDOM))
-    with pytest.warns(UserWarning, match=r"'model' has 4800 parameter groups.*random numbers"):
-        note = told(writer, groups_of(4800, 0.25))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert told(writer, groups_of(4800, 0.125))
-    other, groups = schedules({0: {0: note}}, late=True), groups_of(4800, 0.5)
-    other.start(groups)
+def test_note_of_many_groups_brings_their_numbers() -> None:
+    note = told_by_hand(groups_of(4800, 0.25))
+    groups = groups_of(4800, 0.5)
+    schedules({0: {0: note}}, late=True).start(groups)
     assert groups == groups_of(4800, 0.25)
-    assert not other.drawn()[1]
 
 
-def test_note_that_is_too_long_in_any_case_is_not_sent_and_warns() -> None:
-    writer = schedules({}, late=False, draws=lambda: (1, RANDOM))
+def test_note_that_is_too_long_is_not_sent_and_warns() -> None:
     with pytest.warns(UserWarning, match=r"'model' has 9000 parameter groups.*hyper-parameters"):
-        assert told(writer, groups_of(9000, 0.25)) == b""
+        assert told_by_hand(groups_of(9000, 0.25)) == b""
 
 
 def test_numbers_that_only_some_groups_have_stay_theirs() -> None:
     def made(lr: float) -> list[dict[str, Any]]:
         return [{"params": [], "lr": lr, "eps": 1.0, "name": "one"}, {"params": [], "lr": lr}]
 
-    note = told(schedules({}, late=False, draws=lambda: (1, RANDOM)), made(0.25))
+    note = told_by_hand(made(0.25))
     groups = made(0.5)
     schedules({0: {0: note}}, late=True).start(groups)
     assert groups == made(0.25)

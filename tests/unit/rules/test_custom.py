@@ -134,13 +134,24 @@ class RebindsWithMomentum(Rebinds):
 
 
 @dataclass(frozen=True)
-class Waits(Rebinds):
-    """Changes nothing before it is told to."""
+class RebindsAfterItsState(RebindsWithMomentum):
+    """What is written into is the state, from the value."""
 
     def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
-        value = value[:]
-        if push.clock > 100:
-            value[...] = value - self.lr * gradient
+        state["mean"] += value + gradient
+        state["mean"][0 if push.clock else 1] = value.sum()
+        state["mean"][...] = value
+        value = value - self.lr * gradient
+
+
+@dataclass(frozen=True)
+class DecaysElsewhere(Rebinds):
+    """What is written into is the new array."""
+
+    def update(self, value: Array, gradient: Array, state: Any, push: PushInfo) -> None:
+        value = value * 0.9
+        value -= self.lr * gradient
+        value[0] = 1.0
 
 
 def apply(rule: CustomRule, gradient: Array, lr: float = 1.0) -> list[float]:
@@ -150,7 +161,11 @@ def apply(rule: CustomRule, gradient: Array, lr: float = 1.0) -> list[float]:
     return value.tolist()
 
 
-@pytest.mark.parametrize("rule", [Rebinds(), RebindsWithMomentum()], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "rule",
+    [Rebinds(), RebindsWithMomentum(), RebindsAfterItsState(), DecaysElsewhere()],
+    ids=lambda each: each.name,
+)
 def test_update_that_assigns_to_the_name_is_refused_with_what_to_write(rule: CustomRule) -> None:
     with pytest.raises(ValueError, match=r"not changed the value.*in place: value -= \.\.\."):
         apply(rule, np.ones(2))
@@ -160,7 +175,33 @@ def test_update_that_assigns_to_the_name_is_refused_with_what_to_write(rule: Cus
 def test_update_that_changes_nothing_for_a_reason_is_taken() -> None:
     assert apply(Views(), np.ones(2)) == apply(Fills(), np.ones(2)) == [-0.5, -0.5]
     assert apply(Rebinds(), np.ones(2), lr=0.0) == [0, 0], "a schedule may begin at 0"
-    assert apply(Waits(), np.ones(2)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "value[...] = value - gradient",
+        "value[:] = value - gradient",
+        "value[0 if push.clock else 1] = gradient[0]",
+        "value[np.abs(gradient) > 1] *= 0.5",
+        "value.reshape(-1)[:] -= gradient",
+        "value.flat = gradient",
+        "value -= gradient",
+        "value **= 2",
+        "(value, state)[0][...] = gradient",
+        "(value if push.clock else gradient)[...] = gradient",
+    ],
+)
+@pytest.mark.parametrize("rebinds", ["value = value[:]", "value = value.reshape(-1)"])
+def test_update_that_writes_into_the_value_in_any_way_may_change_nothing(
+    write: str, rebinds: str
+) -> None:
+    """No wait for a clock of 100 is refused, however the array is written to then."""
+    names: dict[str, Any] = {"np": np}
+    body = f"{rebinds}\n    if push.clock > 100:\n        {write}"
+    exec(f"def update(self, value, gradient, state, push):\n    {body}", names)
+    rule = dataclass(frozen=True)(type("Writes", (Rebinds,), {"update": names["update"]}))
+    assert apply(rule(), np.ones(2)) == [0, 0]
 
 
 def test_check_refuses_what_the_class_refuses() -> None:

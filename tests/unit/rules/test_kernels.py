@@ -36,54 +36,32 @@ def numbers(size: int, dtype: Any, seed: int = 0) -> Array:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_finite_numbers_are_finite(size: int, dtype: Any) -> None:
-    assert kernels.finite(numbers(size, dtype)) is True
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_finite_extremes_are_finite(dtype: Any) -> None:
-    info = np.finfo(dtype)
-    extremes = [info.max, info.min, info.tiny, info.smallest_subnormal, 0.0, -0.0]
-    assert kernels.finite(np.array(extremes, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", BAD)
-def test_finite_one_bad_element_anywhere_is_found(bad: float, dtype: Any) -> None:
-    for size in SIZES[1:]:
-        for at in {0, size // 2, size - 1}:
-            a = numbers(size, dtype)
-            a[at] = bad
-            assert kernels.finite(a) is False, (size, at)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -8.0, 8.0, -9.0])
-def test_below_finds_one_element_anywhere_that_is_as_large_as_the_limit(
-    bad: float, dtype: Any
-) -> None:
-    for size, at in ((1, 0), (5, 4), (3000, 1024), (3000, 2999)):
-        a = np.full(size, -7.5, dtype)
-        assert kernels.below(a, 8.0) is True
-        a[at] = bad
-        assert kernels.below(a, 8.0) is False, (size, at)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_copy_finite_copies_all_bits(size: int, dtype: Any) -> None:
+def test_largest_is_numpys(size: int, dtype: Any) -> None:
     source, target = numbers(size, dtype), np.full(size, 9, dtype)
-    assert kernels.copy_finite(target, source) is True
+    expected = np.abs(source).max(initial=0.0)
+    assert kernels.largest(source) == expected
+    assert kernels.copy_largest(target, source) == expected
     np.testing.assert_array_equal(target, source)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", BAD)
-def test_copy_finite_one_bad_element_anywhere_is_found(bad: float, dtype: Any) -> None:
-    for size, last in itertools.product(SIZES[1:], (False, True)):
-        source, target = numbers(size, dtype), np.empty(size, dtype)
-        source[-1 if last else 0] = bad
-        assert kernels.copy_finite(target, source) is False, size
+def test_largest_of_extremes(dtype: Any) -> None:
+    info = np.finfo(dtype)
+    small = [info.tiny, -info.smallest_subnormal, 0.0, -0.0]
+    assert kernels.largest(np.array(small, dtype)) == info.tiny
+    assert kernels.largest(np.array([info.max, *small], dtype)) == info.max
+    assert kernels.largest(np.array([*small, info.min], dtype)) == info.max
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [*BAD, -math.nan])
+def test_largest_is_inf_with_one_bad_element_anywhere(bad: float, dtype: Any) -> None:
+    for size in SIZES[1:]:
+        for at in {0, size // 2, size - 1}:
+            a = numbers(size, dtype)
+            a[at] = bad
+            assert kernels.largest(a) == math.inf, (size, at)
+            assert kernels.copy_largest(np.empty_like(a), a) == math.inf, (size, at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,8 +144,8 @@ def test_shared_kernels_never_compile(dtype: Any) -> None:
     shared = kernels.shared(np.dtype(dtype))
     before = compiled_signatures(shared)
     a, b = numbers(100, dtype), numbers(200, dtype)[100:]
-    kernels.finite(a)
-    kernels.copy_finite(a, b)
+    kernels.largest(a)
+    kernels.copy_largest(a, b)
     kernels.add_into(a, b)
     kernels.add_scaled_into(a, 1, b)
     kernels.squared_norm(a)
@@ -179,7 +157,7 @@ def test_call_with_other_types_raises_and_does_not_compile() -> None:
     before = compiled_signatures(shared)
     for wrong in (np.zeros(4, np.int32), np.zeros(8)[::2], np.zeros((2, 2))):
         with pytest.raises(TypeError):
-            kernels.finite(wrong)
+            kernels.largest(wrong)
     with pytest.raises(TypeError):
         kernels.add_into(np.zeros(4, np.float32), np.zeros(4))
     assert compiled_signatures(shared) == before

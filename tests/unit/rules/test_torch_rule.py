@@ -122,6 +122,8 @@ def test_option_out_of_range_is_a_value_error(options: dict[str, Any]) -> None:
 def test_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="speed"):
         TorchRule.of("Adagrad", speed=1.0)
+    with pytest.raises(TypeError, match=r"no option wieght_decay: did you mean weight_decay\?"):
+        TorchRule.of("Adagrad", wieght_decay=0.1)
     with pytest.raises(ValueError, match="speed"):
         TorchRule("Adagrad", ("lr:float", "speed:float"), (0.1, 1.0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -51,8 +51,9 @@ class Bench(VirtualLoop):
         self.refused = False
         self.peers = PeerLinks(0, self.reach, self)
 
-    def reach(self, addresses: Sequence[str]) -> Recorder:
+    def reach(self, addresses: Sequence[str], wanted: Callable[[], bool]) -> Recorder:
         self.asked.append(addresses)
+        self.wanted = wanted
         if self.refused:
             raise ConnectTimeout("nobody there", fix="wait")
         self.links.append(Recorder())
@@ -148,9 +149,25 @@ def test_messages_to_a_server_that_takes_nothing_are_sent_in_order_when_it_does(
     assert link.sent == [b"first", b"second", b"third"]
 
 
+def test_close_ends_an_attempt_to_connect_without_a_warning(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.peers.addresses = ADDRESSES
+    bench.refused = True
+    bench.peers.send(1, b"first")
+    bench.connect()
+    assert bench.wanted()
+    assert len(caplog.messages) == 1
+    bench.peers.send(1, b"second")
+    bench.peers.close()
+    assert not bench.wanted()
+    bench.connect()
+    assert len(caplog.messages) == 1
+
+
 def test_dialer_says_which_shard_of_which_cluster_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Sequence[str], Hello]] = []
     monkeypatch.setattr(Link, "connect", lambda to, hello, **_: asked.append((to, hello)))
     config = ServerConfig(0, 2, 1, (), "", ConsistencySpec("Async"), cluster=b"ours")
-    dialer(config, NO_CREDENTIALS)(("unix:b",))
+    dialer(config, NO_CREDENTIALS)(("unix:b",), lambda: True)
     assert asked == [(("unix:b",), Hello("server", client=0, cluster=b"ours"))]

@@ -7,6 +7,8 @@ with its count. So memory is bounded, and keys that come often are never forgott
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,14 +17,21 @@ from paramserve.core.table.index import KEY_BYTES_MAX, Index
 from paramserve.core.table.memory import Growing
 
 CANDIDATES_MAX = 1 << 20
-"""Keys of one generation. Two full ones take at most 122 MB."""
-BYTES_MAX = 2 * (KEY_BYTES_MAX + 4)
+"""Keys of one generation. Two full ones take at most 160 MB."""
+BYTES_MAX = 2 * (KEY_BYTES_MAX + 12)
 """Memory for each key that one generation may hold."""
+
+
+Counts = npt.NDArray[np.uint32]
+Waiting = tuple[tuple[Keys, Counts], tuple[Keys, Counts]]
+"""Keys that wait for admission with their counts, the young ones and the old ones."""
 
 
 class _Generation:
     def __init__(self) -> None:
         self.index = Index()
+        self.keys = Growing(0, np.int64)
+        """In the order in which they came."""
         self.counts = Growing(0, np.uint32)
 
     def __len__(self) -> int:
@@ -30,7 +39,7 @@ class _Generation:
 
     @property
     def nbytes(self) -> int:
-        return self.index.nbytes + 4 * len(self)
+        return self.index.nbytes + 12 * len(self)
 
     def find(self, keys: Keys) -> Keys:
         slots = np.empty(keys.size, np.int64)
@@ -43,6 +52,7 @@ class _Generation:
         return counts
 
     def reserve(self, more: int) -> None:
+        self.keys.reserve(len(self) + more)
         self.counts.reserve(len(self) + more)
         self.index.reserve(more)
 
@@ -50,10 +60,42 @@ class _Generation:
         """Set counts of keys, whose slots are known or -1."""
         new = slots < 0
         made = np.arange(len(self), len(self) + int(new.sum()), dtype=np.int64)
+        self.keys.reserve(len(self) + made.size)
         self.counts.reserve(len(self) + made.size)
         self.index.insert(keys[new], made)
+        self.keys.array[made] = keys[new]
         slots[new] = made
         self.counts.array[slots] = counts
+
+
+class Counted:
+    """Keys of both generations as they are at one moment. Their counts, 8 MB at most, are copied;
+    the keys are read later, since one that has come stays where it is."""
+
+    def __init__(self, generations: Sequence[_Generation]) -> None:
+        self._generations = generations
+        self._counts = [each.counts.array[: len(each)].copy() for each in generations]
+        self._keys = [np.empty(counts.size, np.int64) for counts in self._counts]
+        self._read = [0, 0]
+
+    def read(self, limit: int) -> bool:
+        """Copy some of the keys; whether there are more. Then `entries` are not known yet."""
+        for number, generation in enumerate(self._generations):
+            keys, begin = self._keys[number], self._read[number]
+            if begin < keys.size:
+                part = slice(begin, min(begin + limit, keys.size))
+                keys[part] = generation.keys.array[part]
+                self._read[number] = part.stop
+                return True
+        return False
+
+    def entries(self) -> Waiting:
+        """Keys with their counts, the young ones and the old ones, each in the order in which they
+        came."""
+        while self.read(CANDIDATES_MAX):
+            pass
+        (young, old), (new, late) = self._keys, self._counts
+        return (young, new), (old, late)
 
 
 class Candidates:
@@ -75,6 +117,23 @@ class Candidates:
     @property
     def nbytes(self) -> int:
         return self._young.nbytes + self._old.nbytes
+
+    def counted(self) -> Counted:
+        """The keys as they are now."""
+        return Counted((self._young, self._old))
+
+    def restore(self, young: tuple[Keys, Counts], old: tuple[Keys, Counts]) -> None:
+        """Take both generations over, in place of what is there.
+
+        Raises:
+            MemoryError: the system has no memory for them. All counts are as they were.
+        """
+        made = _Generation(), _Generation()
+        for generation, (keys, counts) in zip(made, (young, old), strict=True):
+            generation.reserve(keys.size)
+            slots = np.full(keys.size, -1, np.int64)
+            generation.put(keys, slots, counts.astype(np.int64))
+        self._young, self._old = made
 
     def admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of these keys, each once, a push of them all would give a row. Changes nothing."""

@@ -7,14 +7,16 @@ with their gradients; a read names keys, and the places where their rows go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
-from paramserve.core.shard_sessions import Memory
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.table import parts, routing
+from paramserve.core.table.changes import Changed, RowChanges
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
@@ -22,7 +24,7 @@ from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
 from paramserve.messages import BlockSpec, Gradient, Put, ReadTarget, Scan, TableReport
-from paramserve.rules.base import Hyper, PushInfo, Rule
+from paramserve.rules.base import Hyper, PushInfo, RowRule, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.rows import (
@@ -31,6 +33,7 @@ from paramserve.rules.rows import (
     apply_rows,
     check_rows,
     draft_rows,
+    for_kernels,
     initial_state,
     row_layout,
 )
@@ -38,7 +41,21 @@ from paramserve.rules.rows import (
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
+PLACES_MAX = 1 << 31
+"""Places of rows are int32."""
 
+
+class RowStates(Struct, frozen=True):
+    """What each row of a table has for its rule besides values."""
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    """Elements of each."""
+    counted: bool
+    """Whether it has the count of its updates."""
+
+
+@final
 class KeyedBlock(ShardStorage):
     """The part of a table that one shard holds.
 
@@ -58,17 +75,25 @@ class KeyedBlock(ShardStorage):
         assert spec.table is not None
         super().__init__(spec, rule, attempt)
         self.table = spec.table
+        self.dim = spec.table.dim
+        self._of = f" rows of table {self.names}"
         self.clock = 0
         self.collects = False
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
+        self._ours = cast(RowRule, rule) if is_built_in(rule) else None
+        """Its rule, if that is one with kernels, which needs no guard."""
         with guarded(self._about("cannot start"), rule, (ValueError, TypeError)):
             self.layout = row_layout(rule, self.table.dim, self.table.dtype)
             state = initial_state(rule, self.layout)
+            names = tuple(rule.states(self.hyper))
+        self.states = RowStates(names, self.layout.widths, self.layout.counted)
         stream = stream_of(self.table.seed, spec.group_name)
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
         self.store = RowStore(self.layout, state, options, stream, f"table {self.names}")
+        self.changes: RowChanges | None = None
+        """Since the last checkpoint; None: there was none, nor an attempt."""
         self._bounded = options.lru is not None or options.max_bytes > 0
 
     @property
@@ -76,9 +101,12 @@ class KeyedBlock(ShardStorage):
         """Of all that it holds."""
         return self.store.memory_bytes
 
-    @property
-    def dim(self) -> int:
-        return self.table.dim
+    def begin_checkpoint(self, checkpoint: int) -> Changed:
+        """What has changed since the checkpoint before, as this one is to have it."""
+        if self.changes is None:
+            self.changes = RowChanges()
+            self.store.watchers.append(self.changes)
+        return self.changes.cut(checkpoint)
 
     def report(self) -> TableReport:
         store = self.store
@@ -91,15 +119,14 @@ class KeyedBlock(ShardStorage):
             self.unadmitted,
         )
 
-    def check(self, active: Sequence[int] | None, hyper: Hyper | None) -> None:
+    def _check_hyper(self, rule: Rule, hyper: Hyper) -> None:
         """As `ShardStorage.check`; rows may also lack the count of updates that hyper-parameters
         need."""
-        if hyper is not None and hyper != self._checked and self.rule is not None:
-            about = self._about("failed to check its hyper-parameters")
-            with guarded(about, self.rule, (ValueError, ParamServeError)):
-                self.rule.check(hyper)
-                check_rows(self.rule, self.layout, hyper)
-        super().check(active, hyper)
+        about = self._about("failed to check its hyper-parameters")
+        with guarded(about, rule, (ValueError, ParamServeError)):
+            rule.check(hyper)
+            check_rows(rule, self.layout, hyper)
+        super()._check_hyper(rule, hyper)
 
     def _check_active(self, active: Sequence[int]) -> None:
         raise ShapeMismatch(
@@ -118,19 +145,16 @@ class KeyedBlock(ShardStorage):
         Raises:
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
-        offset = header.offset
-        nbytes = parts.gradient_bytes(header.rows, self.dim) if header.rows >= 0 else -1
-        what = f"gradients of {header.rows} rows of table {self.names}"
-        whole = parts.within(memory.get(header.arena), offset, nbytes, what)
-        return parts.gradient_at(whole, offset, header.rows, self.dim)
+        offset, rows, dim = header.offset, header.rows, self.dim
+        nbytes = parts.gradient_bytes(rows, dim) if rows >= 0 else -1
+        whole = parts.within(
+            memory.get(header.arena), offset, nbytes, "gradients of ", rows, self._of
+        )
+        return parts.gradient_at(whole, offset, rows, dim)
 
-    def finite(self, gradient: RowGradient, active: Sequence[int] | None) -> bool:
-        """Whether all elements are finite numbers."""
-        return bool(compiled().finite(gradient.values.reshape(-1)))
-
-    def below(self, gradient: RowGradient, active: Sequence[int] | None, limit: float) -> bool:
-        """Whether the size of all elements is below a limit."""
-        return bool(compiled().below(gradient.values.reshape(-1), limit))
+    def largest(self, gradient: RowGradient, active: Sequence[int] | None) -> float:
+        """The largest size of an element; inf if one is NaN or Inf."""
+        return float(compiled().largest(gradient.values.reshape(-1)))
 
     def squared_norm(self, gradient: RowGradient) -> float:
         """Sum of the squares of all elements."""
@@ -180,7 +204,10 @@ class KeyedBlock(ShardStorage):
         assert out is None, "rows are read by `read`"
         rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
         self.unadmitted += dropped.size
-        if keys.size:
+        if keys.size and self._ours is not None:
+            chosen = hyper if hyper is not None else self.hyper
+            self._ours.apply_rows(self.store.view(rows, keys), for_kernels(values), chosen, push)
+        elif keys.size:
             self._updated(apply_rows, rows, keys, values, hyper, push)
 
     def _updated(
@@ -275,9 +302,10 @@ class KeyedBlock(ShardStorage):
             return
         assert place.keys is not None
         total = place.keys.total
-        what = f"{total} rows of table {self.names}"
-        parts.within(memory.get(place.arena), place.offset, 4 * self.dim * max(total, 0), what)
-        if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
+        nbytes = 4 * self.dim * total if total > 0 else 0
+        parts.within(memory.get(place.arena), place.offset, nbytes, "", total, self._of)
+        # Of a place below 0, the same bits are a number past all that there may be.
+        if places.size and int(np.maximum.reduce(places.view(np.uint32))) >= min(total, PLACES_MAX):
             raise ShapeMismatch(
                 f"rows of table {self.names} were to go to places {int(places.min())} to "
                 f"{int(places.max())} of {total}",
@@ -291,12 +319,16 @@ class KeyedBlock(ShardStorage):
             raise ShapeMismatch(
                 f"a read of table {self.names} names no keys", fix="name the keys of the rows"
             )
-        what = f"keys of {asked.rows} rows of table {self.names}"
         if asked.arena == 0:
-            whole = parts.within(memory.get(0), asked.offset, parts.padded(8 * asked.rows), what)
+            nbytes = parts.padded(8 * asked.rows)
+            whole = parts.within(
+                memory.get(0), asked.offset, nbytes, "keys of ", asked.rows, self._of
+            )
             return parts.lying(whole, np.int64, asked.rows, asked.offset), None
         nbytes = parts.keys_bytes(asked.rows)
-        whole = parts.within(memory.get(asked.arena), asked.offset, nbytes, what)
+        whole = parts.within(
+            memory.get(asked.arena), asked.offset, nbytes, "keys of ", asked.rows, self._of
+        )
         return parts.keys_at(whole, asked.offset, asked.rows)
 
     def read(self, memory: Memory, place: ReadTarget, inline: Array | None = None) -> None:
@@ -313,7 +345,9 @@ class KeyedBlock(ShardStorage):
         out = inline
         if out is None:
             count = place.keys.total * self.dim
-            out = np.frombuffer(memory[place.arena], np.float32, count, place.offset)
+            whole = memory.get(place.arena)
+            assert whole is not None, "check_place() comes first"
+            out = np.frombuffer(whole, np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
         creates = place.keys.create and not (self.collects and self._bounded)
         purpose = Purpose.PULL if creates else Purpose.READ
@@ -345,8 +379,8 @@ class KeyedBlock(ShardStorage):
             ShapeMismatch: they do not lie there. Nothing was applied.
         """
         nbytes, width = self.records_bytes(message), self._width(message)
-        what = f"{message.rows} whole rows of table {self.names}"
-        whole = parts.within(memory, offset, nbytes, what)
+        of = f" whole rows of table {self.names}"
+        whole = parts.within(memory, offset, nbytes, "", message.rows, of)
         return parts.records_at(whole, offset, message.rows, self.dim, width)
 
     def scan(self, message: Scan, into: Records) -> tuple[int, int]:

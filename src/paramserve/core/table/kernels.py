@@ -24,8 +24,8 @@ from numba import types
 from paramserve.kernel_cache import Kernels
 from paramserve.rules import halves
 from paramserve.rules.base import Array
-from paramserve.rules.intrinsics import prefetch, prefetch_to_write
-from paramserve.rules.kernels import inlined, kernel
+from paramserve.rules.intrinsics import inlined, prefetch, prefetch_to_write
+from paramserve.rules.kernels import kernel
 
 AHEAD = 16
 """Keys whose places are asked for ahead of their use: the work on so many takes longer than memory

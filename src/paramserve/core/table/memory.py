@@ -24,19 +24,19 @@ addresses, not pages."""
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
-def _map(size: int) -> mmap.mmap:
+def _map(size: int, *, small: bool = False) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, size, flags=_FLAGS)
     except (OSError, OverflowError) as refused:
         raise MemoryError(f"a table could not get {size} bytes: {refused}") from refused
-    _advise(memory)
+    _advise(memory, small=small)
     return memory
 
 
-def _advise(memory: mmap.mmap) -> None:
+def _advise(memory: mmap.mmap, *, small: bool = False) -> None:
     if len(memory) >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_NOHUGEPAGE if small else mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages
             return
 
@@ -52,6 +52,16 @@ def zeros(rows: int, columns: int) -> npt.NDArray[np.int64]:
         return np.zeros((rows, columns), np.int64)
     memory = _map(_round_up(rows * columns * 8))
     return np.frombuffer(memory, np.int64, rows * columns).reshape(rows, columns)
+
+
+def sparse(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An array of zeros that is written at a place here and there: on small pages, where a huge one
+    would be cleared for each place. Its pages are there once they are touched."""
+    nbytes = size * np.dtype(dtype).itemsize
+    if nbytes < HUGE_BYTES:
+        return np.zeros(size, dtype)
+    memory = _map(_round_up(nbytes), small=True)
+    return np.frombuffer(memory, dtype, size)
 
 
 class Growing:

@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
+_LAST = ALIGN - 1
+
+
 class RowGradient(NamedTuple):
     """Gradients of some rows of one table."""
 
@@ -94,17 +97,17 @@ def _first_bad(keys: Array, rows: Array, beyond: float) -> tuple[int, float] | N
 
 def padded(nbytes: int) -> int:
     """Bytes that a part takes."""
-    return -(-nbytes // ALIGN) * ALIGN
+    return nbytes + _LAST & -ALIGN
 
 
 def gradient_bytes(rows: int, dim: int) -> int:
     """Of the gradients of some rows: keys and values."""
-    return padded(8 * rows) + padded(4 * rows * dim)
+    return (8 * rows + _LAST & -ALIGN) + (4 * rows * dim + _LAST & -ALIGN)
 
 
 def keys_bytes(rows: int) -> int:
     """Of the keys of a read, and the places that the rows go to."""
-    return padded(8 * rows) + padded(4 * rows)
+    return (8 * rows + _LAST & -ALIGN) + (4 * rows + _LAST & -ALIGN)
 
 
 def records_bytes(rows: int, dim: int, width: int | None) -> int:
@@ -115,15 +118,21 @@ def records_bytes(rows: int, dim: int, width: int | None) -> int:
 
 def gradient_at(memory: Bytes, offset: int, rows: int, dim: int) -> RowGradient:
     """The gradients that lie there, without a copy."""
-    keys = lying(memory, np.int64, rows, offset)
-    values = lying(memory, np.float32, rows * dim, offset + padded(8 * rows))
+    if not rows:  # there may be no memory
+        return RowGradient(np.empty(0, np.int64), np.empty((0, dim), np.float32))
+    keys = np.frombuffer(memory, np.int64, rows, offset)
+    start = offset + (8 * rows + _LAST & -ALIGN)
+    values = np.frombuffer(memory, np.float32, rows * dim, start)
     return RowGradient(keys, values.reshape(rows, dim))
 
 
 def keys_at(memory: Bytes, offset: int, rows: int) -> tuple[Array, Array]:
     """The keys of a read, int64 [rows], and the places, int32 [rows]."""
-    keys = lying(memory, np.int64, rows, offset)
-    return keys, lying(memory, np.int32, rows, offset + padded(8 * rows))
+    if not rows:  # there may be no memory
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    start = offset + (8 * rows + _LAST & -ALIGN)
+    keys = np.frombuffer(memory, np.int64, rows, offset)
+    return keys, np.frombuffer(memory, np.int32, rows, start)
 
 
 def records_at(memory: Bytes, offset: int, rows: int, dim: int, width: int | None) -> Records:
@@ -142,9 +151,11 @@ def lying(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:
     return np.frombuffer(memory, dtype, count, offset) if count else np.empty(0, dtype)
 
 
-def within(memory: Bytes | None, offset: int, nbytes: int, what: str) -> Bytes:
+def within(memory: Bytes | None, offset: int, nbytes: int, what: str, rows: int, of: str) -> Bytes:
     """The memory of a request, if the part lies in it, aligned.
 
+    Args:
+        what, rows, of: for the error, in this order.
     Raises:
         ShapeMismatch: it does not. Nothing was applied.
     """
@@ -153,7 +164,7 @@ def within(memory: Bytes | None, offset: int, nbytes: int, what: str) -> Bytes:
     have = 0 if memory is None else memory.size
     if memory is None or offset < 0 or offset % ALIGN or nbytes < 0 or offset + nbytes > have:
         raise ShapeMismatch(
-            f"{what} need {nbytes} bytes at offset {offset}, but there are {have}",
+            f"{what}{rows}{of} need {nbytes} bytes at offset {offset}, but there are {have}",
             fix="send exactly the rows that are named, at aligned offsets",
         )
     return memory

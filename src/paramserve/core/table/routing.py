@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.table.hashing import own_secret
-from paramserve.core.table.parts import RowGradient, gradient_bytes, keys_bytes, padded
+from paramserve.core.table.parts import RowGradient, gradient_bytes, keys_bytes
+from paramserve.messages import ALIGN
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+Parts = list[list[int]]
+"""Of each shard: how many keys it has, and where its part of some memory begins, in bytes."""
 
 
 @cache
@@ -28,84 +31,58 @@ def routing_kernels() -> ModuleType:
     return kernels
 
 
-def counts_of(keys: Array, shards: int) -> list[int]:
-    """How many of the keys, int64 [n], each shard holds."""
-    if shards == 1:
-        return [keys.size]
-    counts = np.zeros(shards, np.int64)
-    routing_kernels().count_shards(keys, shards, counts)
-    return [int(count) for count in counts]
+def keys_bytes_max(keys: int, shards: int) -> int:
+    """What the parts of a read take at most, however the keys are spread."""
+    return keys_bytes(keys) + 2 * ALIGN * (shards - 1)
+
+
+def gradient_bytes_max(keys: int, dim: int, shards: int) -> int:
+    """What the parts of a gradient take at most, however the keys are spread."""
+    return gradient_bytes(keys, dim) + 2 * ALIGN * (shards - 1)
 
 
 def distinct(keys: Array) -> tuple[Array, Array]:
     """The distinct keys, int64 [d], in the order in which they first come, and the number of each
     key among them, int32 [n]."""
-    keys = np.ascontiguousarray(keys)
+    if not keys.flags.c_contiguous:
+        keys = np.ascontiguousarray(keys)
     size = 64
-    while size < 1.5 * keys.size:
+    while size < 3 * keys.size:
         size *= 2
     found = np.empty(keys.size, np.int64)
     numbers = np.empty(keys.size, np.int32)
-    table = np.full(size, -1, np.int32)
+    table = np.empty(size, np.int32)
     count = routing_kernels().find_distinct(keys, table, found, numbers, own_secret())
     return found[:count], numbers
 
 
-def key_offsets(counts: list[int]) -> tuple[list[int], int]:
-    """Where each shard's keys and places begin, in bytes, and the bytes of all."""
-    return _offsets([keys_bytes(count) for count in counts])
+def lay_keys(keys: Array, shards: int, words: Array) -> Parts:
+    """Write each shard's keys, and the number of each among all, to its part of a memory.
 
-
-def gradient_offsets(counts: list[int], dim: int) -> tuple[list[int], int]:
-    """Where each shard's gradients begin, in bytes, and the bytes of all."""
-    return _offsets([gradient_bytes(count, dim) for count in counts])
-
-
-def _offsets(sizes: list[int]) -> tuple[list[int], int]:
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return offsets[:-1], offsets[-1]
-
-
-def lay_keys(keys: Array, counts: list[int], offsets: list[int], memory: Bytes) -> None:
-    """Write each shard's keys, and the number of each among all, to its part of `memory`."""
-    starts = np.array(offsets, np.int64)
-    places = starts + [padded(8 * count) for count in counts]
-    size = memory.size // 8 * 8
-    routing_kernels().spread_keys(
-        keys, starts // 8, places // 4, memory[:size].view(np.int64), memory[:size].view(np.int32)
-    )
+    Args:
+        words: int64 [m], the memory: at least `keys_bytes_max`.
+    """
+    parts = np.empty((shards, 2), np.int64)
+    routing_kernels().lay_keys(keys, ALIGN, words, parts)
+    return parts.tolist()
 
 
 def lay_gradient(
-    keys: Array,
-    numbers: Array,
-    values: Array,
-    counts: list[int],
-    offsets: list[int],
-    memory: Bytes,
-) -> int:
-    """Write each shard's keys and the sums of their gradients to its part of `memory`.
+    keys: Array, numbers: Array, values: Array, shards: int, words: Array
+) -> tuple[int, Parts]:
+    """Write each shard's keys and the sums of their gradients to its part of a memory.
 
     Args:
-        keys: the distinct ones, int64 [d].
-        numbers: int32 [n]; which key each row of `values` belongs to.
+        keys, numbers: of `distinct`.
         values: float32 [n, dim].
+        words: int64 [m], the memory: at least `gradient_bytes_max`.
     Returns:
-        The number of the first row that holds NaN or Inf, or makes its sum so; or -1.
+        The number of the first row that holds NaN or Inf, or makes its sum so, or -1; and where
+        the parts lie.
     """
-    starts = np.array(offsets, np.int64)
-    rows = starts + [padded(8 * count) for count in counts]
-    targets = np.empty(keys.size, np.int64)
-    size = memory.size // 8 * 8
-    kernels = routing_kernels()
-    kernels.spread_targets(
-        keys, starts // 8, rows // 4, values.shape[1], memory[:size].view(np.int64), targets
-    )
-    seen = np.zeros(keys.size, np.uint8)
-    flat = memory[:size].view(np.float32)
-    return int(kernels.add_rows(values, numbers, targets, flat, seen, True))
+    parts = np.empty((shards, 2), np.int64)
+    bad = routing_kernels().lay_gradient(keys, numbers, values, ALIGN, words, parts)
+    return bad, parts.tolist()
 
 
 def summed(keys: Array, values: Array) -> RowGradient:
@@ -119,6 +96,5 @@ def summed(keys: Array, values: Array) -> RowGradient:
     dim = values.shape[1]
     out = np.empty(found.size * dim, np.float32)
     targets = np.arange(found.size, dtype=np.int64) * dim
-    seen = np.zeros(found.size, np.uint8)
-    routing_kernels().add_rows(values, numbers, targets, out, seen, False)
+    routing_kernels().add_rows(values, numbers, targets, out, False)
     return RowGradient(found, out.reshape(-1, dim))

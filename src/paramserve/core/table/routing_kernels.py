@@ -2,41 +2,84 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 
 from paramserve.core.table.kernels import INT, KEYS, hidden_hash, mix
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.intrinsics import LINE, borrowed, fence, stream_row, streaming_pays
+from paramserve.rules.intrinsics import (
+    LINE,
+    borrowed,
+    fence,
+    inlined,
+    prefetch_to_write,
+    stream_row,
+    streaming_pays,
+)
 from paramserve.rules.kernels import kernel
 
 FEW = 8
 """One repeated row in so many, at most: such a row is read again soon after it was streamed."""
+BLOCK = 64
+"""Keys whose places are asked for together."""
+NUMBER_BYTES = 4
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
 
-@kernel
-def count_shards(keys: Array, shards: int, counts: Array) -> None:
-    """Add to `counts` [shards] how many of the keys each shard holds."""
-    many = np.uint64(shards)
-    for i in range(keys.size):
-        counts[((mix(keys[i]) & LOW) * many) >> HALF] += 1
+@inlined
+def shard_of(key: Any, shards: Any) -> Any:
+    """The shard that holds a key, as `hashing.shard_of` says."""
+    return np.intp(((mix(key) & LOW) * np.uint64(shards)) >> HALF)
 
 
-@kernel
-def spread_keys(keys: Array, starts: Array, places: Array, words: Array, halves: Array) -> None:
-    """Write each key, and its number among all, to its shard's part of a memory.
+@inlined
+def padded(nbytes: int, align: int) -> int:
+    """Bytes that so many take where each part is a multiple of `align`."""
+    return -(-nbytes // align) * align
+
+
+@inlined
+def lay_parts(keys: Array, row_bytes: int, align: int, parts: Array) -> tuple[Array, Array]:
+    """Parts that lie one after the other: each shard's keys, and then so many bytes for each.
 
     Args:
-        starts: int64 [shards], where the parts of the keys begin, in words of 8 bytes; counted up.
-        places: int64 [shards], the same of the numbers, in words of 4 bytes.
-        words, halves: the memory as int64 and as int32.
+        parts: as for `lay_keys`.
+    Returns:
+        Where each shard's keys begin, in words of 8 bytes, and where the rest of its part does, in
+        words of 4 bytes: int64 [shards].
     """
-    many = np.uint64(starts.size)
+    shards = parts.shape[0]
+    starts, rest = np.empty(shards, np.int64), np.empty(shards, np.int64)
+    parts[:, 0] = 0
     for i in range(keys.size):
-        shard = ((mix(keys[i]) & LOW) * many) >> HALF
+        parts[shard_of(keys[i], shards), 0] += 1
+    at = 0
+    for shard in range(shards):
+        parts[shard, 1], starts[shard] = at, at // 8
+        at += padded(8 * parts[shard, 0], align)
+        rest[shard] = at // 4
+        at += padded(row_bytes * parts[shard, 0], align)
+    return starts, rest
+
+
+@kernel
+def lay_keys(keys: Array, align: int, words: Array, parts: Array) -> None:
+    """Write each shard's keys, and the number of each among all, to its part of a memory.
+
+    Args:
+        align: each part, and what follows the keys in it, begins at a multiple of so many bytes.
+        words: the memory as int64 [m], with room for them.
+        parts: int64 [shards, 2], gets how many keys each shard has, and where its part begins, in
+            bytes.
+    """
+    halves = words.view(np.int32)
+    starts, places = lay_parts(keys, 4, align, parts)
+    for i in range(keys.size):
+        shard = shard_of(keys[i], starts.size)
         words[starts[shard]] = keys[i]
         halves[places[shard]] = i
         starts[shard] += 1
@@ -44,23 +87,29 @@ def spread_keys(keys: Array, starts: Array, places: Array, words: Array, halves:
 
 
 @kernel
-def spread_targets(
-    keys: Array, starts: Array, rows: Array, dim: int, words: Array, targets: Array
-) -> None:
-    """Write each key to its shard's part of a memory, and say where its row is to go.
+def lay_gradient(
+    keys: Array, numbers: Array, values: Array, align: int, words: Array, parts: Array
+) -> int:
+    """Write each shard's keys and the sums of their gradients to its part of a memory.
 
     Args:
-        starts: as for `spread_keys`.
-        rows: int64 [shards], where the parts of the rows begin, in words of 4 bytes; counted up.
-        targets: int64 [n], for the place of each key's row, in the same words.
+        keys: the distinct ones, int64 [d], in the order in which they first come.
+        numbers: int32 [n], which key each row belongs to.
+        values: float32 [n, dim].
+        align, words, parts: as for `lay_keys`; another process reads this memory.
+    Returns:
+        As `add_rows`.
     """
-    many = np.uint64(starts.size)
+    dim = values.shape[1]
+    starts, rows = lay_parts(keys, 4 * dim, align, parts)
+    targets = np.empty(keys.size, np.int64)
     for i in range(keys.size):
-        shard = ((mix(keys[i]) & LOW) * many) >> HALF
+        shard = shard_of(keys[i], starts.size)
         words[starts[shard]] = keys[i]
         targets[i] = rows[shard]
         starts[shard] += 1
         rows[shard] += dim
+    return sum_rows(values, numbers, targets, words.view(np.float32), True)
 
 
 @kernel
@@ -69,74 +118,65 @@ def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array, se
 
     Args:
         keys: int64 [n].
-        table: int32 [a power of two above 1.5 n], all -1.
+        table: int32 [a power of two above 3 n], overwritten.
         distinct: int64 [n], for the distinct keys.
         numbers: int32 [n], for the number of each key.
         secret: of this process; nothing that is written depends on it but `table`.
     Returns:
         How many are distinct.
     """
-    mask = np.uint64(table.size - 1)
+    table[:] = -1
+    base, mask = table.ctypes.data, np.uint64(table.size - 1)
+    homes = np.empty(BLOCK, np.intp)
     count = 0
-    for i in range(keys.size):
-        key = keys[i]
-        at = (hidden_hash(key, secret) >> HALF) & mask
-        while True:
+    for begin in range(0, keys.size, BLOCK):
+        some = keys[begin : begin + BLOCK]
+        for i in range(some.size):  # apart from what follows, so that it is vectorised
+            homes[i] = (hidden_hash(some[i], secret) >> HALF) & mask
+        for i in range(some.size):
+            prefetch_to_write(base + homes[i] * NUMBER_BYTES)
+        for i in range(some.size):
+            key, at = some[i], homes[i]
             number = table[at]
+            while number >= 0 and distinct[number] != key:
+                at = np.intp((at + 1) & mask)
+                number = table[at]
             if number < 0:
-                table[at] = count
+                number = np.int32(count)
+                table[at] = number
                 distinct[count] = key
-                numbers[i] = count
                 count += 1
-                break
-            if distinct[number] == key:
-                numbers[i] = number
-                break
-            at = (at + np.uint64(1)) & mask
+            numbers[begin + i] = number
     return count
 
 
-@kernel
-def add_rows(
-    values: Array, numbers: Array, targets: Array, out: Array, seen: Array, elsewhere: bool
-) -> int:
-    """Sum rows into their targets, in order, and look for what is not finite.
-
-    Args:
-        values: float32 [n, dim].
-        numbers: int32 [n], which distinct key each row belongs to.
-        targets: int64 [distinct], the element of `out` where each one's sum begins.
-        out: float32 [m].
-        seen: uint8 [distinct], all 0.
-        elsewhere: whether another process reads `out`.
-    Returns:
-        The number of the first row that holds NaN or Inf, or -1.
-    """
+@inlined
+def sum_rows(values: Array, numbers: Array, targets: Array, out: Array, elsewhere: bool) -> int:
+    """As `add_rows`."""
     values, out = borrowed(values), borrowed(out)
     base, there, row_bytes = values.ctypes.data, out.ctypes.data, values.shape[1] * 4
     few = values.shape[0] - targets.size <= values.shape[0] // FEW
     streamed = elsewhere and few and streaming_pays(there, row_bytes, targets.size)
-    bad = -1
+    bad, begun = -1, 0
     for i in range(values.shape[0]):
         number = numbers[i]
         source = values[i]
         target = out[targets[number] : targets[number] + source.size]
         to = there + targets[number] * 4
         good = True
-        if seen[number]:
+        if number < begun:
             for j in range(source.size):
                 target[j] += source[j]
                 good &= abs(target[j]) < np.inf
         elif streamed and to % LINE == 0:
-            seen[number] = 1
             stream_row(base + i * row_bytes, to, row_bytes)
             for j in range(source.size):
                 good &= abs(source[j]) < np.inf
         else:
-            seen[number] = 1
             for j in range(source.size):
                 target[j] = source[j]
                 good &= abs(source[j]) < np.inf
+        begun = max(begun, number + 1)
         if not good and bad < 0:
             bad = i
     if streamed:
@@ -144,15 +184,31 @@ def add_rows(
     return bad
 
 
+@kernel
+def add_rows(values: Array, numbers: Array, targets: Array, out: Array, elsewhere: bool) -> int:
+    """Sum rows into their targets, in order, and look for what is not finite.
+
+    Args:
+        values: float32 [n, dim].
+        numbers: int32 [n], which distinct key each row belongs to: numbered in the order in which
+            they first come.
+        targets: int64 [distinct], the element of `out` where each one's sum begins.
+        out: float32 [m].
+        elsewhere: whether another process reads `out`.
+    Returns:
+        The number of the first row that holds NaN or Inf, or makes its sum so; or -1.
+    """
+    return sum_rows(values, numbers, targets, out, elsewhere)
+
+
 _NUMBERS = types.Array(types.int32, 1, "C")
+_PARTS = types.Array(types.int64, 2, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
 _ROWS = types.Array(types.float32, 2, "C")
-_SEEN = types.Array(types.uint8, 1, "C")
 KERNELS: Kernels = {
-    count_shards: (KEYS, INT, KEYS),
-    spread_keys: (KEYS, KEYS, KEYS, KEYS, _NUMBERS),
-    spread_targets: (KEYS, KEYS, KEYS, INT, KEYS, KEYS),
+    lay_keys: (KEYS, INT, KEYS, _PARTS),
+    lay_gradient: (KEYS, _NUMBERS, _ROWS, INT, KEYS, _PARTS),
     find_distinct: (KEYS, _NUMBERS, KEYS, _NUMBERS, INT),
-    add_rows: (_ROWS, _NUMBERS, KEYS, _FLOATS, _SEEN, types.boolean),
+    add_rows: (_ROWS, _NUMBERS, KEYS, _FLOATS, types.boolean),
 }
 """All of them, compiled for these arguments."""

@@ -19,8 +19,16 @@ from paramserve.kernel_cache import Kernels
 from paramserve.rules import halves
 from paramserve.rules.base import Array
 from paramserve.rules.halves import BFLOAT16, GOLDEN, round_bfloat16, round_float16
-from paramserve.rules.intrinsics import LINE, borrowed, fence, prefetch, stream_row, streaming_pays
-from paramserve.rules.kernels import inlined, kernel
+from paramserve.rules.intrinsics import (
+    LINE,
+    borrowed,
+    fence,
+    inlined,
+    prefetch,
+    stream_row,
+    streaming_pays,
+)
+from paramserve.rules.kernels import kernel
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 """What `draw` draws."""

@@ -7,13 +7,13 @@ who may ask for what the block's.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.table.admission import BYTES_MAX as CANDIDATE_BYTES_MAX
-from paramserve.core.table.admission import CANDIDATES_MAX, Candidates
+from paramserve.core.table.admission import CANDIDATES_MAX, Candidates, Counted, Waiting
 from paramserve.core.table.compiled import index_kernels, row_kernels, use_kernels
 from paramserve.core.table.hashing import Keys
 from paramserve.core.table.index import KEY_BYTES_MAX, PLACES, Index
@@ -89,6 +89,22 @@ class Taken(NamedTuple):
     """Of a PUSH or DRAFT: keys, counted as often as they stand there, that have no row."""
 
 
+class RowWatcher(Protocol):
+    """Is told what happens to rows, for cuts and checkpoints."""
+
+    def before(self, rows: Keys) -> None:
+        """These rows, none of them -1, are about to change."""
+
+    def used(self, rows: Keys) -> None:
+        """These rows, -1 left out, are about to be used, where the table keeps the order of use."""
+
+    def made(self, rows: Keys) -> None:
+        """These rows, which no key has, are about to be given to new keys."""
+
+    def gone(self, rows: Keys, keys: Keys) -> None:
+        """These rows, of these keys, were evicted."""
+
+
 class RowStore:
     """Rows by key.
 
@@ -121,6 +137,8 @@ class RowStore:
         self.options = options
         self.stream = stream
         self._name = name
+        self.watchers: list[RowWatcher] = []
+        """For cuts and checkpoints."""
         self.created = self.evicted = 0
         self._state = np.ascontiguousarray(state, np.float32)
         self._drawing = drawing(options.init, stream, layout.dim)
@@ -187,7 +205,7 @@ class RowStore:
             TableFull: there is no room for the rows to create, or the system has no memory for
                 them. Nothing was changed.
         """
-        self._clock = max(self._clock, clock)
+        self._clock = max(self._clock, min(clock, CLOCK_MAX))
         self._index.move(keys.size)
         rows = np.empty(keys.size, np.int64)
         absent = self._find(keys, rows)
@@ -197,6 +215,8 @@ class RowStore:
             created, absent = self._create(keys, rows, absent, purpose)
             dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
         elif self._use is not None and purpose is not Purpose.READ:
+            for each in self.watchers:
+                each.used(rows)
             self._use.touch(rows, self._clock)
         self.created += created
         return Taken(rows, created, dropped)
@@ -241,6 +261,8 @@ class RowStore:
         except MemoryError:
             raise self._no_memory(absent) from None
         if self._use is not None:
+            for each in self.watchers:
+                each.used(rows)
             self._use.touch(rows, self._clock)
             self._evict(self._use.oldest(over))
         if self._candidates is not None and admitted is not None:
@@ -317,6 +339,8 @@ class RowStore:
         rows = np.arange(self._begun - again, self._begun - again + keys.size, dtype=np.int64)
         if again:
             rows[:again] = self._free.array[self._free_rows - again : self._free_rows][::-1]
+        for each in self.watchers:
+            each.made(rows)
         self._index.insert(keys, rows)
         self._free_rows -= again
         self._begun += keys.size - again
@@ -339,6 +363,8 @@ class RowStore:
         self._free_rows = end
         self._free_most = max(self._free_most, end)
         self.evicted += rows.size
+        for each in self.watchers:
+            each.gone(rows, keys)
 
     # --- what is in them -----------------------------------------------------------------------
 
@@ -348,6 +374,8 @@ class RowStore:
 
     def view(self, rows: Keys, keys: Keys) -> RowView:
         """Rows, distinct and none of them -1, for a rule. Good until the next `take`."""
+        if self.watchers:
+            self._save(rows)
         return RowView(self._rows.array, self._words(), self.layout, rows, keys, self.stream)
 
     def read(self, rows: Keys, keys: Keys, out: Floats, positions: Positions | None = None) -> None:
@@ -391,6 +419,8 @@ class RowStore:
             state: float32 [n, state_words]; None: it stays as it is.
             counts: uint32 [n]; None: they stay. Ignored where rows keep none.
         """
+        if self.watchers:
+            self._save(rows)
         floats, words, layout = self._rows.array, self._words(), self.layout
         scatter = row_kernels().scatter
         scatter(floats, words, layout.half, 0, rows, values, layout.half > 0)
@@ -398,6 +428,89 @@ class RowStore:
             scatter(floats, words, 0, layout.value_words, rows, state, False)
         if counts is not None and layout.counted:
             words[rows, layout.count_at] = counts
+
+    def _save(self, rows: Keys) -> None:
+        for each in self.watchers:
+            each.before(rows)
+
+    # --- for a cut -----------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """Row numbers that have been given out."""
+        return self._begun
+
+    def free(self, begin: int, end: int) -> Keys:
+        """Some of those that no key has, by their place among them. A row keeps its place until it
+        is given to a key."""
+        found: Keys = self._free.array[begin : min(end, self._free_rows)].copy()
+        return found
+
+    def raw(self, rows: Keys, out: Floats) -> None:
+        """Write rows, none of them -1, as they lie in memory to `out`, [n, layout.words]."""
+        row_kernels().gather(self._rows.array, rows, self.layout.words, EVERYWHERE, out)
+
+    def write_raw(self, rows: Keys, raw: Floats) -> None:
+        """Overwrite rows, none of them -1, by what `raw` gave."""
+        if self.watchers:
+            self._save(rows)
+        row_kernels().scatter(self._rows.array, self._words(), 0, 0, rows, raw, False)
+
+    @property
+    def orders_use(self) -> bool:
+        """Whether it knows when its rows were used: it lets some go."""
+        return self._use is not None
+
+    def uses(self, rows: Keys) -> Keys:
+        """When rows, none of them -1, were used last: numbers that only grow (`clocks_of`)."""
+        assert self._use is not None
+        return self._use.numbers(rows)
+
+    @property
+    def clock(self) -> int:
+        """The latest one so far, from which a TTL counts."""
+        return self._clock
+
+    def candidates(self) -> Counted | None:
+        """Keys that wait for admission; None: every key gets a row."""
+        return None if self._candidates is None else self._candidates.counted()
+
+    def restore(
+        self,
+        clock: int,
+        created: int,
+        evicted: int,
+        candidates: Waiting | None,
+    ) -> None:
+        """Take over what is not in the rows, of a store whose rows were `put_new` before."""
+        self._clock, self.created, self.evicted = clock, created, evicted
+        if self._candidates is not None and candidates is not None:
+            self._candidates.restore(*candidates)
+
+    def put_new(self, keys: Keys) -> Keys:
+        """Rows for keys that have none.
+
+        Raises:
+            TableFull: the system has no memory for them. Nothing was changed.
+        """
+        try:
+            self._reserve(keys.size, 0)
+        except MemoryError:
+            raise self._no_memory(keys.size) from None
+        return self._new_rows(keys)
+
+    def set_uses(self, keys: Keys, clocks: Keys) -> None:
+        """Say when the rows of all keys were used last, that first whose use is longest ago."""
+        if self._use is not None:
+            rows = np.empty(keys.size, np.int64)
+            self._index.find(keys, rows)
+            self._use.touch(rows, 0)
+            self._use.set_clocks(rows, clocks)
+
+    def keys_of(self, rows: Keys) -> Keys:
+        """The keys of rows, none of them -1."""
+        keys: Keys = self._keys.array[rows]
+        return keys
 
     def scan(self, cursor: int, limit: int) -> tuple[Keys, Keys, int]:
         """Some rows that are there: keys, rows and the cursor to go on from, -1 at the end.
@@ -423,18 +536,33 @@ def _candidates_max(options: TableOptions) -> int:
     return max(1, min(CANDIDATES_MAX, options.max_bytes // CANDIDATES_SHARE // CANDIDATE_BYTES_MAX))
 
 
+USES_OF_A_CLOCK = 28
+"""Bits. Past so many uses in one clock, further ones count as of the next clock."""
+CLOCK_MAX = (1 << 63 - USES_OF_A_CLOCK) - 1
+"""Later ones count as this one."""
 EVER = np.iinfo(np.int64).max
-"""A clock after all others."""
+"""A use after all others."""
+
+
+def clocks_of(uses: Keys) -> Keys:
+    """The clocks of uses."""
+    return uses >> USES_OF_A_CLOCK
 
 
 class UseOrder:
-    """The rows of a table in the order of their last use. Within a request: that of its keys."""
+    """The rows of a table in the order of their last use. Within a request: that of its keys.
+
+    Each use has a number, which is higher than those before and has the clock in its upper bits. So
+    a row's number says all about its place in the order, without the other rows.
+    """
 
     row_bytes = 24
 
     def __init__(self) -> None:
         self._links = Growing(3, np.int64)
         self._ends = np.full(2, -1, np.int64)
+        self._next = 1
+        """The least number of the next use."""
 
     def reserve(self, rows: int) -> None:
         """Have room for row numbers below `rows`."""
@@ -442,23 +570,42 @@ class UseOrder:
 
     def add(self, rows: Keys, clock: int) -> None:
         """Put new rows in front."""
-        use_kernels().add(self._links.array, self._ends, rows, clock)
+        first = max(self._next, clock << USES_OF_A_CLOCK)
+        self._next = first + rows.size
+        use_kernels().add(self._links.array, self._ends, rows, first)
 
     def touch(self, rows: Keys, clock: int) -> None:
         """Move rows to the front; -1 is left out."""
-        use_kernels().touch(self._links.array, self._ends, rows, clock)
+        first = max(self._next, clock << USES_OF_A_CLOCK)
+        self._next = first + rows.size
+        use_kernels().touch(self._links.array, self._ends, rows, first)
 
-    def oldest(self, limit: int, before: int = EVER) -> Keys:
+    def oldest(self, limit: int, before: int | None = None) -> Keys:
         """At most `limit` rows last used before a clock, the oldest first. They stay."""
         taken = np.empty(limit, np.int64)
-        found = use_kernels().oldest(self._links.array, self._ends, before, taken)
+        end = EVER if before is None else before << USES_OF_A_CLOCK
+        found = use_kernels().oldest(self._links.array, self._ends, end, taken)
         return taken[:found]
 
     def used_before(self, rows: Keys, clock: int) -> Keys:
         """Those of `rows` (-1 is left out) that were last used before a clock, each once."""
         there = np.unique(rows[rows >= 0])
-        late: Keys = there[self._links.array[there, 2] < clock]
+        late: Keys = there[self._links.array[there, 2] < clock << USES_OF_A_CLOCK]
         return late
 
+    def numbers(self, rows: Keys) -> Keys:
+        """Of the last use of rows."""
+        found: Keys = self._links.array[rows, 2]
+        return found
+
+    def set_clocks(self, rows: Keys, clocks: Keys) -> None:
+        """Say when all rows were used last; they are given in their order, which stays."""
+        place = np.arange(rows.size)
+        first = clocks << USES_OF_A_CLOCK
+        numbers = np.maximum.accumulate(first - place) + place + 1
+        self._links.array[rows, 2] = numbers
+        self._next = int(numbers.max(initial=0)) + 1
+
     def drop(self, rows: Keys) -> None:
+        """Take rows out of the order; their numbers stay until they are added again."""
         use_kernels().drop(self._links.array, self._ends, rows)

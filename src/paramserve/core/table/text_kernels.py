@@ -15,7 +15,8 @@ from numba import types
 from paramserve.core.table.kernels import INT, KEYS
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.kernels import inlined, kernel
+from paramserve.rules.intrinsics import inlined
+from paramserve.rules.kernels import kernel
 
 PRIME1 = np.uint64(0x9E3779B185EBCA87)
 PRIME2 = np.uint64(0xC2B2AE3D27D4EB4F)

@@ -1,7 +1,7 @@
 """Loops over the order of use of a table's rows, compiled by Numba: import this lazily.
 
-The order is a doubly linked list: `links` is int64 [capacity, 3] of (newer row, older row, clock of
-the last use), `ends` int64 [2] of (newest row, oldest row); -1 stands for none.
+The order is a doubly linked list: `links` is int64 [capacity, 3] of (newer row, older row, number
+of the last use), `ends` int64 [2] of (newest row, oldest row); -1 stands for none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paramserve.rules.base import Array
 from paramserve.rules.intrinsics import prefetch
 from paramserve.rules.kernels import kernel
 
-NEWER, OLDER, CLOCK = 0, 1, 2
+NEWER, OLDER, USE = 0, 1, 2
 NEWEST, OLDEST = 0, 1
 LINK_BYTES = 24
 AHEAD = 16
@@ -35,12 +35,12 @@ def unlink(links: Array, ends: Array, row: int) -> None:
 
 
 @kernel
-def link(links: Array, ends: Array, row: int, clock: int) -> None:
+def link(links: Array, ends: Array, row: int, use: int) -> None:
     """Put a row in front, as the newest."""
     newest = ends[NEWEST]
     links[row, NEWER] = -1
     links[row, OLDER] = newest
-    links[row, CLOCK] = clock
+    links[row, USE] = use
     if newest < 0:
         ends[OLDEST] = row
     else:
@@ -49,28 +49,30 @@ def link(links: Array, ends: Array, row: int, clock: int) -> None:
 
 
 @kernel
-def add(links: Array, ends: Array, rows: Array, clock: int) -> None:
-    """Put rows that are not in the list in front of it, in their order."""
+def add(links: Array, ends: Array, rows: Array, first: int) -> None:
+    """Put rows that are not in the list in front of it, in their order, with uses from `first`
+    on."""
     for i in range(rows.size):
-        link(links, ends, rows[i], clock)
+        link(links, ends, rows[i], first + i)
 
 
 @kernel
-def touch(links: Array, ends: Array, rows: Array, clock: int) -> None:
-    """Move rows of the list to its front, in their order; -1 is left out."""
+def touch(links: Array, ends: Array, rows: Array, first: int) -> None:
+    """Move rows of the list to its front, in their order, with uses from `first` on; -1 is left
+    out."""
     for i in range(rows.size):
         if i + AHEAD < rows.size and rows[i + AHEAD] >= 0:
             prefetch(np.uint64(links.ctypes.data + rows[i + AHEAD] * LINK_BYTES))
         if rows[i] >= 0:
             unlink(links, ends, rows[i])
-            link(links, ends, rows[i], clock)
+            link(links, ends, rows[i], first + i)
 
 
 @kernel
 def oldest(links: Array, ends: Array, before: int, taken: Array) -> int:
-    """Write rows last used before a clock to `taken`, the oldest first, until it is full."""
+    """Write rows last used before a use to `taken`, the oldest first, until it is full."""
     row, n = ends[OLDEST], 0
-    while n < taken.size and row >= 0 and links[row, CLOCK] < before:
+    while n < taken.size and row >= 0 and links[row, USE] < before:
         taken[n] = row
         n += 1
         row = links[row, NEWER]

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -154,9 +155,15 @@ RETRY_S = 0.1
 def import_ray() -> ModuleType:
     """The module ray.
 
+    Where it is imported here first, it shows the lines of all workers: by default it merges those
+    of several that differ in digits only, and holds them back for 5 s. It reads that setting when
+    it is imported, so a program that has imported it before has set it, or not.
+
     Raises:
         ParamServeError: it is not installed, or too old.
     """
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         import ray
     except ImportError as error:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from paramserve.config import TLS, check_number, check_tls
 from paramserve.engine.names import check_name
@@ -51,6 +51,7 @@ class OnRay:
         TypeError, ValueError: a setting that means nothing.
     """
 
+    reads_refs: ClassVar[bool] = True
     address: str | None = None
     _: KW_ONLY
     servers: Servers = "pack"

@@ -15,7 +15,7 @@ import msgspec
 
 from paramserve.engine.base import Ended, Event, Failure, Reported, Role
 from paramserve.engine.child import Package
-from paramserve.engine.hosting import Heard, Host
+from paramserve.engine.hosting import Heard, Host, silence_stops
 from paramserve.engine.on_ray.control import CONTROL_S, LOOK_S, RETRY_S, bounded, kill_actor
 from paramserve.engine.on_ray.room import Place, what_there_is
 from paramserve.engine.placing import Needs
@@ -35,6 +35,7 @@ class Actor(Host):
         node = ray.get_runtime_context().get_node_id()
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray's
         super().__init__(name, address, node)
+        silence_stops()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paramserve.engine.on_ray.control import LOOK_S, bounded, import_ray
 from paramserve.engine.placing import (
+    FEWER,
     LEAST_CPU,
     Group,
     Needs,
@@ -109,8 +110,9 @@ def reserve(
                     raise CannotPlace(
                         f"the Ray cluster did not make room for {describe(groups)} within "
                         f"{place_s:g} s. {what_there_is()}",
-                        fix="ask for less (ps.OnRay(server=ps.Needs(...), ...)), add nodes, end "
-                        "what else runs there, or raise place_s where nodes are being added",
+                        fix=f"ask for less (ps.OnRay(server=ps.Needs(...), ...)), {FEWER}, add "
+                        "nodes, end what else runs there, or raise place_s where nodes are being "
+                        "added",
                     )
             if not group.apart:
                 others |= set(_table(made)["bundles_to_node_id"].values())

@@ -106,6 +106,46 @@ def test_growth_moves_a_bounded_number_of_entries_for_a_request() -> None:
     assert index_module.MOVED_PER_KEY * 10 <= max(moved) < index_module.MOVED_PER_KEY * 10 + chain
 
 
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 400), min_size=10, max_size=60))
+def test_request_that_begins_or_ends_a_growth_moves_no_more_than_its_share(
+    sizes: list[int],
+) -> None:
+    index, begun, passed = Index(), 0, 0
+    move = index_module.index_kernels().move
+
+    def counted(old: Keys, new: Keys, mark: int, least: int, secret: int) -> int:
+        nonlocal passed
+        after = int(move(old, new, mark, least, secret))
+        passed += after - mark
+        return after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module.index_kernels(), "move", counted)
+        for size in sizes:
+            passed = 0
+            index.insert(np.arange(begun, begun + size), np.arange(begun, begun + size))
+            begun += size
+            chains = 500
+            assert passed <= index_module.MOVED_PER_KEY * size + chains
+    assert rows_of(index, np.arange(begun)) == list(range(begun))
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32), st.integers(1, 200), st.integers(200, 3000))
+def test_memory_is_bounded_while_as_many_keys_go_as_come(seed: int, few: int, size: int) -> None:
+    draw = np.random.default_rng(seed)
+    index, there = Index(), np.arange(size)
+    index.insert(there, there)
+    for step in range(1, 60):
+        gone = draw.permutation(size)[:few]
+        index.remove(there[gone].copy())
+        there[gone] = np.arange(gone.size) + 10_000 * step
+        index.insert(there[gone].copy(), gone)
+        assert index.nbytes <= 16 * 16 + KEY_BYTES_MAX * size
+    assert rows_of(index, there) == list(range(size))
+
+
 def test_many_keys_at_once_are_all_there() -> None:
     index = Index()
     index.insert(keys_of(range(10)), keys_of(range(10)))

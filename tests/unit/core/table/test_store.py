@@ -40,7 +40,7 @@ def limits(count: int, ttl: int | None, lru: int | None, max_bytes: int = 0) -> 
     return TableOptions(INIT, admit, evict, max_bytes)
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @example([([0], 0, PUSH), ([0], 0, PUT), ([], 2, READ), ([0], 0, PUSH)], 2, 1, None, False)
 @given(
     REQUESTS,
@@ -80,6 +80,33 @@ def test_rows_are_those_of_a_dict(
         assert len(store) == len(model.used)
         counters = (store.created, store.evicted, dropped)
         assert counters == (model.created, model.evicted, model.dropped)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([None, 250]), st.sampled_from([None, 40]))
+def test_rows_of_a_table_whose_index_has_moved_in_part_are_those_of_a_dict(
+    seed: int, lru: int | None, ttl: int | None
+) -> None:
+    """They are found, evicted, put and scanned at every stage of a growth."""
+    draw = np.random.default_rng(seed)
+    model, moving = Model(ttl=ttl, lru=lru), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "PLACES", 16)
+        patch.setattr(index_module, "MOVED_MIN", 1)
+        store = store_of(limits(1, ttl, lru))
+        for clock in range(60):
+            purpose = (PULL, PUSH, PUT, READ)[draw.integers(4) if clock else 0]
+            keys = draw.integers(0, 1000, 150 if clock == 0 else draw.integers(1, 15)).tolist()
+            model.take(keys, clock, purpose)
+            taken = store.take(keys_of(keys), clock, purpose)
+            if purpose is PUT:
+                values = np.repeat(np.array(keys, np.float32), 3).reshape(-1, 3)
+                store.write(taken.rows, values)
+                assert (read(store, keys) == values).all()
+            moving += store._index._mark > 0
+            store.take(keys_of([-1]), clock, READ)
+            assert contents(store).keys() == model.used.keys()
+    assert moving
 
 
 def change(store: RowStore, keys: list[int], by: float) -> None:
@@ -161,7 +188,7 @@ def test_full_table_refuses_and_stays_as_it_was(purpose: Purpose) -> None:
 
 
 def test_full_table_counts_no_push_that_it_refuses() -> None:
-    store = store_of(limits(3, None, None, 60_000))
+    store = store_of(limits(3, None, None, 64_000))
     filled(store, 3)
     new = np.arange(-50, 0)
     for pushes in range(4):

@@ -10,6 +10,7 @@ from paramserve.compiling import load_routing
 from paramserve.core.table import routing
 from paramserve.core.table.compiled import prepare, row_kernels
 from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.parts import padded
 from paramserve.rules.intrinsics import LINE, STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]
@@ -78,19 +79,18 @@ def test_laid_gradients_are_the_sums_in_order(
     if bad is not None:
         values[bad, dim - 1] = np.nan
     found, numbers = routing.distinct(keys)
-    counts = routing.counts_of(found, 2)
-    offsets, nbytes = routing.gradient_offsets(counts, dim)
-    laid = memory(nbytes + LINE, beside)
+    laid = memory(routing.gradient_bytes_max(found.size, dim, 2) + LINE, beside)
     assert streaming_pays(laid.ctypes.data, dim * 4, found.size) == streamed
-    first = routing.lay_gradient(found, numbers, values, counts, offsets, laid)
+    words = laid[: laid.size // 8 * 8].view(np.int64)
+    first, parts = routing.lay_gradient(found, numbers, values, 2, words)
     assert first == (-1 if bad is None else bad)
     sums = np.zeros((found.size, dim), np.float32)
     np.add.at(sums, numbers, values)
-    for shard, (offset, many) in enumerate(zip(offsets, counts, strict=True)):
+    for shard, (many, offset) in enumerate(parts):
         of_shard = shard_of(found, 2) == shard
         part = laid[offset:]
         assert np.array_equal(part[: 8 * many].view(np.int64), found[of_shard])
-        rows = part[routing.padded(8 * many) :][: 4 * many * dim].view(np.float32)
+        rows = part[padded(8 * many) :][: 4 * many * dim].view(np.float32)
         assert np.array_equal(rows.reshape(many, dim), sums[of_shard], equal_nan=True)
 
 
@@ -105,9 +105,8 @@ def test_rows_that_begin_between_lines_are_summed_as_well(elsewhere: bool, twice
     out = memory(4 * count * apart, 0).view(np.float32)
     assert streaming_pays(out.ctypes.data, dim * 4, count)
     targets = np.arange(count) * apart + np.arange(count) % 2  # every second one at a line's begin
-    seen = np.zeros(count, np.uint8)
     add_rows = routing.routing_kernels().add_rows
-    assert add_rows(values, numbers.astype(np.int32), targets, out, seen, elsewhere) == -1
+    assert add_rows(values, numbers.astype(np.int32), targets, out, elsewhere) == -1
     sums = np.zeros((count, dim), np.float32)
     np.add.at(sums, numbers, values)
     found = out[targets[:, None] + np.arange(dim)]

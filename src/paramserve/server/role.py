@@ -1,4 +1,4 @@
-"""The server's process: moves bytes for `core.shard`, which decides everything.
+"""The server's role: moves bytes for `core.shard`, which decides everything.
 
 One connection of a client at a time: a newer one ends the older before its first request is read.
 """
@@ -14,14 +14,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from paramserve.compiling import load_if_compiled, needed
-from paramserve.config import Credentials, ServerConfig
-from paramserve.consistency.registry import Registered, registered
-from paramserve.consistency.registry import build as build_policy
+from paramserve.checkpoint.storage import Storage
+from paramserve.compiling import needed
+from paramserve.config import ServerConfig
 from paramserve.core.events import (
+    CheckpointEnded,
     ClientBye,
     ClientGone,
     ClientHere,
+    CutWanted,
     DeadlineReached,
     Effects,
     Event,
@@ -30,52 +31,54 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
+from paramserve.core.polling import SHARED_S, AdaptivePolling
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
-from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.messages import (
     AskReport,
     Batch,
+    BeginCheckpoint,
     BlockSpec,
     Bye,
+    CheckpointOver,
+    CoordinatorNotice,
+    CutTaken,
+    CutWritten,
     Define,
     Hello,
     Inquire,
     Members,
-    Ok,
     PeerMessage,
-    Reconnect,
-    Register,
     ServerBeat,
+    ServerNotice,
     ShardRequest,
+    Step,
+    WriteCut,
     decoder,
     encode,
 )
-from paramserve.transport.buffers import Buffers
+from paramserve.server.checkpoints import PartWriter
 from paramserve.transport.connection import refusal, take_arenas
-from paramserve.transport.control import ControlLink
 from paramserve.transport.framing import ByteArray
-from paramserve.transport.listener import Connection, Listener, listen
-from paramserve.transport.peers import Dial, PeerLinks, dialer
-from paramserve.transport.tcp import join_place
+from paramserve.transport.listener import Connection, Listener
+from paramserve.transport.peers import Dial, PeerLinks
 from paramserve.transport.timing import Handle, Loop, Pending
+from paramserve.transport.wakeup import leave_core
 
 logger = logging.getLogger("paramserve")
 
-QUICK_S = 200e-6
-"""Requests that follow each other sooner than this are quick succession."""
-SPIN_S = 100e-6
-"""How long the loop then looks for the next one before it sleeps: waking up costs 20 to 60 us on a
-virtual machine, several times what a small step takes."""
-QUICK_TCP_S = 400e-6
-SPIN_TCP_S = 250e-6
-"""The same for a request over TCP."""
-NOTHING = Registered()
+BEAT = AskReport()
+"""What a heartbeat tells, unasked."""
 
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """As `compiling.needed`."""
 
-_decode_client = decoder(ShardRequest | Batch | Inquire | AskReport | Bye).decode
+ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye
+Frame = tuple[Connection, bytes, ByteArray | None]
+"""From where, its header and its payload."""
+
+_decode_client = decoder(ClientMessage).decode
 _decode_peer = decoder(PeerMessage).decode
 
 
@@ -84,11 +87,11 @@ class Control(Protocol):
 
     def fileno(self) -> int: ...
 
-    def notify(self, message: ServerBeat, /, *, waits: bool) -> bool: ...
+    def notify(self, message: CoordinatorNotice, /, *, waits: bool) -> bool: ...
 
     def flush(self) -> bool: ...
 
-    def read_notices(self) -> list[Members]: ...
+    def read_notices(self) -> list[ServerNotice]: ...
 
     def restore(self, *, ended: Callable[[], bool]) -> bool: ...
 
@@ -101,7 +104,9 @@ class ServerRole:
         loop: gives time and timers, and runs what waits in a thread.
         control: the connection to the coordinator; None: there is no coordinator.
         dial: how the other servers are reached.
+        storage: of the run's checkpoints; None: it writes none.
         needed: what has to run before a block can be defined.
+        wake_s: what waking this process costs, in seconds; 0.0: nothing.
     """
 
     def __init__(
@@ -112,7 +117,9 @@ class ServerRole:
         control: Control | None,
         dial: Dial,
         *,
+        storage: Storage | None = None,
         needed: Needed = needed,
+        wake_s: float = 0.0,
     ) -> None:
         self.config = config
         self.shard = shard
@@ -124,18 +131,31 @@ class ServerRole:
         self._parties: dict[Connection, int] = {}
         """By connection, its client; 0: another server; -1: nothing that it sends counts."""
         self._clients: dict[int, Connection] = {}
+        self._memories: dict[Connection, Memory] = {}
+        """What the requests of a client speak of, by connection."""
         self._peers = PeerLinks(config.shard, dial, loop)
         self._timer: Handle | None = None
         self._timer_at = 0.0
-        self._loading: list[tuple[Connection, bytes, ByteArray | None]] | None = None
+        self._loading: list[Frame] | None = None
         """Frames that came while kernels are being compiled, in order."""
         self.ended = asyncio.Event()
         """Set when the coordinator is gone, or when the process is to end."""
         self._last_frame = 0.0
-        self._spinning = False
-        self._spin_s = SPIN_S
+        self._polls = False
+        """Whether the loop is kept from sleeping now."""
+        self._polls_until = 0.0
+        self._shared = False
+        """Whether another process ran on this core while the next frame was polled for."""
+        self._late = False
+        """Whether it ran there until past the time for which this was to poll."""
+        most_s = config.limits.poll_s_max
+        self._polling = {tcp: AdaptivePolling(wake_s, most_s, tcp=tcp) for tcp in (False, True)}
+        """Of waits for the next frame, after one over TCP and after one of this host."""
         self._beating: Handle | None = None
         self._restoring = False
+        self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
+        self._untold: list[CutTaken | CutWritten] = []
+        """What the coordinator has not taken yet."""
         self._oversize_told = False
         self._closed = False
         self._control_fd = -1 if control is None else control.fileno()
@@ -177,6 +197,7 @@ class ServerRole:
             older.close()
         self._parties[conn] = hello.client
         self._clients[hello.client] = conn
+        self._memories[conn] = Memory(conn.arenas)
         self._act(effects)
 
     def _attach(self, conn: Connection, hello: Hello) -> None:
@@ -188,45 +209,66 @@ class ServerRole:
                 fix="connect first",
             )
         take_arenas(main, conn, self.config.limits)
+        self._memories[main].forget()
         self._parties[conn] = -1
 
     def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+        polling = self._polling[conn.kind == "tcp"]
+        wait_s = self._loop.time() - self._last_frame
+        polling.waited(wait_s, polled=self._polls, shared=self._shared, late=self._late)
+        if polling.leaves:
+            leave_core()
+        client = self._parties[conn]
+        requests: tuple[ShardRequest, ...] = ()
         try:
-            self._frame(conn, header, payload)
+            if self._loading is not None:
+                self._loading.append((conn, header, payload))
+            elif client == 0:
+                self._happen(FromShard(_decode_peer(header)))
+            else:
+                message = _decode_client(header)
+                if type(message) is Step:
+                    requests = (message,)
+                else:
+                    requests = self._requests(client, message, (conn, header, payload))
         except UnicodeDecodeError as error:  # msgspec's errors are told by the transport
             raise ProtocolError(
                 f"a header was refused: {error}", fix="run the same version on both sides"
             ) from error
+        for request in requests if client > 0 else ():
+            memory = self._memories[conn] if payload is None else Memory(conn.arenas, payload)
+            if not self._closed:
+                self._act(self.shard.step(Requested(client, request, memory), self._loop.time()))
+        self._last_frame = now = self._loop.time()
+        budget_s = polling.budget_s
+        self._shared = self._late = False
+        self._polls_until = now + budget_s
+        if budget_s and not self._polls:
+            self._polls = True
+            self._loop.call_soon(self._poll)
+
+    def _poll(self) -> None:
+        """Keep the loop from sleeping while the next frame is worth polling for."""
         now = self._loop.time()
-        tcp = conn.kind == "tcp"
-        if now - self._last_frame < (QUICK_TCP_S if tcp else QUICK_S) and not self._spinning:
-            self._spinning = True
-            self._loop.call_soon(self._spin)
-        self._last_frame = now
-        self._spin_s = SPIN_TCP_S if tcp else SPIN_S
+        self._polls = now < self._polls_until
+        if self._polls:
+            os.sched_yield()  # a client may wait for this very core
+            after = self._loop.time()
+            self._shared = self._shared or after - now > SHARED_S
+            self._late = after > self._polls_until + SHARED_S
+            self._loop.call_soon(self._poll)
 
-    def _spin(self) -> None:
-        """Keep the loop from sleeping for a moment, while requests come in quick succession."""
-        self._spinning = self._loop.time() - self._last_frame < self._spin_s
-        if self._spinning:
-            self._loop.call_soon(self._spin)
-
-    def _frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        if self._loading is not None:
-            self._loading.append((conn, header, payload))
-            return
-        client = self._parties[conn]
-        if client == 0:
-            self._happen(FromShard(_decode_peer(header)))
-            return
-        message = _decode_client(header)
+    def _requests(
+        self, client: int, message: ClientMessage, frame: Frame
+    ) -> tuple[ShardRequest, ...]:
+        """The numbered requests of a message; what else a client may send is done."""
+        conn = frame[0]
         if isinstance(message, Define) and not self._ready_for(message):
-            self._loading = [(conn, header, payload)]
-            return
-        if isinstance(message, Inquire):
+            self._loading = [frame]
+        elif isinstance(message, Inquire):
             self._happen(Inquired(client, message))
         elif isinstance(message, AskReport):
-            conn.send(encode(self._report(notes=message.notes)))
+            conn.send(encode(self._report(message)))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
         elif isinstance(message, Batch):
@@ -235,20 +277,14 @@ class ServerRole:
                     "a batch has a definition, which may have to wait for kernels",
                     fix="run the same version on both sides",
                 )
-            for request in message.requests:
-                self._request(conn, client, request, payload)
+            return message.requests
         else:
-            self._request(conn, client, message, payload)
-
-    def _request(
-        self, conn: Connection, client: int, message: ShardRequest, payload: ByteArray | None
-    ) -> None:
-        if client > 0:
-            memory = conn.arenas if payload is None else {**conn.arenas, 0: payload}
-            self._happen(Requested(client, message, memory))
+            return (message,)
+        return ()
 
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn)
+        self._memories.pop(conn, None)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
             self._happen(ClientGone(client))
@@ -262,10 +298,9 @@ class ServerRole:
 
     def _act(self, effects: Effects) -> None:
         for client, answer in effects.replies:
-            connection = self._clients.get(client)
-            if connection is not None:
+            if client in self._clients:
                 payload = () if answer.payload is None else (answer.payload,)
-                connection.send(encode(answer.message), payload)
+                self._clients[client].send(encode(answer.message), payload)
         for shard, message in effects.peers:
             self._peers.send(shard, encode(message))
         for client in effects.drops:
@@ -273,6 +308,8 @@ class ServerRole:
             if connection is not None:
                 logger.warning("client %d broke the order of its requests; cut off", client)
                 connection.close()
+        for each in effects.notices:
+            self._tell(each)
         if effects.deadline is not None:
             self._wake_at(effects.deadline)
 
@@ -373,12 +410,30 @@ class ServerRole:
         self._flush()
         self._notices()  # what the link holds already does not show at the descriptor
 
-    def take_notices(self, notices: list[Members]) -> None:
-        """Memberships that the coordinator has sent."""
-        for members in notices:
-            if members.servers:
-                self._peers.addresses = members.servers
-            self._happen(MembersChanged(members))
+    def take_notices(self, notices: list[ServerNotice]) -> None:
+        """What the coordinator has sent unasked."""
+        for notice in notices:
+            match notice:
+                case Members():
+                    if notice.servers:
+                        self._peers.addresses = notice.servers
+                    self._happen(MembersChanged(notice))
+                case BeginCheckpoint():
+                    self._checkpoints.prepare(notice)
+                case WriteCut():
+                    self._checkpoints.write(notice)
+                case CheckpointOver():
+                    self._checkpoints.over(notice)
+                    self._happen(CheckpointEnded(notice.checkpoint, notice.committed))
+
+    def _take_cut(self, notice: BeginCheckpoint) -> None:
+        self._happen(CutWanted(notice.checkpoint, notice.full))
+
+    def _tell(self, message: CutTaken | CutWritten) -> None:
+        """Tell the coordinator, now or as soon as it takes it."""
+        if self._control is not None:
+            self._untold.append(message)
+            self._flush()
 
     def _beat(self) -> None:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
@@ -397,8 +452,10 @@ class ServerRole:
         self._flush()
 
     def _flush(self) -> None:
-        """Send what the coordinator has not taken of a heartbeat, as soon as it takes it."""
+        """Send what the coordinator has not taken, as soon as it takes it."""
         assert self._control is not None
+        while self._untold and self._control.notify(self._untold[0], waits=False):
+            del self._untold[0]
         taken = self._control.flush()
         fd = self._control.fileno()
         if fd < 0:
@@ -410,20 +467,26 @@ class ServerRole:
         else:
             self._loop.add_writer(fd, self._flush)
 
-    def _report(self, *, notes: bool = False) -> ServerBeat:
+    def _report(self, ask: AskReport = BEAT) -> ServerBeat:
         blocks = self.shard.blocks.values()
         return ServerBeat(
             self.config.shard,
-            self.shard.report(notes=notes),
+            self.shard.report(notes=ask.notes, saved=ask.saved),
             len(self.shard.sessions),
             sum(block.nbytes for block in blocks),
             self.shard.sessions.members_number,
             sum(each.refused for each in self.listeners),
+            self._checkpoints.nbytes,
         )
+
+    def begin_cut(self) -> None:
+        """On the server of shard 0: take a cut of all shards, unless one is under way."""
+        self._happen(CutWanted())
 
     def close(self) -> None:
         """Stop talking with the coordinator, and close the links to other servers."""
         self._closed = True
+        self._checkpoints.close()
         if self._beating is not None:
             self._beating.cancel()
         if self._control is not None:
@@ -431,93 +494,3 @@ class ServerRole:
         if self._timer is not None:
             self._timer.cancel()
         self._peers.close()
-
-
-def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
-    """The decisions of a server that is told this.
-
-    Raises:
-        UnknownRule: the cluster's policy is neither built in nor registered.
-    """
-    return Shard(
-        config.shard,
-        config.servers,
-        config.workers,
-        build_policy(config.consistency, registered.all),
-        limits=config.limits,
-        resend_s=config.deadlines.resend_s,
-        rules=registered.rules,
-        policies=registered.all,
-        allocate=Buffers(config.limits.buffers_bytes_max).take,
-    )
-
-
-def process_role(
-    config: ServerConfig,
-    credentials: Credentials,
-    control: Control | None,
-    registered: Registered = NOTHING,
-) -> ServerRole:
-    """The server of this process: on the running event loop, with sockets to the others."""
-    shard, loop = new_shard(config, registered), asyncio.get_running_loop()
-    return ServerRole(config, shard, loop, control, dialer(config, credentials))
-
-
-async def _serve(boot: Bootstrap, config: ServerConfig) -> None:
-    credentials = boot.credentials
-    control = await asyncio.to_thread(
-        ControlLink.connect,
-        config.coordinator,
-        Hello("register"),
-        credentials=credentials,
-        limits=config.limits,
-        timeout_s=config.deadlines.start_s,
-        lost_s=config.deadlines.lost_s,
-    )
-    role = process_role(config, credentials, control, registered(boot.load() or ()))
-    loop = asyncio.get_running_loop()
-    boot.on_stop(lambda: call_soon(loop, role.ended.set))
-    listeners = await listen(
-        config.directory,
-        f"s{config.shard}",
-        join_place(boot.host, 0) if boot.host else config.tcp_bind,
-        credentials,
-        role,
-        config.limits,
-        advertise=config.advertise,
-        lost_s=config.deadlines.lost_s,
-    )
-    addresses = tuple(listener.address for listener in listeners)
-    role.listeners = listeners
-    try:
-        await register(role, control, addresses)
-        boot.report("ready", msgspec.msgpack.encode(addresses))
-        await role.ended.wait()  # or until the driver is gone
-    finally:
-        for listener in listeners:
-            listener.close()
-        role.close()
-        control.close()
-
-
-async def register(role: ServerRole, control: ControlLink, addresses: tuple[str, ...]) -> None:
-    """Tell the coordinator that a server is up."""
-    call = Register(0, role.config.shard, os.getpid(), addresses)
-    timeout_s = role.config.deadlines.start_s
-    await asyncio.to_thread(control.call, call, Ok, timeout_s=timeout_s)
-    config = role.config
-    identity = Reconnect(
-        0, config.cluster, shard=config.shard, pid=call.pid, addresses=call.addresses
-    )
-    control.identify(identity, config.deadlines)
-    role.take_notices(control.read_notices())
-
-
-def prepare_process() -> None:
-    """Load what a server needs before it is forked; see `engine.prepared`."""
-    load_if_compiled()
-
-
-def main(boot: Bootstrap) -> None:
-    config = msgspec.msgpack.decode(boot.payload, type=ServerConfig)
-    asyncio.run(_serve(boot, config))

@@ -1,0 +1,181 @@
+"""What a worker saves for its next incarnation, and finds of an older one.
+
+A save goes out with the next step that ends a clock, in the same message: an incarnation that goes
+on behind this step finds it, one that takes the step again does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paramserve.checkpoint import plain
+from paramserve.client.connection import Connection
+from paramserve.errors import Overloaded, Timeout
+from paramserve.messages import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved
+
+if TYPE_CHECKING:
+    from paramserve.client.steps import Steps
+
+OWN = "paramserve."
+"""What the names of the library's own saves begin with."""
+BYTES_MAX, NAMES_MAX = SAVED_BYTES_MAX // 2, SAVED_NAMES_MAX // 2
+"""Of what the program saves, and likewise of the library's own."""
+COUNT_BITS = 32
+"""Of a save's number: how many there were before it in its incarnation."""
+
+
+class Saving:
+    """What one worker has saved. The caller of `due` and `told` holds the client's lock.
+
+    Args:
+        steps: tell of it, once something was saved.
+    """
+
+    def __init__(self, connection: Connection, steps: Steps) -> None:
+        self._connection = connection
+        self._steps = steps
+        self._number = connection.incarnation << COUNT_BITS
+        self._asked: dict[str, Callable[[], bytes | None]] = {}
+        """Functions that are asked at each step, by name."""
+        self._waiting: dict[str, Saved] = {}
+        """What no step has told."""
+        self._told: dict[str, Saved] = {}
+        self._older: dict[str, bytes] | None = None
+        """What older incarnations saved; None: the servers were not asked."""
+
+    def save(self, name: str, value: object) -> None:
+        """See `Worker.save`."""
+        self._connection.check()
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"what is saved has a name, a text that is not empty, not {name!r}")
+        if name.startswith(OWN):
+            raise ValueError(f"names that begin with {OWN!r} are the library's own, not {name!r}")
+        if hasattr(value, "state_dict"):
+            raise TypeError(
+                f"worker.save({name!r}) got a {type(value).__qualname__}, which cannot be stored "
+                "without pickling. Applied: no. To fix: give its state_dict, the method, which is "
+                "asked at each step, or what that gives now"
+            )
+        with self._connection.lock:
+            if callable(value):
+                asked = partial(_asked, name, value)
+                self._take(name, asked())
+                self._asked[name] = asked
+            else:
+                self._take(name, _packed(name, value))
+                self._asked.pop(name, None)
+            self._steps.saving = self
+
+    def ask(self, name: str, function: Callable[[], bytes | None]) -> None:
+        """Ask the library's own function for what is to be kept at each step, as long as there is
+        room for it.
+
+        Args:
+            function: gives bytes, or None for what it gave before.
+        """
+        with self._connection.lock:
+            self._asked[OWN + name] = function
+            self._steps.saving = self
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Save what the library itself knows; the next step tells it."""
+        with self._connection.lock:
+            self._take(OWN + name, data)
+            self._steps.saving = self
+
+    def kept(self, name: str) -> bytes:
+        """What was given to `keep` last, here or by an older incarnation; empty: nothing was."""
+        return self.find(OWN + name) or b""
+
+    def asks(self, name: str) -> bool:
+        """Whether what the library's own function gives is kept."""
+        return OWN + name in self._asked
+
+    def _take(self, name: str, data: bytes) -> None:
+        newest = self._waiting.get(name, self._told.get(name))
+        if newest is not None and newest.data == data:
+            return
+        own = name.startswith(OWN)
+        sizes = {key: len(each) for key, each in self._of_older().items()}
+        sizes |= {key: len(each.data) for key, each in {**self._told, **self._waiting}.items()}
+        sizes = {key: size for key, size in sizes.items() if key.startswith(OWN) == own}
+        sizes[name] = len(data)
+        if len(sizes) > NAMES_MAX or sum(sizes.values()) > BYTES_MAX:
+            if not own:
+                raise Overloaded(
+                    f"worker.save({name!r}) of {len(data)} bytes makes {sum(sizes.values())} under "
+                    f"{len(sizes)} names: a worker saves at most {BYTES_MAX} under {NAMES_MAX}",
+                    applied="no",
+                    fix="save what the rest can be made from",
+                )
+            self._asked.pop(name, None)
+            data = b""
+        self._number += 1
+        self._waiting[name] = Saved(name, self._number, data)
+
+    def due(self) -> tuple[Saved, ...]:
+        """What the step that is about to be sent tells. Raises what `save` raises."""
+        for name, function in list(self._asked.items()):
+            data = function()
+            if data is not None:
+                self._take(name, data)
+        return tuple(self._waiting.values())
+
+    def left(self) -> tuple[Saved, ...]:
+        """Values that were saved after the last step. What functions are asked for stays as it was
+        at that step, from where the next incarnation goes on."""
+        return tuple(each for each in self._waiting.values() if each.name not in self._asked)
+
+    def told(self, saved: Iterable[Saved]) -> None:
+        """A step with these is certain to be sent."""
+        for each in saved:
+            self._told[each.name] = each
+            if self._waiting.get(each.name) is each:
+                del self._waiting[each.name]
+
+    def find(self, name: str) -> bytes | None:
+        """The newest that this incarnation or, before it has saved anything under this name, an
+        older one has saved."""
+        with self._connection.lock:
+            newest = self._waiting.get(name, self._told.get(name))
+            return newest.data if newest is not None else self._of_older().get(name)
+
+    def older(self, name: str) -> bytes | None:
+        """What the library's own function of an older incarnation gave last."""
+        with self._connection.lock:
+            return self._of_older().get(OWN + name) or None
+
+    def _of_older(self) -> dict[str, bytes]:
+        """What older incarnations saved, as of the steps that this one goes on behind."""
+        if self._older is None:
+            newest: dict[str, Saved] = {}
+            again = self._connection.incarnation > 1
+            for group, clock in self._steps.resumed.items() if again else ():
+                for value in self._reported(group, clock):
+                    if value.name not in newest or newest[value.name].number < value.number:
+                        newest[value.name] = value
+            self._older = {name: each.data for name, each in newest.items()}
+        return self._older
+
+    def _reported(self, group: str, clock: int) -> list[Saved]:
+        """What each shard has of a group, as of the newest step before a clock."""
+        rank, exchange = self._connection.rank, self._connection.exchange
+        limit_s = self._connection.timeout_s
+        beats = exchange.reports(limit_s, saved=(group, rank, clock))
+        if len(beats) < len(exchange.shards):
+            raise Timeout(
+                f"rank {rank} asked what it had saved: {len(beats)} of "
+                f"{len(exchange.shards)} shards answered in {limit_s:.1f} s",
+                fix="look at the servers, and ask again",
+            )
+        return [each for beat in beats for report in beat.groups for each in report.saved]
+
+
+def _packed(name: str, value: object) -> bytes:
+    return plain.dump(value, f"worker.save({name!r}): state")
+
+
+def _asked(name: str, function: Callable[[], object]) -> bytes:
+    return _packed(name, function())

@@ -1,0 +1,638 @@
+"""A cut of all shards while training goes on: of each client the same requests on every shard.
+
+Every call of a client has the same number on all shards, so a vector {client: number} names one cut
+everywhere. Shard 0 asks all (`CutAsk`); each stops changing anything and says how far every client
+has come (`CutAt`); shard 0 answers with the highest of all (`CutTo`); each shard executes exactly
+what is up to there, keeps its part of the cut (`ShardCut`) and goes on. Synchronous clocks are
+treated alike: the cut lies between two commits, the same two on all shards. Where several groups
+step in one call, it lies between two calls if that needs nothing that is still to come.
+
+All messages may be lost or repeated. A shard that has stopped for `CutAsk.limit_s` goes on by
+itself; the cut is given up then and tried again later, with twice that limit. None is taken while a
+policy changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import structs
+
+from paramserve.config import NO_RANK
+from paramserve.core.cut_parts import ShardCut
+from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
+from paramserve.core.group import GroupMachine
+from paramserve.core.replies import refusal
+from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
+from paramserve.errors import Overloaded, UnknownName
+from paramserve.messages import (
+    Commit,
+    CutAsk,
+    CutAt,
+    CutDone,
+    CutMessage,
+    CutOver,
+    CutTaken,
+    CutTo,
+    Done,
+    PeerMessage,
+    Step,
+)
+
+CUT_LIMIT_S = 0.25
+"""A shard stops for at most this long at the first attempt of a cut; then that is given up."""
+CUT_LIMIT_MAX_S = 8.0
+"""The limit doubles with each attempt that was too short, up to this: where updates, or the
+transfers of pushes, take long, a cut has its price and is not missed."""
+CUT_RETRY_S = 1.0
+"""Between two attempts of a cut that a client waits for: a worker's step, or its death, may take
+that long to come to all shards."""
+CUT_PATIENCE_S = 20.0
+"""No attempt of a cut begins later; a client that waits for it is refused then. The longest attempt
+is among those before."""
+CUT_KEEP_S = 60.0
+"""A part of a cut that is not read for this long is let go."""
+CUTS_KEPT_MAX = 4
+"""Cuts that a shard has parts of at once, besides the one for a checkpoint; the oldest goes."""
+FIX = (
+    "look for a worker that stands still; if none does, pushes take too long: "
+    "take more servers, or a faster rule"
+)
+LEAD = 0
+"""The shard that decides about cuts."""
+GONE_S = 1.0
+"""A client without a rank that has had no connection for this long is not waited for: it may never
+send what other shards have of it."""
+
+
+@dataclass
+class Wanted:
+    """A cut that is to be taken.
+
+    Attributes:
+        session: whose request waits for it; None: no client's.
+        until: tried again until then.
+        limit_s: of the next attempt.
+    """
+
+    ask: CutAsk
+    session: ShardSession | None
+    until: float
+    limit_s: float = CUT_LIMIT_S
+
+
+@dataclass
+class Leading:
+    """Shard 0's side of an attempt."""
+
+    wanted: Wanted
+    limit: float
+    repeat_at: float = 0.0
+    told: dict[int, CutAt] = field(default_factory=dict)
+    to: CutTo | None = None
+    parts: dict[int, CutDone] = field(default_factory=dict)
+
+
+class CutAgreement:
+    """One shard's part in cuts.
+
+    Args:
+        shard: number of this shard, of `shards`.
+        groups: of the shard, by number.
+        resend_s: after which a message to another shard is sent again.
+        outbox: takes what the shard is to do.
+        freeze: makes the shard's part of a cut of what is there now.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        shards: int,
+        sessions: Sessions,
+        groups: Mapping[int, GroupMachine],
+        resend_s: float,
+        outbox: deque[GroupEffect],
+        freeze: Callable[[CutAsk, Mapping[int, int]], ShardCut],
+    ) -> None:
+        self.stops = False
+        """Whether nothing may change here but what `allows` says."""
+        self.settling = False
+        """Whether the shard knows where the cut is."""
+        self.deadline: float | None = None
+        """When `deadline_reached` is to be called."""
+        self.kept: dict[int, ShardCut] = {}
+        """By number: this shard's parts of cuts. Those that are not `complete` may come to
+        nothing."""
+        self._shard = shard
+        self._shards = shards
+        self._sessions = sessions
+        self._groups = groups
+        self._resend_s = resend_s
+        self._outbox = outbox
+        self._freeze = freeze
+        self._now = 0.0
+        self._asked: CutAsk | None = None
+        self._at: CutAt | None = None
+        """What this shard has told, while it stops."""
+        self._done: CutDone | None = None
+        """Of the last cut that it has a part of."""
+        self._ended = 0
+        """Cuts up to this number are over here: kept, or given up."""
+        self._stopped_at = self._until = 0.0
+        self._stopped_for = 0
+        """The checkpoint that it stopped for last; 0: it was for none."""
+        self._longest_s = 0.0
+        """That it stopped for that one, in attempts that came to nothing."""
+        self._clients: dict[int, int] = {}
+        self._clocks: dict[int, int] = {}
+        self._leading: Leading | None = None
+        self._wanted: deque[Wanted] = deque()
+        self._retry_at = 0.0
+        self._told: CutTaken | None = None
+        """What became of the cut for the last checkpoint."""
+        self._number = 0
+        """Attempts so far, as far as this shard knows."""
+
+    # --- what may happen meanwhile ---------------------------------------------------------------
+
+    def allows(self, session: ShardSession, seq: int) -> bool:
+        """Whether a request may be executed while the shard stops."""
+        return seq <= self._clients.get(session.client, 0)
+
+    def allows_commit(self, commit: Commit) -> bool:
+        """Whether a clock may be committed while the shard stops."""
+        return commit.clock < self._clocks.get(commit.group, 0)
+
+    def _executed(self, session: ShardSession) -> int:
+        return session.executed if session.fenced_by is None else session.fenced_at
+
+    def _ends(self, session: ShardSession) -> bool:
+        """Whether nothing more may come of a client."""
+        if session.fenced_by is not None:
+            return True
+        gone_at = session.gone_at
+        return session.rank == NO_RANK and gone_at is not None and self._now - gone_at >= GONE_S
+
+    def numbers(self) -> dict[int, int]:
+        """By client, the last number that has had its effect here."""
+        sessions = self._sessions.by_client
+        own = {client: self._executed(session) for client, session in sessions.items()}
+        return self._sessions.closed | own
+
+    # --- shard 0 ---------------------------------------------------------------------------------
+
+    def want(
+        self, groups: tuple[int, ...], whole: bool, session: ShardSession | None, now: float
+    ) -> None:
+        """Begin a cut, or another one when that which is under way is over."""
+        owner, patience_s = (0, 0.0) if session is None else (session.client, CUT_PATIENCE_S)
+        self._want(Wanted(CutAsk(0, owner, groups, whole), session, now + patience_s), now)
+
+    def want_snapshot(self, group: int, now: float) -> None:
+        """Take a cut of a group for those who watch it, unless one is to have what is there now."""
+        asks = [each.ask for each in self._wanted]
+        if self._leading is not None and self._leading.wanted.ask.number > self._ended:
+            asks.append(self._leading.wanted.ask)  # this shard keeps its part later
+        if not any(ask.snapshot and ask.groups == (group,) for ask in asks):
+            ask = CutAsk(0, 0, (group,), False, True)
+            self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
+
+    def want_checkpoint(self, checkpoint: int, full: bool, now: float) -> None:
+        """Take a whole cut for a checkpoint, and tell the coordinator what became of it; again if
+        it asks again.
+
+        Args:
+            full: with all rows of tables.
+        """
+        told, under_way = self._told, [each.ask.checkpoint for each in self._wanted]
+        if self._leading is not None:
+            under_way.append(self._leading.wanted.ask.checkpoint)
+        if told is not None and told.checkpoint == checkpoint:
+            self._outbox.append(Tell(told))
+        elif checkpoint not in under_way:
+            ask = CutAsk(0, 0, (), True, checkpoint=checkpoint, full=full)
+            self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
+
+    def end_checkpoint(self, checkpoint: int) -> None:
+        """Let go of the cut for a checkpoint, or take none for it any more."""
+        for number in [n for n, part in self.kept.items() if part.checkpoint == checkpoint]:
+            self.let_go(number)
+        waiting = [each for each in self._wanted if each.ask.checkpoint != checkpoint]
+        self._wanted = deque(waiting)
+        self._plan()
+
+    def _want(self, wanted: Wanted, now: float) -> None:
+        self._now = now
+        self._wanted.append(wanted)
+        if self._leading is None and len(self._wanted) == 1:
+            self._begin()
+        self._plan()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this shard leads one, or is to."""
+        return self._leading is not None or bool(self._wanted)
+
+    def _begin(self) -> None:
+        wanted = self._wanted.popleft()
+        self._number += 1
+        wanted.ask = structs.replace(wanted.ask, number=self._number, limit_s=wanted.limit_s)
+        self._leading = Leading(wanted, self._now + wanted.limit_s)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Send each shard what it has not answered."""
+        leading = self._leading
+        assert leading is not None
+        leading.repeat_at = self._now + self._resend_s
+        message: PeerMessage = leading.wanted.ask if leading.to is None else leading.to
+        answered = leading.told if leading.to is None else leading.parts
+        for shard in range(self._shards):
+            if shard not in answered:
+                self._outbox.append(Send(shard, message))
+
+    def _on_at(self, message: CutAt) -> None:
+        leading = self._leading
+        if leading is None or message.number != leading.wanted.ask.number:
+            return
+        if message.busy:
+            self._give_up(leading)
+            return
+        leading.told[message.shard] = message
+        if len(leading.told) == self._shards and leading.to is None:
+            leading.to = _highest(message.number, list(leading.told.values()))
+            self._tell_all()
+
+    def _on_done(self, message: CutDone) -> None:
+        leading = self._leading
+        if leading is None or message.number != leading.wanted.ask.number:
+            return
+        leading.parts[message.shard] = message
+        if len(leading.parts) < self._shards:
+            return
+        torn = _torn(list(leading.parts.values()))
+        self._leading = None
+        session = leading.wanted.session
+        read = session is None or session.client in self._sessions.by_client
+        part = self.kept.get(message.number)
+        version = sum(part.versions.values()) if part is not None and part.snapshot else 0
+        for shard in range(self._shards):
+            self._outbox.append(Send(shard, CutOver(message.number, read, torn, version)))
+        if session is not None and session.done is not None:
+            answer = Answer(Done(session.done.seq, taken=message.number))
+            self._outbox.append(Reply(session, answer))
+        if leading.wanted.ask.checkpoint and part is not None:
+            if _same_rows(leading):
+                self._tell(_taken(leading, part, torn))
+            else:  # of a table that is new, one has all rows and another one only those changed
+                ask = structs.replace(leading.wanted.ask, full=True)
+                self._wanted.appendleft(Wanted(ask, None, leading.wanted.until))
+        self._retry_at = self._now
+
+    def _tell(self, taken: CutTaken) -> None:
+        self._told = taken
+        self._outbox.append(Tell(taken))
+
+    def _give_up(self, leading: Leading) -> None:
+        """An attempt has failed: tell all, and try again later if a client waits for it."""
+        wanted, self._leading = leading.wanted, None
+        for shard in range(self._shards):
+            self._outbox.append(Send(shard, CutOver(wanted.ask.number, False)))
+        if self._now < wanted.until:
+            self._wanted.append(wanted)
+        elif wanted.session is not None and wanted.session.done is not None:
+            error = Overloaded(self._why(leading), fix=FIX)
+            refused = refusal(wanted.session.done.seq, error)
+            self._outbox.append(Reply(wanted.session, Answer(refused)))
+        elif wanted.ask.checkpoint:
+            self._tell(CutTaken(wanted.ask.checkpoint, failed=self._why(leading), fix=FIX))
+        self._retry_at = self._now + CUT_RETRY_S
+
+    def _why(self, leading: Leading) -> str:
+        """Why the last attempt has failed: who has not done what."""
+        answered = leading.told if leading.to is None else leading.parts
+        missing = [shard for shard in range(self._shards) if shard not in answered]
+        told = f"no consistent cut of all shards could be taken in {CUT_PATIENCE_S:.0f} s: all were"
+        limit = f"{leading.wanted.ask.limit_s:g} s"
+        if leading.to is None:
+            return (
+                f"{told} asked to stop, and shards {missing} did not in {limit}, as they were busy "
+                "with pushes, or with a change of policy, or did not answer"
+            )
+        behind = self._behind(leading.to, [leading.told[shard] for shard in missing])
+        return (
+            f"{told} stopped for {limit}, and shards {missing} did not come to apply what others "
+            f"have{behind}: a worker stood still in the middle of a push, or pushes take that long "
+            "to arrive or to be applied"
+        )
+
+    def _behind(self, to: CutTo, told: list[CutAt]) -> str:
+        """Whose requests were not on these shards."""
+        sessions, highest = self._sessions.by_client, dict(to.clients)
+        late: set[str] = set()
+        for each in told:
+            numbers = {client: seq for client, seq, _ in each.clients}
+            for client, seq in highest.items():
+                if numbers.get(client, 0) < seq:
+                    session = sessions.get(client)
+                    rank = session.rank if session is not None else NO_RANK
+                    late.add(f"rank {rank}" if rank != NO_RANK else f"client {client}")
+        return f" of {', '.join(sorted(late))}" if late else ""
+
+    # --- all shards ------------------------------------------------------------------------------
+
+    def on_message(self, message: CutMessage, now: float) -> None:
+        """Shard 0, or on it any shard, speaks about a cut."""
+        self._now = now
+        match message:
+            case CutAsk():
+                self._on_ask(message)
+            case CutAt():
+                self._on_at(message)
+            case CutTo():
+                self._on_to(message)
+            case CutDone():
+                self._on_done(message)
+            case CutOver():
+                self._on_over(message)
+        self._plan()
+
+    def _on_ask(self, ask: CutAsk) -> None:
+        if ask.number <= self._ended:
+            self._answer_again(ask.number)
+            return
+        if self._asked is not None and self._asked.number != ask.number:
+            if self._asked.number > ask.number:
+                return
+            self._go_on()  # the lead has given that one up
+        if self._asked is None:
+            if any(each.state.changes.paused is not None for each in self._groups.values()):
+                self._send(CutAt(ask.number, self._shard, (), (), busy=True))
+                return
+            self._stop(ask)
+        assert self._at is not None
+        self._send(self._at)
+
+    def _stop(self, ask: CutAsk) -> None:
+        self.stops, self.settling = True, False
+        self._asked = ask
+        self._number = max(self._number, ask.number)
+        if ask.checkpoint != self._stopped_for:
+            self._stopped_for, self._longest_s = ask.checkpoint, 0.0
+        self._stopped_at = self._now
+        self._until = self._now + min(CUT_LIMIT_MAX_S, ask.limit_s)
+        self._clients = self.numbers()
+        self._clocks = {number: each.state.committed for number, each in self._groups.items()}
+        self._end_calls()
+        sessions = self._sessions.by_client
+        ended = {client for client, session in sessions.items() if self._ends(session)}
+        self._at = CutAt(
+            ask.number,
+            self._shard,
+            tuple((client, seq, client in ended) for client, seq in self._clients.items()),
+            tuple(self._clocks.items()),
+        )
+
+    def _end_calls(self) -> None:
+        """Have calls that were begun end before the cut, where all is here that they wait for: so
+        it is not between the clocks of synchronous groups that step together, as a table and the
+        dense layers above it."""
+        split: list[tuple[ShardSession, list[Step]]] = []
+        here: dict[int, set[int]] = {
+            number: set(each.state.collect.pending) for number, each in self._groups.items()
+        }
+        for session in self._sessions.by_client.values():
+            if session.fenced_by is None and session.done is None:
+                steps = self._left_of_call(session)
+                split += [(session, steps)] if steps else []
+                for step in steps:
+                    here.get(step.group, set()).add(session.rank)
+        for session, steps in split:
+            if all(self._can_end(step, here) for step in steps):
+                self._clients[session.client] = steps[-1].seq
+                for step in steps:
+                    self._clocks[step.group] = step.clock + 1
+                    for each in self._groups[step.group].state.collect.pending.values():
+                        client, seq = each.session.client, each.step.seq
+                        self._clients[client] = max(self._clients.get(client, 0), seq)
+
+    def _left_of_call(self, session: ShardSession) -> list[Step]:
+        """What a client has still to do of a call that it has begun; nothing if not all is here."""
+        if not self._sessions.in_call(session.rank, session.client, session.executed):
+            return []
+        left: list[Step] = []
+        for each in ([session.held] if session.held is not None else []) + list(session.queue):
+            step = each.message
+            if not isinstance(step, Step):
+                break
+            left.append(step)
+            if not step.more:
+                return left
+        return []
+
+    def _can_end(self, step: Step, here: Mapping[int, Set[int]]) -> bool:
+        """Whether the clock of a step can be decided with what the ranks have sent already."""
+        machine = self._groups.get(step.group)
+        if machine is None or not step.tick:
+            return False
+        state = machine.state
+        present = step.clock == state.committed and state.at(step.clock).policy.collects
+        return present and here[step.group] >= set(state.members.clocks)
+
+    def _on_to(self, message: CutTo) -> None:
+        if self._asked is None or message.number != self._asked.number:
+            self._answer_again(message.number)
+        elif not self.settling:
+            self._clients |= dict(message.clients)
+            self._clocks |= dict(message.groups)
+            self.settling = True
+            self._outbox.append(GoOn())
+
+    def _answer_again(self, number: int) -> None:
+        """Shard 0 has not heard what became of a cut here."""
+        if self._done is not None and self._done.number == number:
+            self._send(self._done)
+        elif number <= self._ended:
+            self._send(CutAt(number, self._shard, (), (), busy=True))
+
+    def _on_over(self, message: CutOver) -> None:
+        if self._asked is not None and self._asked.number == message.number:
+            self._go_on()
+        part = self.kept.get(message.number)
+        if part is None:
+            return
+        if message.complete:
+            part.complete, part.torn = True, message.torn
+            for group in part.versions if part.snapshot else ():
+                if group in self._groups:
+                    self._groups[group].state.keep_snapshot(message.version, part.values)
+        if part.snapshot or not message.complete:
+            self.let_go(message.number)
+
+    def _send(self, message: CutMessage) -> None:
+        self._outbox.append(Send(LEAD, message))
+
+    def settle(self) -> None:
+        """Keep this shard's part of the cut, if all is executed that is in it, and go on."""
+        ask = self._asked
+        assert ask is not None
+        if not self._reached():
+            return
+        clients = self.numbers()
+        part = self.kept[ask.number] = self._freeze(ask, clients)
+        blocks = (*part.blocks, *part.tables) if ask.whole else ()
+        whole = tuple(number for number, each in part.tables.items() if each.changed is None)
+        self._done = CutDone(ask.number, self._shard, tuple(clients.items()), blocks, whole)
+        part.keep_until = self._now + CUT_KEEP_S
+        part.stopped_s = max(part.stopped_s + self._now - self._stopped_at, self._longest_s)
+        self._make_room(part)
+        self._go_on()
+        self._send(self._done)
+        self._plan()
+
+    def _make_room(self, newest: ShardCut) -> None:
+        """Let go of the cut for the checkpoint before, or of the oldest of all others."""
+        alike = [n for n, p in self.kept.items() if bool(p.checkpoint) == bool(newest.checkpoint)]
+        for number in alike[: -1 if newest.checkpoint else -CUTS_KEPT_MAX]:
+            self.let_go(number)
+
+    def _reached(self) -> bool:
+        for number, clock in self._clocks.items():
+            if number in self._groups and self._groups[number].state.committed < clock:
+                return False
+        sessions, closed = self._sessions.by_client, self._sessions.closed
+        for client, seq in self._clients.items():
+            session = sessions.get(client)
+            if session is None:
+                if seq and client not in closed:  # it has not come here yet
+                    return False
+            elif session.executed < seq and not self._ends(session):
+                return False
+        return True
+
+    def _go_on(self) -> None:
+        """Stop no more: with this shard's part of the cut, or without."""
+        assert self._asked is not None
+        self._ended = self._asked.number
+        self._longest_s = max(self._longest_s, self._now - self._stopped_at)
+        self._asked = self._at = None
+        self.stops = self.settling = False
+        self._outbox.append(GoOn())
+
+    # --- parts that are kept, and time -----------------------------------------------------------
+
+    def go_on_from(self, number: int) -> None:
+        """This shard was restored from a cut: later ones have higher numbers."""
+        self._number = self._ended = number
+
+    def part(self, number: int, now: float) -> ShardCut:
+        """This shard's part of a cut, which is kept for longer now.
+
+        Raises:
+            UnknownName: it is not kept any more.
+        """
+        part = self.kept.get(number)
+        if part is None:
+            raise UnknownName(
+                f"shard {self._shard} has let go of cut {number}, which was not read for "
+                f"{CUT_KEEP_S:.0f} s or was one of more than {CUTS_KEPT_MAX}",
+                fix="take another one",
+            )
+        if part.keep_until < inf:
+            part.keep_until = now + CUT_KEEP_S
+        return part
+
+    def hold(self, number: int, now: float) -> ShardCut:
+        """As `part`, which is kept then until `let_go`, however long that takes."""
+        part = self.part(number, now)
+        part.keep_until = inf
+        return part
+
+    def let_go(self, number: int) -> None:
+        """Forget a part of a cut."""
+        part = self.kept.pop(number, None)
+        if part is not None:
+            part.close()
+
+    def forget(self, client: int) -> None:
+        """A client has ended: nothing is kept for it."""
+        for number in [n for n, part in self.kept.items() if client and part.owner == client]:
+            self.let_go(number)
+        waiting = [each for each in self._wanted if each.ask.owner != client or not client]
+        self._wanted = deque(waiting)
+
+    def deadline_reached(self, now: float) -> None:
+        """Repeat what was not answered; give up what takes too long."""
+        self._now = now
+        leading = self._leading
+        if leading is not None:
+            if leading.limit <= now:
+                wanted = leading.wanted
+                wanted.limit_s = min(2 * wanted.limit_s, CUT_LIMIT_MAX_S)
+                self._give_up(leading)
+            elif leading.repeat_at <= now:
+                self._tell_all()
+        elif self._wanted and self._retry_at <= now:
+            self._begin()
+        if self.stops and self._until <= now:
+            self._go_on()
+        for number in [n for n, part in self.kept.items() if part.keep_until <= now]:
+            self.let_go(number)
+        self._plan()
+
+    def _plan(self) -> None:
+        times = [part.keep_until for part in self.kept.values()]
+        if self.stops:
+            times.append(self._until)
+        if self._leading is not None:
+            times.append(min(self._leading.limit, self._leading.repeat_at))
+        elif self._wanted:
+            times.append(self._retry_at)
+        self.deadline = min(times, default=None)
+
+
+def _highest(number: int, told: list[CutAt]) -> CutTo:
+    """Where a cut is: of each client the highest number, but of one that has ended on some shard
+    what each shard has; of each group the highest clock."""
+    clients: dict[int, int] = {}
+    clocks: dict[int, int] = {}
+    ended: set[int] = set()
+    for each in told:
+        for client, seq, ends in each.clients:
+            clients[client] = max(clients.get(client, 0), seq)
+            if ends:
+                ended.add(client)
+        for group, clock in each.groups:
+            clocks[group] = max(clocks.get(group, 0), clock)
+    kept = tuple((client, seq) for client, seq in clients.items() if client not in ended)
+    return CutTo(number, kept, tuple(clocks.items()))
+
+
+def _torn(parts: list[CutDone]) -> tuple[int, ...]:
+    """Clients that shards have up to different numbers."""
+    numbers: dict[int, set[int]] = {}
+    for part in parts:
+        for client, seq in part.clients:
+            numbers.setdefault(client, set()).add(seq)
+    return tuple(sorted(client for client, seqs in numbers.items() if len(seqs) > 1))
+
+
+def _blocks(leading: Leading) -> set[int]:
+    """The blocks that all shards have."""
+    return set.intersection(*(set(each.blocks) for each in leading.parts.values()))
+
+
+def _same_rows(leading: Leading) -> bool:
+    """Whether the shards have of each table either all rows or all those that have changed."""
+    blocks = _blocks(leading)
+    return len({frozenset(blocks.intersection(p.whole)) for p in leading.parts.values()}) == 1
+
+
+def _taken(leading: Leading, part: ShardCut, torn: tuple[int, ...]) -> CutTaken:
+    """What the coordinator is told of a cut for a checkpoint."""
+    ask, versions = leading.wanted.ask, sum(part.versions.values())
+    blocks = tuple(sorted(_blocks(leading)))
+    return CutTaken(ask.checkpoint, ask.number, part.starts, torn, versions, blocks=blocks)

@@ -1,0 +1,132 @@
+"""What a shard is rebuilt from besides its arrays: plain records, as of one moment.
+
+They hold numbers, bytes and other records only: msgspec writes and reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from paramserve.config import ConsistencySpec
+from paramserve.consistency.registry import spec
+from paramserve.core.group import GroupMachine
+from paramserve.core.shard_sessions import Asked, ShardSession
+from paramserve.messages import Done, GroupPolicy, Refused, SavedAt
+
+
+class GroupRecord(Struct, frozen=True):
+    """A group on one shard, without its values.
+
+    Attributes:
+        committed: the first clock that is not committed.
+        policies: (first clock, policy), in order; `changes`: what the clients were told of them.
+        changing: a change that the lead was asked for and that is not decided: (number, policy).
+        members: (rank, client, number of its request, clock), by the shard's `decisions`-th one.
+        clocks: (rank, steps that it has finished), of all that were ever waited for.
+        staleness: (rank, pushes, total, largest).
+        marks: (client, lease, samples): how much of its leased samples is in the values.
+        notes: (rank, clock, note).
+        sent_by: (rank, client that sent its last step), where gradients are collected.
+        buffered: gradients in the buffer; `large`: whether they may be large.
+        saved: by rank, what it saved, as of its last two steps that told some.
+        ahead: (rank, clock of a step of it that is in the values), of calls that are not over.
+    """
+
+    id: int
+    name: str
+    version: int
+    committed: int
+    policies: tuple[tuple[int, ConsistencySpec], ...]
+    changes: tuple[GroupPolicy, ...]
+    changing: tuple[int, ConsistencySpec] | None
+    decisions: int
+    members: tuple[tuple[int, int, int, int], ...]
+    clocks: tuple[tuple[int, int], ...]
+    slowest: int
+    staleness: tuple[tuple[int, int, int, int], ...]
+    skipped: int
+    dropped: tuple[tuple[int, int], ...]
+    marks: tuple[tuple[int, int, int], ...]
+    notes: tuple[tuple[int, int, bytes], ...]
+    sent_by: tuple[tuple[int, int], ...]
+    buffered: int
+    large: bool
+    saved: dict[int, tuple[SavedAt, ...]] = {}
+    ahead: tuple[tuple[int, int], ...] = ()
+
+
+class SessionRecord(Struct, frozen=True):
+    """A client's session on one shard.
+
+    Attributes:
+        last: the number of its last request that has had its effect.
+        outcomes: of the last numbers.
+        told: by group, the change of policy that it knows.
+        asked: by group, its last step that did not say its clock.
+    """
+
+    client: int
+    incarnation: int
+    rank: int
+    window: int
+    requests: int
+    last: int
+    outcomes: tuple[Done | Refused, ...]
+    told: dict[int, int]
+    asked: dict[int, Asked]
+    asks_clock: tuple[int, ...]
+
+
+def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord:
+    """A group as it is now.
+
+    Args:
+        begun: by rank, the clock of a step that is in the values, of a call that is not over.
+    """
+    state, members, changing = machine.state, machine.state.members, machine.policies.changing
+    changes = state.changes
+    undecided = changing is not None and changing.decided is None
+    return GroupRecord(
+        state.id,
+        state.name,
+        state.version,
+        state.committed,
+        tuple((each.clock, spec(each.policy)) for each in (changes.first, *changes.later)),
+        tuple(changes.taken),
+        (changing.number, changing.policy) if changing is not None and undecided else None,
+        members.number,
+        tuple((rank, *by) for rank, by in sorted(members.joined.items())),
+        tuple(sorted(members.every_clock().items())),
+        members.slowest,
+        tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(state.staleness.items())),
+        state.skipped,
+        tuple(sorted(state.dropped.items())),
+        tuple((client, *mark) for client, mark in state.marks.items()),
+        tuple((rank, *note) for rank, both in sorted(state.notes.items()) for note in both),
+        tuple(sorted(state.brought_by.items())),
+        state.buffer.count,
+        state.buffer.large,
+        dict(state.saved.by_rank),
+        tuple(sorted({**state.ahead, **begun}.items())),
+    )
+
+
+def session_record(session: ShardSession, last: int) -> SessionRecord:
+    """A session as it is now; `last` is its last number that is in the cut."""
+    outcomes = {seq: each for seq, each in session.outcomes().items() if seq <= last}
+    if session.done is not None and session.done.seq <= last:
+        outcomes[session.done.seq] = session.done  # it waits to read, which is none of the cut
+    return SessionRecord(
+        session.client,
+        session.incarnation,
+        session.rank,
+        session.window,
+        session.requests,
+        last,
+        tuple(outcomes[seq] for seq in sorted(outcomes)),
+        dict(session.told),
+        dict(session.asked),
+        tuple(sorted(session.asks_clock)),
+    )

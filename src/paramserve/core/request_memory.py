@@ -1,0 +1,73 @@
+"""The memory that requests of a client speak of, and the arrays on it that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+VIEWS_MAX = 4096
+"""Arrays that are kept for one client. A step has two for each block and slot."""
+
+
+class Placed(Protocol):
+    """What has a part in a request's memory."""
+
+    mark: object
+    """Stands for all that `lying` depends on but its arguments."""
+
+    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+        """The part as an array, if it lies in these bytes.
+
+        Raises:
+            ShapeMismatch: it does not. Nothing was applied.
+        """
+        ...
+
+
+class Memory:
+    """The bytes that a request speaks of, by arena number; 0 is the payload of its frame.
+
+    A client pushes from and pulls to a few places of its arenas, step after step: what lies there
+    is checked once, and the array is kept.
+
+    Args:
+        arenas: of the client, by number from 1. One of them may be replaced by another.
+        payload: of the request's frame.
+    """
+
+    __slots__ = ("_arenas", "_payload", "_views")
+
+    def __init__(self, arenas: Mapping[int, Bytes], payload: Bytes | None = None) -> None:
+        self._arenas = arenas
+        self._payload = payload
+        self._views: dict[tuple[int, int, object], tuple[Bytes, Array]] = {}
+
+    def get(self, arena: int) -> Bytes | None:
+        """The bytes of an arena, if there is one of this number."""
+        return self._arenas.get(arena) if arena else self._payload
+
+    def at(self, arena: int, offset: int, placed: Placed) -> Array:
+        """What lies there; raises as `Placed.lying`."""
+        if not arena:  # a payload is used once
+            return placed.lying(self._payload, arena, offset)
+        place = arena, offset, placed.mark
+        if place in self._views:
+            whole, view = self._views[place]
+            if arena in self._arenas and self._arenas[arena] is whole:
+                return view
+        view = placed.lying(self._arenas.get(arena), arena, offset)
+        if arena in self._arenas:  # an empty part lies anywhere
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            self._views[place] = self._arenas[arena], view
+        return view
+
+    def forget(self) -> None:
+        """Keep no array, nor with it the arena that another one has replaced."""
+        self._views.clear()

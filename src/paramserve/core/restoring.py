@@ -1,0 +1,326 @@
+"""A shard that goes on from its part of a cut, as it was then.
+
+Groups are there with their clocks, sessions with their numbers and outcomes. What the coordinator
+knows it tells: which workers live. To a worker it is as if its last incarnation had died at the
+cut: a step that the shard already has is answered, and not applied again. So is the first part of
+a call that steps several groups, where the cut lies before its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import spec
+from paramserve.core import differences
+from paramserve.core.block import ShardBlock
+from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.group import GroupMachine
+from paramserve.core.group_members import JoinedBy
+from paramserve.core.group_state import Staleness
+from paramserve.core.policy_changes import Changing
+from paramserve.core.policy_epochs import epoch_from
+from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import ShardSession
+from paramserve.core.sums import RowSum, Sum
+from paramserve.core.table.admission import Waiting
+from paramserve.core.table.block import KeyedBlock, RowStates
+from paramserve.core.table.cut import CutRows
+from paramserve.core.table.hashing import Keys
+from paramserve.errors import CheckpointError, ParamServeError
+from paramserve.messages import BlockSpec, GroupPolicy, Member
+from paramserve.rules.layout import RowLayout
+
+Array = npt.NDArray[Any]
+Block = ShardBlock | KeyedBlock
+
+TOLD_MAX = 5
+"""Blocks that an error names."""
+NAMED_MAX = 3
+"""Tensors of each that it names."""
+
+
+class SavedBlock(Protocol):
+    """A dense block of a cut."""
+
+    @property
+    def spec(self) -> BlockSpec: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def counts(self) -> list[int]:
+        """Updates that each piece has had."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the rule's state arrays, in order."""
+
+    def read(self, number: int, into: Array) -> None:
+        """Values (0) or a state array (1, 2, ...), [elements on this shard]."""
+
+
+class SavedTable(Protocol):
+    """A table of a cut on one shard; of its fields, `core.table.cut` tells."""
+
+    @property
+    def spec(self) -> BlockSpec: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def states(self) -> RowStates: ...
+
+    @property
+    def used_at(self) -> int: ...
+
+    @property
+    def unadmitted(self) -> int: ...
+
+    @property
+    def clock(self) -> int: ...
+
+    @property
+    def created(self) -> int: ...
+
+    @property
+    def evicted(self) -> int: ...
+
+    @property
+    def candidates(self) -> Waiting | None: ...
+
+    def batches(self, layout: RowLayout) -> Iterator[CutRows]:
+        """All rows, some at a time."""
+
+    def uses(self) -> tuple[Keys, Keys] | None:
+        """All keys with the clocks of their last use, the one first whose use is longest ago; None:
+        the table lets no rows go. Asked for behind `batches`."""
+
+
+class SavedShard(Protocol):
+    """A shard's part of a whole cut: as it was taken (`ShardCut`), or as it is read from files."""
+
+    @property
+    def shard(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """Of the cut."""
+
+    @property
+    def groups(self) -> tuple[GroupRecord, ...]: ...
+
+    @property
+    def sessions(self) -> tuple[SessionRecord, ...]: ...
+
+    @property
+    def members(self) -> tuple[Member, ...]: ...
+
+    @property
+    def members_number(self) -> int: ...
+
+    @property
+    def blocks(self) -> Mapping[int, SavedBlock]: ...
+
+    @property
+    def tables(self) -> Mapping[int, SavedTable]: ...
+
+    def sums_of(self, group: int, blocks: Mapping[int, Block]) -> dict[int, Sum | RowSum]:
+        """What the buffer of a group has, by block."""
+
+
+def restore(shard: Shard, part: SavedShard, now: float) -> None:
+    """Let a new shard go on from its part of a whole cut.
+
+    Args:
+        shard: of the same number, before its first event.
+        now: as `Shard.step`.
+    Raises:
+        ParamServeError: the shard cannot hold it: a rule or a policy is not registered, or there is
+            no memory. It is not to be used. CheckpointError: a rule keeps other states now.
+    """
+    if part.shard != shard.number or shard.groups:
+        raise ParamServeError(
+            f"shard {shard.number} has {len(shard.groups)} groups and was to go on from shard "
+            f"{part.shard}'s part of cut {part.number}",
+            fix="restore each part to a new shard of its number",
+        )
+    if part.members:
+        shard.sessions.restore(part.members_number, part.members)
+    for record in part.groups:
+        shard.groups[record.id] = _group(shard, record, now)
+    every: list[SavedBlock | SavedTable] = [*part.blocks.values(), *part.tables.values()]
+    made = {each.spec.block: shard.new_block(each.spec, each.attempt) for each in every}
+    _check_states(every, made)
+    for dense in part.blocks.values():
+        _fill_block(shard, made[dense.spec.block], dense)
+    for table in part.tables.values():
+        _fill_table(shard, made[table.spec.block], table)
+    for machine in shard.groups.values():
+        state = machine.state
+        state.buffer.sums = part.sums_of(state.id, state.blocks)
+    for session in part.sessions:
+        shard.sessions.by_client[session.client] = _session(session, now)
+    shard.cuts.go_on_from(part.number)
+
+
+def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
+    """Let groups go by the cluster's policy, which has changed since the checkpoint, as if that had
+    been decided at the cut. What held before is told as a change, too: a client takes what was not
+    changed for the cluster's policy of now.
+
+    Args:
+        shard: just restored.
+        frontiers: by group that went by the cluster's policy, the first clock that no worker has
+            executed, the same for all shards.
+    Raises:
+        CheckpointError: workers would have to step otherwise. It is not to be used.
+    """
+    policy = spec(shard.policy)
+    for machine in shard.groups.values():
+        state, changes = machine.state, machine.state.changes
+        if any(each.spec.consistency is not None for each in state.blocks.values()):
+            continue
+        if not changes.taken or changes.taken[0].clock > changes.first.clock:
+            number = changes.taken[0].number - 1 if changes.taken else 1
+            first = GroupPolicy(state.id, number, changes.first.clock, spec(changes.first.policy))
+            changes.taken.insert(0, first)
+        if state.id not in frontiers:
+            continue  # it was changed while the run went on, and stays so
+        _check_changeable(state.name, changes.newest.policy, shard.policy)
+        news = GroupPolicy(state.id, changes.number + 1, frontiers[state.id], policy)
+        changes.take(news, shard.policy)
+        state.settle()
+        if machine.lead is not None:
+            machine.policies.changing = Changing(news.number, policy, shard.shards, decided=news)
+
+
+def _check_changeable(name: str, known: Policy, now: Policy) -> None:
+    """Refuse a change between policies under which workers' own optimizers step otherwise."""
+    if not isinstance(known, LocalSteps | ElasticAverage) and not isinstance(
+        now, LocalSteps | ElasticAverage
+    ):
+        return
+    found = differences.of_policies(spec(known), spec(now))
+    raise CheckpointError(
+        f"the checkpoint's policy of group {name!r} is {found.known}, the run's {found.came}: the "
+        "workers' own optimizers step otherwise under one of them",
+        applied="no",
+        fix=f"go on with consistency=ps.{type(known).__name__}(...) as it was, or begin anew in "
+        "another folder, with load_state= for the values",
+    )
+
+
+def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
+    """A group without its blocks."""
+    policies = [(clock, build_policy(each, shard.policies)) for clock, each in record.policies]
+    machine = shard.new_group(record.id, record.name, policies[0][1])
+    state, changes = machine.state, machine.state.changes
+    changes.first, *changes.later = [epoch_from(clock, policy) for clock, policy in policies]
+    changes.taken = list(record.changes)
+    if machine.lead is not None:
+        machine.policies.changing = _changing(record, shard.shards)
+    state.now = now
+    state.version, state.committed = record.version, record.committed
+    joined = {rank: JoinedBy(*by) for rank, *by in record.members}
+    state.members.restore(record.decisions, joined, dict(record.clocks), record.slowest)
+    state.staleness = {rank: Staleness(*each) for rank, *each in record.staleness}
+    state.skipped, state.dropped = record.skipped, dict(record.dropped)
+    state.marks = {client: (lease, samples) for client, lease, samples in record.marks}
+    for rank, clock, note in record.notes:
+        state.keep_note(rank, clock, note)
+    state.saved.by_rank = dict(record.saved)
+    live = shard.sessions.live()
+    state.ahead = {rank: clock for rank, clock in record.ahead if rank in live}
+    state.brought_by = dict(record.sent_by)
+    state.buffer.count, state.buffer.large = record.buffered, record.large
+    machine.replan()
+    return machine
+
+
+def _changing(record: GroupRecord, shards: int) -> Changing | None:
+    """What the lead knows of the newest change of the policy."""
+    if record.changing is not None:
+        return Changing(*record.changing, shards)
+    if not record.changes:
+        return None
+    last = record.changes[-1]
+    return Changing(last.number, last.policy, shards, decided=last)
+
+
+def _check_states(every: Sequence[SavedBlock | SavedTable], made: Mapping[int, Block]) -> None:
+    """Refuse rules that keep other states than those that the checkpoint was written with.
+
+    Raises:
+        CheckpointError: each difference is named. Nothing was read.
+    """
+    told = []
+    for saved in every:
+        rule, block, known = saved.spec.rule, saved.spec, saved.states
+        own = made[block.block].states
+        if rule is not None and known != own:
+            names = ", ".join(repr(each.name) for each in block.pieces[:NAMED_MAX])
+            group = repr(block.group_name)
+            what = f"table {group}" if block.table is not None else f"{names} in {group}"
+            told.append(f"{rule.name} of {what} kept {_shown(known)}, now {_shown(own)}")
+    if told:
+        more = [f"{len(told) - TOLD_MAX} more"] if len(told) > TOLD_MAX else []
+        raise CheckpointError(
+            f"another rule than the checkpoint's: {'; '.join((*told[:TOLD_MAX], *more))}",
+            applied="no",
+            fix="give the rules with the states that the checkpoint was written with, or begin "
+            "anew in another folder",
+        )
+
+
+def _shown(states: RowStates | tuple[str, ...]) -> str:
+    if not isinstance(states, RowStates):
+        return f"the states {', '.join(states)}" if states else "no state"
+    pairs = zip(states.names, states.widths, strict=True)
+    kept = [f"{name} ({width} a row)" for name, width in pairs]
+    kept += ["a count"] if states.counted else []
+    return f"the states {', '.join(kept)}" if kept else "no state"
+
+
+def _fill_block(shard: Shard, block: Block, saved: SavedBlock) -> None:
+    assert isinstance(block, ShardBlock)
+    for number in range(1 + len(block.state)):
+        saved.read(number, block.field(number))
+    block.set_counts(saved.counts)
+    shard.blocks[block.spec.block] = block
+    shard.groups[block.spec.group].state.blocks[block.spec.block] = block
+
+
+def _fill_table(shard: Shard, block: Block, saved: SavedTable) -> None:
+    assert isinstance(block, KeyedBlock)
+    for rows in saved.batches(block.layout):
+        made = block.store.put_new(rows.keys)
+        block.store.write_raw(made, rows.raw)
+    uses = saved.uses()
+    if uses is not None:
+        block.store.set_uses(*uses)
+    block.store.restore(saved.clock, saved.created, saved.evicted, saved.candidates)
+    block.clock, block.unadmitted = saved.used_at, saved.unadmitted
+    shard.blocks[block.spec.block] = block
+    state = shard.groups[block.spec.group].state
+    state.blocks[block.spec.block] = state.table = block
+
+
+def _session(record: SessionRecord, now: float) -> ShardSession:
+    session = ShardSession(
+        record.client, record.incarnation, record.rank, record.window, record.requests
+    )
+    session.last = record.last
+    session.keep_outcomes(record.outcomes)
+    session.told = dict(record.told)
+    session.asked = dict(record.asked)
+    session.asks_clock = set(record.asks_clock)
+    session.gone_at = now
+    return session

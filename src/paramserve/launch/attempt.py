@@ -1,0 +1,169 @@
+"""One start of a run's processes, and the clients of it in this process.
+
+What becomes of the processes is decided in `roster.py`, and done by `supervisor.py`, which owns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from paramserve.client import Client, Connection
+from paramserve.config import NO_RANK, Credentials
+from paramserve.engine.base import Fleet
+from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.launch.overview import Overview
+from paramserve.launch.plan import Plan, addresses_in
+from paramserve.launch.processes import Processes
+from paramserve.launch.reading import State
+from paramserve.launch.roster import Roster
+from paramserve.launch.scaling import Scaling
+from paramserve.launch.waiting import Latch
+from paramserve.messages import ServerBeat
+
+
+@dataclass
+class Kept:
+    """What was read of the servers before they ended.
+
+    Attributes:
+        values: by group; None: they were not read.
+        beats: what each server said then.
+        table_files: by table, where its rows were written to.
+    """
+
+    values: dict[str, State] | None = None
+    beats: list[ServerBeat] = field(default_factory=list)
+    table_files: dict[str, str] = field(default_factory=dict)
+
+
+class Attempt:
+    """A coordinator, its servers and workers, from their start on.
+
+    Args:
+        fleet: where they are started.
+        overview: of the run; here the line to this coordinator.
+        why_fixed: says why the number of workers can no longer be changed; empty: it can.
+
+    Attributes:
+        served: set once coordinator and servers are up, and when nothing is to wait for that.
+        up_by: when they have to be.
+        clients: of this process.
+        kept: of its servers.
+        collecting: the thread that reads them at the end; None: none does yet.
+        collect_error: what ended that one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        credentials: Credentials,
+        overview: Overview,
+        why_fixed: Callable[[], str],
+    ) -> None:
+        self.plan = plan
+        self.served = Latch()
+        self.up_by = time.monotonic() + plan.own_deadlines.start_s
+        self.roster = Roster(
+            plan.servers, plan.workers, plan.on_worker_death, self.up_by, plan.deadlines
+        )
+        self.processes = Processes(plan, fleet, credentials, self.roster, overview)
+        self.scaling = Scaling(
+            self.processes, self.roster, overview, plan.deadlines.request_s, why_fixed
+        )
+        self.clients: list[Client] = []
+        self.kept = Kept()
+        self.collecting: threading.Thread | None = None
+        self.collect_error: BaseException | None = None
+        self._clients_lock = threading.Lock()
+        self._closed_for: BaseException | None = None
+        self._overview = overview
+        self._credentials = credentials
+
+    # --- for the thread that watches, once it does -----------------------------------------------
+
+    def launch(self, directory: str) -> None:
+        """Start what can be started before anything is up.
+
+        Args:
+            directory: for sockets; empty where the processes do not share this machine.
+        Raises:
+            OSError, ParamServeError: a process could not be started; those before it were.
+        """
+        self.processes.directory = directory
+        self.processes.launch(self.plan.keys[:1])
+        if directory:
+            self.launch_rest(addresses_in(directory))
+        # Elsewhere the coordinator says where it listens, when it does.
+
+    def launch_rest(self, addresses: tuple[str, ...]) -> None:
+        """Start all that have to know where the coordinator listens. Raises as `launch`."""
+        self.processes.addresses = self._overview.addresses = addresses
+        self.up_by = time.monotonic() + self.plan.own_deadlines.start_s
+        self.roster.start_by = self.up_by  # each of these may have to wait for room, too
+        self.processes.launch(self.plan.keys[1:])
+
+    def close_clients(self, why: BaseException) -> None:
+        """Close all clients of this process, and end what connects one; there will be no others."""
+        with self._clients_lock:
+            self._closed_for = why
+            clients, self.clients = self.clients, []
+        reason = why if isinstance(why, ParamServeError) else None
+        for client in clients:
+            with contextlib.suppress(ParamServeError, ConnectionError):
+                client.close(reason)
+
+    # --- for any thread --------------------------------------------------------------------------
+
+    def wait_until_serving(self) -> None:
+        """Wait for `served`. Raises `ConnectTimeout`: it is not set in time."""
+        deadlines = self.plan.own_deadlines
+        while not self.served.wait(max(self.up_by - time.monotonic(), 0.0) + deadlines.stop_s):
+            if time.monotonic() < self.up_by:  # it was put off: the coordinator came late
+                continue
+            raise ConnectTimeout(
+                f"coordinator and servers were not up {deadlines.start_s:g} s after their start",
+                fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
+            )
+
+    def connect(
+        self, rank: int = NO_RANK, workers: int = 0, start_s: float | None = None
+    ) -> Client:
+        """A new client of processes that are up. Args and raises as `Supervisor.connect`, and the
+        reason of `close_clients`."""
+        deadlines = self.plan.own_deadlines
+        if start_s is not None:
+            deadlines = replace(deadlines, start_s=start_s)
+        self._require_open()
+        try:
+            connection = Connection.join(
+                self.processes.addresses,
+                self._credentials,
+                rank=rank,
+                workers=workers,
+                limits=self.plan.limits,
+                deadlines=deadlines,
+                wanted=lambda: self._closed_for is None,
+            )
+        except ParamServeError:
+            self._require_open()
+            raise
+        client = Client(connection)
+        with self._clients_lock:
+            why = self._closed_for
+            if why is None:
+                self.clients.append(client)
+                return client
+        client.close()
+        raise why
+
+    def _require_open(self) -> None:
+        """Raise why all clients were closed, if they were."""
+        if self._closed_for is not None:
+            raise self._closed_for

@@ -1,0 +1,410 @@
+"""The checkpoints of a run, as its driver uses them: where they go, which one it goes on from.
+
+They are written by the coordinator and the servers, and read by the processes that go on from one;
+the driver only chooses which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from paramserve.checkpoint.folder import Folder, split_path
+from paramserve.checkpoint.locations import storage_at, whole_path
+from paramserve.checkpoint.manifest import Manifest
+from paramserve.checkpoint.reader import Checkpoint as Saved
+from paramserve.checkpoint.storage import Storage, telling
+from paramserve.config import CheckpointPlan, check_count, check_number
+from paramserve.errors import CheckpointDamaged, CheckpointError, shown
+from paramserve.messages import CheckpointReport, Status
+from paramserve.observe.checkpoints import (
+    CheckpointStatus,
+    checkpoint_status,
+    clocks_in_words,
+)
+from paramserve.observe.status import trained_only
+
+logger = logging.getLogger("paramserve")
+
+EVERY_S = 60.0
+"""Between two checkpoints, if nothing else is said."""
+RESTORE_BYTES_S = 20e6
+"""What a server reads of a checkpoint in a second, at least: it may take that long to be up."""
+SAME_MAX = 5
+"""So often in a row a run goes back to the same checkpoint: then what ends its servers will do so
+again."""
+REFUSED_NAMED = 3
+"""Checkpoints that cannot be read and are named in one error."""
+
+OnServerDeath = Literal["resume", "stop"]
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often a run writes checkpoints, for `checkpoint=` of `run` and `start`.
+
+    Example:
+        ps.run(train, checkpoint=ps.Checkpoint("runs/a", every_s=60, keep=3))
+
+    Args:
+        path: a folder that the driver and every server's machine see under this path, for this run
+            alone. It is made if it is missing. Or the URL of one that fsspec reaches, such as
+            "s3://bucket/run".
+        every_s: seconds between two; None: 60, unless `every_steps` says when.
+        every_steps: steps of the slowest worker between two; None: not by steps. With both, what
+            comes first.
+        keep: how many of the newest stay.
+        strict: whether the run ends where a checkpoint cannot be written, as on a full disk. If
+            not, it trains on: the live view and the result tell of it, and the next one is tried.
+    Raises:
+        ValueError, TypeError: an argument is of another kind, or too small.
+    """
+
+    path: Path
+    every_s: float | None = None
+    every_steps: int | None = None
+    keep: int = 3
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        whole_path("path of Checkpoint", self.path)
+        if self.every_s is not None:
+            check_number("every_s of Checkpoint", self.every_s, above=0.0)
+        if self.every_steps is not None:
+            check_count("every_steps of Checkpoint", self.every_steps)
+        check_count("keep of Checkpoint", self.keep)
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict of Checkpoint must be True or False, not {self.strict!r}")
+
+
+class Chosen(NamedTuple):
+    """A checkpoint to go on from."""
+
+    folder: str
+    manifest: Manifest
+
+    @property
+    def path(self) -> str:
+        return f"{shown(self.folder)}/{self.manifest.name}"
+
+
+class Recovery:
+    """The checkpoints of a run: where it writes them, and the one that it goes on from.
+
+    Args:
+        run: its name, for others that would write to the same folder.
+        settings: None: it writes none.
+        source: a folder with the checkpoint that it begins with, and the name of that one; no name:
+            the newest that is not damaged; None: it begins anew.
+        required: whether there must be one in `source`.
+        resumes: whether it goes on from one when a server or the coordinator has ended.
+
+    Attributes:
+        chosen: the checkpoint to go on from now; None: from the beginning.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        settings: Checkpoint | None,
+        source: tuple[str, str | None] | None = None,
+        *,
+        required: bool = False,
+        resumes: bool = True,
+    ) -> None:
+        self.run = run
+        self.settings = settings
+        self.folder = whole_path("path", settings.path) if settings is not None else ""
+        """Where it writes, whatever the process's working directory is later; empty: it writes
+        none."""
+        self.resumes = resumes
+        self.chosen: Chosen | None = None
+        self._source = source
+        self._required = required
+        self._refused: dict[tuple[str, int], CheckpointError] = {}
+        """By folder and number: those that are damaged."""
+        self._written = self._failed = 0
+        """By processes that went before."""
+        self._times = 0
+        """How often in a row the same one was chosen after a death."""
+        if source is not None:
+            self.chosen = self._first(*source)
+
+    @property
+    def strict(self) -> bool:
+        """Whether it ends where a checkpoint cannot be written."""
+        return self.settings is not None and self.settings.strict
+
+    def line(self) -> str:
+        """What the run begins with, in one sentence; empty: it was not told to go on."""
+        if self.chosen is not None:
+            at = clocks_in_words(trained_only(self.chosen.manifest.cut.clocks))
+            return f"the run goes on from the checkpoint {self.chosen.path}{at}"
+        if self._source is not None:
+            return f"{shown(self._source[0])} has no checkpoint to go on from: the run begins anew"
+        return ""
+
+    def seed(self, given: int | None) -> int | None:
+        """The seed of the checkpoint, where it goes on from one, else the given one.
+
+        Raises:
+            ValueError: another one is given.
+        """
+        saved = self.chosen.manifest.cut.seed if self.chosen is not None else None
+        if saved is None or given in (None, saved):
+            return saved if saved is not None else given
+        assert self.chosen is not None
+        raise ValueError(
+            f"seed={given} is not that of the checkpoint {self.chosen.path}, which is {saved}: the "
+            "order of samples and all random numbers go on from there. Leave seed= out"
+        )
+
+    def plan(self, seed: int | None) -> CheckpointPlan:
+        """What the processes of the next attempt are told."""
+        chosen, settings = self.chosen, self.settings
+        plan = CheckpointPlan(
+            run=self.run,
+            seed=seed,
+            resume_folder=chosen.folder if chosen is not None else "",
+            resume=chosen.manifest.name if chosen is not None else "",
+            restore_s=chosen.manifest.nbytes / RESTORE_BYTES_S if chosen is not None else 0.0,
+        )
+        if settings is None:
+            return plan
+        every_s, every_steps = settings.every_s, settings.every_steps
+        if every_s is None and every_steps is None:
+            every_s = EVERY_S
+        return replace(
+            plan,
+            folder=self.folder,
+            claimed=True,
+            every_s=every_s if every_s is not None else 0.0,
+            every_steps=every_steps if every_steps is not None else 0,
+            keep=settings.keep,
+        )
+
+    def status(self, told: Status | None) -> CheckpointStatus | None:
+        """How the checkpoints stand, with what the coordinator has told; None: the run writes none.
+        The last one may be that which it has begun with."""
+        if self.settings is None:
+            return None
+        report = told.checkpoints if told is not None else None
+        found = checkpoint_status(report or CheckpointReport(folder=shown(self.folder)))
+        if not found.path and self.chosen is not None:
+            manifest = self.chosen.manifest
+            found = dataclasses.replace(
+                found,
+                path=self.chosen.path,
+                clocks=trained_only(manifest.cut.clocks),
+                age_s=max(time.time() - manifest.created_s, 0.0),
+                bytes=manifest.nbytes,
+                pause_s=manifest.cut.pause_s,
+            )
+        written, failed = found.written + self._written, found.failed + self._failed
+        return dataclasses.replace(found, written=written, failed=failed)
+
+    def attempt_over(self, told: Status | None) -> None:
+        """The coordinator that has told this has ended, and another one will tell."""
+        if told is not None and told.checkpoints is not None:
+            self._written += told.checkpoints.committed
+            self._failed += told.checkpoints.failed
+
+    def choose(self) -> None:
+        """Choose the newest checkpoint of the run that is not damaged; if there is none, the one
+        that it began with; if it has written none, its beginning.
+
+        Raises:
+            CheckpointError: there is none, and there must be one; or none of those that there are
+                can be read.
+        """
+        self.chosen, refused = self._newest(self.folder, lambda each: each.run == self.run)
+        if self.chosen is None and self._source is not None:
+            self.chosen = self._first(*self._source)
+        if self.chosen is None and refused:
+            raise _unreadable(self.folder, refused)
+
+    def choose_after_death(self, told: Status | None = None) -> bool:
+        """Choose one again, because a server or the coordinator has ended; whether to go on.
+
+        Args:
+            told: by that coordinator, last.
+        Raises:
+            CheckpointError: as `choose`; or all that it has written are gone.
+        """
+        before = self.chosen
+        self.choose()
+        report = told.checkpoints if told is not None else None
+        written = self._written + (report.committed if report is not None else 0)
+        if self.chosen is None and written:
+            many = "s" * (written > 1)
+            raise CheckpointError(
+                f"the run has written {written} checkpoint{many} to {shown(self.folder)}, and none "
+                "is there",
+                fix="look who has removed them; to begin anew, start the run again",
+            )
+        same = (before and before.path) == (self.chosen and self.chosen.path)
+        self._times = self._times + 1 if same else 1
+        return self._times <= SAME_MAX
+
+    def refuse(self, error: CheckpointDamaged) -> bool:
+        """A process could not read the chosen one; whether another one is chosen. Raises as
+        `choose`."""
+        chosen = self.chosen
+        if chosen is None:
+            return False
+        self._leave_out(chosen.folder, chosen.manifest.number, error)
+        self.choose()
+        return True
+
+    def _first(self, folder: str, name: str | None) -> Chosen | None:
+        if name is not None:
+            manifest = Folder(storage_at(folder)).named(name)
+            self._check(folder, manifest)
+            return Chosen(folder, manifest)
+        found, refused = self._newest(folder, lambda each: True)
+        if found is None and refused:
+            raise _unreadable(folder, refused)
+        if found is None and self._required:
+            raise CheckpointError(
+                f"resume={shown(folder)!r} has no checkpoint to go on from",
+                fix="name a folder that a run has written checkpoints to, or leave resume= out",
+            )
+        return found
+
+    def _newest(
+        self, folder: str, wanted: Callable[[Manifest], bool]
+    ) -> tuple[Chosen | None, list[CheckpointError]]:
+        """The newest one of a folder that is wanted and can be read, and why later ones cannot."""
+        refused = list[CheckpointError]()
+        if not folder or not _is_there(storage := storage_at(folder)):
+            return None, refused
+        there = Folder(storage)
+        for number in there.numbers():
+            try:
+                manifest = there.load(number)
+                if wanted(manifest):
+                    self._check(folder, manifest)
+                    return Chosen(folder, manifest), refused
+            except CheckpointDamaged as error:
+                self._leave_out(folder, number, error)
+                refused.append(error)
+        return None, refused
+
+    def _check(self, folder: str, manifest: Manifest) -> None:
+        """See that its files are there. Each process reads its part, and compares hashes then."""
+        known = self._refused.get((folder, manifest.number))
+        if known is not None:
+            raise known
+        with Saved(storage_at(folder), manifest) as saved:
+            saved.check()
+
+    def _leave_out(self, folder: str, number: int, error: CheckpointError) -> None:
+        if (folder, number) not in self._refused:
+            self._refused[folder, number] = error
+            logger.warning("paramserve: a checkpoint is left out: %s", error)
+
+
+def _is_there(storage: Storage) -> bool:
+    """Whether there is such a folder; one that cannot be read may have checkpoints."""
+    with telling(storage, "checkpoints cannot be looked for"):
+        try:
+            storage.entries("")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
+def _unreadable(folder: str, refused: Sequence[CheckpointError]) -> CheckpointError:
+    many, more = len(refused), len(refused) - REFUSED_NAMED
+    whys = [each.failed for each in refused[:REFUSED_NAMED]]
+    whys += [f"and {more} more"] if more > 0 else []
+    which = f"none of the {many} checkpoints" if many > 1 else "the only checkpoint"
+    can = "can" if many > 1 else "cannot"
+    return CheckpointError(
+        f"{which} in {shown(folder)} {can} be read: {'; '.join(whys)}",
+        applied="no",
+        fix="look at the folder's storage, or copy the files back from a backup; to begin anew, "
+        "remove the folder or name another one",
+    )
+
+
+def recovery_of(
+    run: str,
+    checkpoint: Checkpoint | Path | None,
+    resume: bool | Path,
+    on_server_death: OnServerDeath | None,
+) -> Recovery | None:
+    """What `run` and `start` are given about checkpoints; None: nothing.
+
+    Args:
+        run: the name of the training function.
+    Raises:
+        ValueError, TypeError: wrong arguments, or they do not go together.
+        CheckpointFolderTaken: a living run writes to the folder.
+        CheckpointError: the folder has something else in it, or checkpoints of another run that is
+            not to go on; it cannot be used; the checkpoint to go on from is not there, or damaged.
+    """
+    given = checkpoint
+    settings = given if given is None or isinstance(given, Checkpoint) else Checkpoint(given)
+    if on_server_death not in (None, "resume", "stop"):
+        raise ValueError(f'on_server_death must be "resume" or "stop", not {on_server_death!r}')
+    if on_server_death == "resume" and settings is None:
+        raise ValueError(
+            'on_server_death="resume" goes on from a checkpoint, and the run writes none: give '
+            "checkpoint=, such as a path"
+        )
+    if resume is True and settings is None:
+        raise ValueError(
+            "resume=True goes on from the newest checkpoint of checkpoint=, which is missing: give "
+            "the path to both, or resume=path"
+        )
+    source = None
+    if not isinstance(resume, bool):
+        source = split_path(whole_path("resume", resume))
+    elif resume and settings is not None:
+        source = whole_path("path", settings.path), None
+    if settings is None and source is None:
+        return None
+    name = f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    resumes = settings is not None and on_server_death != "stop"
+    required = not isinstance(resume, bool)
+    recovery = Recovery(name, settings, source, required=required, resumes=resumes)
+    if settings is not None:
+        _claim(recovery.folder, name, source)
+    return recovery
+
+
+def _claim(path: str, run: str, source: tuple[str, str | None] | None) -> None:
+    """See that the run may write to a folder, which is made. The coordinator claims it for good."""
+    storage = storage_at(path)
+    with telling(storage, "the folder of checkpoints cannot be made"):
+        storage.make()
+    folder = Folder(storage)
+    goes_on = source is not None and source[0] == path
+    if not goes_on:
+        _refuse_checkpoints(folder, storage.where)
+    with folder.claimed(run):
+        if not goes_on:  # of a run that was ending, which was waited for
+            _refuse_checkpoints(folder, storage.where)
+
+
+def _refuse_checkpoints(folder: Folder, where: str) -> None:
+    """Raises `CheckpointError` if a folder has checkpoints."""
+    numbers = folder.numbers()
+    if numbers:
+        whole, _ = folder.manifests()
+        whose = f" of run {whole[0].run!r}" if whole else ""
+        many = "s" * (len(numbers) > 1)
+        raise CheckpointError(
+            f"{where} has {len(numbers)} checkpoint{many}{whose} already",
+            fix="go on from the newest by resume=True, or name another folder in checkpoint=",
+        )

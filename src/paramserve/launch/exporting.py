@@ -1,0 +1,235 @@
+"""What a checkpoint has, in the forms that other tools take: state dicts and tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.checkpoint.manifest import state_path, values_path
+from paramserve.checkpoint.reader import SLICE_BYTES, Checkpoint
+from paramserve.checkpoint.rows import KEY, Columns
+from paramserve.checkpoint.shard_records import BlockRecord, shard_records
+from paramserve.checkpoint.tensors import Tensor, layout
+from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, write_parquet
+from paramserve.client.labels import DIM, decoded
+from paramserve.config import LABELS, is_trained
+from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.core.commit import lead_of
+from paramserve.core.cut_state import GroupRecord
+from paramserve.core.partition import Block
+from paramserve.core.table.parts import Records
+from paramserve.errors import CheckpointError, UnknownName
+from paramserve.launch.reading import State, state_of, table_file
+from paramserve.messages import VALUE as VALUES
+from paramserve.messages import BlockSpec
+
+MODEL = "model"
+"""The group that is meant where none is named and there are several."""
+VALUE, STATE, COUNT = "value", "state", "count"
+"""The columns of a table's rows that Parquet files have."""
+
+Told = Callable[[int], None]
+"""Told how many bytes more were read."""
+
+
+def _silent(nbytes: int) -> None: ...
+
+
+def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) -> State:
+    """The values of a group as a state dict: with buffers, and tied tensors under all names.
+
+    Args:
+        group: None: "model", or the only one.
+    Raises:
+        UnknownName: there is no such group, or none is meant. CheckpointDamaged: a file is.
+    """
+    name, groups = _chosen(saved, group)
+
+    def read(blocks: Iterable[Block]) -> State:
+        state = State()
+        for block in blocks:
+            path = values_path(block.group_name)
+            for piece in block.pieces:
+                state[piece.name] = saved.tensor(path, piece.name)
+                told(state[piece.name].nbytes)
+        return state
+
+    return state_of(name, groups, read)
+
+
+def _chosen(saved: Checkpoint, group: str | None) -> tuple[str, dict[str, list[Block]]]:
+    """The name of the group that is meant, and the blocks of all, by group."""
+    groups = dict[str, list[Block]]()
+    for spec in saved.manifest.cut.blocks:
+        if spec.table is None:
+            groups.setdefault(spec.group_name, []).append(Block(spec))
+    trained = [name for name in groups if is_trained(name)]
+    if group is None and (MODEL in trained or len(trained) != 1):
+        group = MODEL
+    name = trained[0] if group is None else group
+    if name not in trained:
+        has = ", ".join(map(repr, trained)) or "none"
+        raise UnknownName(
+            f"checkpoint {saved.manifest.name} has no group {name!r}; its groups: {has}",
+            fix="name one of them with --group",
+        )
+    return name, groups
+
+
+def optimizer_of(
+    saved: Checkpoint, group: str | None = None, told: Told = _silent
+) -> dict[str, Any]:
+    """The state dict of a group's optimizer, in torch's layout. It imports torch.
+
+    Args:
+        group: as for `model_of`.
+    Raises:
+        UnknownName: as `model_of`. CheckpointError: torch has no such optimizer, or the servers do
+            not make its steps.
+        CheckpointDamaged: a file is.
+    """
+    from paramserve.pytorch.exported import SavedBlock, optimizer_state
+
+    name, groups = _chosen(saved, group)
+    records = shard_records(saved)
+    found = {each.spec.block: each for each in records[0].blocks}
+
+    def fetch(record: BlockRecord, number: int) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+        size = record.spec.cuts[-1]
+        whole = structs.replace(record.spec, cuts=(0, size))
+        array = np.empty(size, record.spec.dtype)
+        path = state_path(record.states[number - VALUES - 1], name)
+        saved.dense(path, whole, 0, array)
+        told(array.nbytes)
+        return array, record.counts
+
+    specs = [block.spec for block in groups[name]]
+    lead = records[lead_of(specs[0].group, len(records))]
+    record = next(each for each in lead.groups if each.id == specs[0].group)
+    _check_servers_step(record)
+    blocks = [SavedBlock(spec, partial(fetch, found[spec.block])) for spec in specs]
+    notes = [(rank, -clock, note) for rank, clock, note in record.notes]
+    return optimizer_state(name, blocks, min(notes)[2] if notes else b"")
+
+
+def _check_servers_step(group: GroupRecord) -> None:
+    policy = group.policies[-1][1].name
+    if policy in (LocalSteps.__name__, ElasticAverage.__name__):
+        raise CheckpointError(
+            f"the optimizer {group.name!r} cannot be exported: under {policy} each worker makes "
+            "its own steps, and has the state of its optimizer",
+            fix="export the values alone, or keep the state by worker.save(...)",
+        )
+
+
+def write_safetensors(path: str | os.PathLike[str], state: State) -> None:
+    """Write a state dict to one file.
+
+    Raises:
+        OSError: it cannot be written. What was there before still is.
+    """
+    whole = layout(Tensor(name, each.dtype.name, each.shape) for name, each in state.items())
+    with replacing(path) as file:
+        file.write(whole.header)
+        for each in state.values():
+            file.write(np.ascontiguousarray(each).data)
+
+
+def write_tables(
+    saved: Checkpoint, folder: str, told: Told = _silent
+) -> dict[str, tuple[str, int]]:
+    """Write every table with its rule's state to a Parquet file, as `Table.from_parquet` reads it.
+
+    Returns:
+        By table: the file, and its rows.
+    Raises:
+        CheckpointError: there is none. OSError: a file cannot be written.
+        ParamServeError: pyarrow is not installed.
+    """
+    specs = [
+        spec
+        for spec in saved.manifest.cut.blocks
+        if spec.table is not None and not spec.group_name.endswith(LABELS)
+    ]
+    if not specs:
+        raise CheckpointError(
+            f"checkpoint {saved.manifest.name} has no tables", fix="export it to torch"
+        )
+    os.makedirs(folder, exist_ok=True)
+    made = dict[str, tuple[str, int]]()
+    for spec in specs:
+        path = os.path.join(folder, table_file(spec.group_name))
+        made[spec.group_name] = path, _write_table(saved, spec, path, told)
+    return made
+
+
+def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> int:
+    table, name = spec.table, spec.group_name
+    assert table is not None
+    columns = saved.no_rows(name)
+    width = columns[STATE].shape[1] if STATE in columns else 0
+    schema = schema_of(spec, width, labels=table.labels > 0)
+    rows = part_rows(table.dim, width)
+    names = saved.manifest.layers.get(name + LABELS, ()) if table.labels else ()
+    nbytes = sum(saved.manifest.file(file).size for layer in names for file in layer)
+    shares = -(-nbytes // SLICE_BYTES) or 1
+
+    def batches() -> Iterator[Any]:
+        for share in range(shares):
+            given = saved.rows(name + LABELS, share, shares) if names else ()
+            labels = _Labels(given, told) if table.labels else None
+            for found in saved.rows(name, share, shares):
+                for start in range(0, found[KEY].size, rows):
+                    part = {column: each[start : start + rows] for column, each in found.items()}
+                    texts = None if labels is None else labels.of(part[KEY])
+                    yield batch_of(schema, _records(part, table.dtype), width, texts)
+                told(_nbytes(found))
+
+    return write_parquet(path, schema, batches)
+
+
+class _Labels:
+    """The strings of the keys of a share of a table."""
+
+    def __init__(self, given: Iterable[Columns], told: Told) -> None:
+        keys, values = [np.empty(0, np.int64)], [np.empty((0, DIM), np.float32)]
+        for found in given:
+            keys.append(found[KEY])
+            values.append(found[VALUE])
+            told(_nbytes(found))
+        whole = np.concatenate(keys)
+        self._order = np.argsort(whole)
+        self._keys = whole[self._order]
+        self._values = np.concatenate(values)
+
+    def of(self, keys: npt.NDArray[np.int64]) -> list[str]:
+        """Of each key; empty where none is known."""
+        at = np.searchsorted(self._keys, keys)
+        known = np.flatnonzero(at < self._keys.size)
+        known = known[self._keys[at[known]] == keys[known]]
+        texts = [""] * keys.size
+        for place, text in zip(known, decoded(self._values[self._order[at[known]]]), strict=True):
+            texts[place] = text
+        return texts
+
+
+def _nbytes(columns: Columns) -> int:
+    return sum(each.nbytes for each in columns.values())
+
+
+def _records(part: Columns, dtype: str) -> Records:
+    keys, values = part[KEY], _as_float32(part[VALUE], dtype)
+    counts = part.get(COUNT, np.zeros(keys.size, np.uint32))
+    return Records(keys, values, part.get(STATE), counts)
+
+
+def _as_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32, copy=False)

@@ -1,0 +1,102 @@
+"""What a worker tells its user of a run that goes otherwise than its function looks.
+
+Each of these is said once, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from paramserve.client import Client
+from paramserve.errors import warn_user
+
+TRAINS_ALONE, TRAINED_ALONE = "trains alone", "trained alone"
+"""Reports of a worker that has iterated over a loader with gradients on, and stepped on no group:
+when it has gone through its batches once, and at its end."""
+UNTRAINED = (
+    "trained nothing on the servers: it has not called worker.optimizer(...), "
+    "client.define(...) or client.table(...), so a worker has trained a copy of its own, if any. "
+    "To fix: optimizer = worker.optimizer(model, optimizer) in the training function; a loop that "
+    "only evaluates belongs under torch.no_grad()"
+)
+
+
+class Notices:
+    """The notices of one worker; the caller knows what the function does.
+
+    Args:
+        report: tells the driver; None: there is none.
+    """
+
+    def __init__(self, client: Client, report: Callable[[str, bytes], None] | None) -> None:
+        self._client = client
+        self._report = report
+        self._told_alone = False
+        self._looked = False
+        """Whether `repeats` has."""
+
+    def repeats(self, group: str) -> None:
+        """Before a step of an optimizer in a worker that was started again: warn where it makes the
+        steps of its older incarnation once more, because nothing has asked how many these were.
+
+        Args:
+            group: the first one that the worker steps on.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        client = self._client
+        done = client.steps.resumed.get(group, 0)
+        if not done or client.steps.clock_read or client.steps.next_mark is not None:
+            return
+        warn_user(
+            f"rank {client.rank} was started again and goes on at clock {done}, but its loop "
+            f"begins at its first batch again: all {done} steps that are done are made once more, "
+            "from the values that they led to. To fix: take the batches of worker.loader(dataset, "
+            "batch_size=..., epochs=...), which leaves out those that are done, or begin at "
+            "worker.clock, as in for step in range(worker.clock, steps)"
+        )
+
+    def nothing_left(self, group: str) -> None:
+        """At the end of the function: say where a worker that was started again, or that goes on
+        from a checkpoint, has made no step, and so has maybe printed nothing.
+
+        Args:
+            group: the first one that the worker steps on.
+        """
+        client, steps = self._client, self._client.steps
+        if client.connection.incarnation <= 1 or steps.retiring:
+            return
+        done = steps.resumed.get(group, 0)
+        if done and all(at <= steps.resumed.get(name, 0) for name, at in steps.clocks.items()):
+            resumed = client.connection.before > 0
+            how = "which goes on from a checkpoint" if resumed else "started again"
+            more = ". To train on, give more epochs or steps" if resumed else ""
+            told = (
+                f"paramserve: rank {client.rank}, {how}, had nothing left to do: all {done} steps "
+                f"were done{more}"
+            )
+            print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
+    def trains_alone(self) -> None:
+        """The function has gone through its batches once, and no server knows of it."""
+        if not self._told_alone:
+            self._told_alone = True
+            self._tell(TRAINS_ALONE, alone_so_far(self._client.rank))
+
+    def trained_alone(self) -> None:
+        """As `trains_alone`, at the end of the function."""
+        if not self._told_alone:
+            self._tell(TRAINED_ALONE, f"rank {self._client.rank} {UNTRAINED}")
+
+    def _tell(self, kind: str, words: str) -> None:
+        if self._report is not None:
+            self._report(kind, b"")  # the driver tells it once for all ranks
+        else:
+            warn_user(words)
+
+
+def alone_so_far(rank: int) -> str:
+    """What is told of a rank when it begins with its batches once more."""
+    return f"rank {rank} has gone through its batches once, and {UNTRAINED}"

@@ -1,0 +1,234 @@
+"""A server's part in checkpoints: it writes its part of a cut, and begins with what one has.
+
+The loop copies a piece of the cut, a thread hashes and writes it, and so on in turns
+(`checkpoint.shard_writer`): so no request waits for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from paramserve.checkpoint.committing import read_cluster
+from paramserve.checkpoint.folder import Folder
+from paramserve.checkpoint.locations import storage_at
+from paramserve.checkpoint.manifest import Written
+from paramserve.checkpoint.reader import Checkpoint
+from paramserve.checkpoint.shard_reader import LoadedShard
+from paramserve.checkpoint.shard_writer import Job, write_shard
+from paramserve.checkpoint.storage import Storage
+from paramserve.checkpoint.writer import Writer
+from paramserve.compiling import needed
+from paramserve.config import CheckpointPlan
+from paramserve.consistency.registry import spec as policy_spec
+from paramserve.core import differences
+from paramserve.core.block import ShardBlock
+from paramserve.core.cluster_state import blocks_for
+from paramserve.core.cut import LEAD
+from paramserve.core.cut_parts import ShardCut
+from paramserve.core.restoring import change_policy, restore
+from paramserve.core.shard import Shard
+from paramserve.errors import ParamServeError
+from paramserve.messages import BeginCheckpoint, CheckpointOver, CutWritten, WriteCut
+from paramserve.transport.timing import Loop, Pending
+
+logger = logging.getLogger("paramserve")
+
+
+class _Writing:
+    """A part that is being written."""
+
+    def __init__(self, notice: WriteCut, writer: Writer) -> None:
+        self.notice = notice
+        self.writer = writer
+        self.turns: Generator[Job, Any, tuple[Written, ...]] | None = None
+        self.part: ShardCut | None = None
+        self.pause_s = 0.0
+        """The longest turn so far, in which the shard executed nothing."""
+
+
+class PartWriter:
+    """Writes a server's part of each checkpoint, one at a time.
+
+    Args:
+        shard: decides; it has the cuts.
+        storage: of the run's checkpoints; None: the run writes none.
+        tell: sends a message to the coordinator.
+        cut: has the shard take a cut for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        loop: Loop,
+        storage: Storage | None,
+        tell: Callable[[CutWritten], None],
+        cut: Callable[[BeginCheckpoint], None],
+    ) -> None:
+        self._shard = shard
+        self._loop = loop
+        self._storage = storage
+        self._tell = tell
+        self._cut = cut
+        self._prepares = 0
+        """The checkpoint that memory is prepared for."""
+        self._prepared = False
+        self._writing: _Writing | None = None
+        self._told: CutWritten | None = None
+        """What became of the last one."""
+
+    def prepare(self, notice: BeginCheckpoint) -> None:
+        """Have the memory of copies; then, on shard 0, take the cut."""
+        if self._prepares == notice.checkpoint:
+            if self._prepared:
+                self._take(notice)
+            return
+        self._prepares, self._prepared = notice.checkpoint, False
+        memory = self._shard.cut_memory
+        blocks = [each for each in self._shard.blocks.values() if isinstance(each, ShardBlock)]
+        sizes = [array.nbytes for each in blocks for array in (each.value, *each.state)]
+        preparing = self._loop.run_in_executor(None, partial(memory.prepare, sizes))
+        preparing.add_done_callback(partial(self._have_prepared, notice))
+
+    def _have_prepared(self, notice: BeginCheckpoint, done: Pending[list[Any]]) -> None:
+        if notice.checkpoint != self._prepares:
+            return
+        self._prepared = True
+        if done.exception() is None:
+            self._shard.cut_memory.add(done.result())
+        self._take(notice)
+
+    def _take(self, notice: BeginCheckpoint) -> None:
+        if self._shard.number == LEAD:
+            self._cut(notice)
+
+    def write(self, notice: WriteCut) -> None:
+        """Write this server's part; or say again what became of it."""
+        told, writing = self._told, self._writing
+        if told is not None and told.checkpoint == notice.checkpoint:
+            self._tell(told)
+        elif writing is None or writing.notice.checkpoint != notice.checkpoint:
+            self.close()  # the coordinator has given the one before up
+            self._begin(notice)
+
+    def _begin(self, notice: WriteCut) -> None:
+        if self._storage is None:
+            self._refuse(notice, "the server was started without a folder for checkpoints")
+            return
+        writing = self._writing = _Writing(notice, Writer(self._storage, notice.name))
+        try:
+            part = writing.part = self._shard.cuts.hold(notice.cut, self._loop.time())
+        except ParamServeError as error:
+            self._fail(writing, error)
+            return
+        writing.turns = write_shard(part, self._shard.shards, notice.blocks, writing.writer)
+        self._turn(writing, None)
+
+    def _turn(self, writing: _Writing, result: Any) -> None:
+        """Take the next turn, with the result of the job before."""
+        assert writing.turns is not None
+        began = self._loop.time()
+        try:
+            self._shard.cuts.part(writing.notice.cut, began)  # a newer one has not replaced it
+            job = writing.turns.send(result)
+        except StopIteration as done:
+            self._loop.run_in_executor(None, writing.writer.close)
+            self._end(writing.notice, self._written(writing, done.value))
+        except Exception as error:  # a bug of ours ends this checkpoint only
+            self._fail(writing, error)
+        else:
+            writing.pause_s = max(writing.pause_s, self._loop.time() - began)
+            self._loop.run_in_executor(None, job).add_done_callback(partial(self._next, writing))
+
+    def _written(self, writing: _Writing, files: tuple[Written, ...]) -> CutWritten:
+        part = writing.part
+        assert part is not None
+        return CutWritten(
+            writing.notice.checkpoint,
+            self._shard.number,
+            files=msgspec.msgpack.encode(files),
+            pause_s=max(writing.pause_s, part.pause_s),
+            marks=tuple(mark for group in part.groups for mark in group.marks),
+            begun=part.begun,
+        )
+
+    def _next(self, writing: _Writing, done: Pending[Any]) -> None:
+        """A job has ended."""
+        error = done.exception()
+        if writing is not self._writing:  # it was given up meanwhile
+            self._loop.run_in_executor(None, writing.writer.close)
+        elif error is None:
+            self._turn(writing, done.result())
+        else:
+            self._fail(writing, error)
+
+    def _fail(self, writing: _Writing, error: BaseException) -> None:
+        if not isinstance(error, ParamServeError):
+            logger.error("a checkpoint could not be written", exc_info=error)
+        self._loop.run_in_executor(None, writing.writer.close)
+        told = str(error) or type(error).__name__
+        self._refuse(writing.notice, told, pause_s=writing.pause_s)
+
+    def _refuse(self, notice: WriteCut, why: str, pause_s: float = 0.0) -> None:
+        shard = self._shard.number
+        failed = f"server {shard}: {why}"
+        self._end(notice, CutWritten(notice.checkpoint, shard, pause_s=pause_s, failed=failed))
+
+    def _end(self, notice: WriteCut, told: CutWritten) -> None:
+        self._writing = None
+        self._told = told
+        self._shard.cuts.let_go(notice.cut)
+        self._shard.cut_memory.give_back()
+        self._tell(told)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written so far of the part under way."""
+        return 0 if self._writing is None else self._writing.writer.nbytes
+
+    def over(self, notice: CheckpointOver) -> None:
+        """A checkpoint is committed or given up."""
+        writing = self._writing
+        if writing is not None and writing.notice.checkpoint == notice.checkpoint:
+            self.close()
+        if self._prepares == notice.checkpoint:
+            self._prepares = 0
+            self._shard.cut_memory.give_back()
+
+    def close(self) -> None:
+        """Write no more; a job that is under way ends first."""
+        if self._writing is not None:
+            self._shard.cuts.let_go(self._writing.notice.cut)
+        self._writing = None
+
+
+def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | None = None) -> None:
+    """Let a new shard begin with what a checkpoint has.
+
+    Args:
+        now: as `Shard.step`.
+        storage: where it is; None: the plan's folder.
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, or its rules or its policy
+            are others. ParamServeError: the shard cannot hold it. The shard is not to be used.
+    """
+    where = storage if storage is not None else storage_at(plan.resume_folder)
+    cluster, policy = read_cluster(where, plan.resume), policy_spec(shard.policy)
+    specs = blocks_for(cluster, shard.shards)
+    with Checkpoint(where, Folder(where).named(plan.resume)) as saved:
+        part = LoadedShard(saved, specs, shard.number, shard.shards)
+        for spec in specs:
+            load = needed(spec, shard.rules)
+            if load is not None:
+                load()
+        restore(shard, part, now)
+        if policy != cluster.consistency:
+            frontiers = part.frontiers(cluster.consistency, len(shard.sessions.first))
+            change_policy(shard, frontiers)
+            if shard.number == LEAD and frontiers:
+                known, came = differences.of_policies(cluster.consistency, policy)[1:]
+                logger.warning("the run goes on under %s; the checkpoint's was %s", came, known)

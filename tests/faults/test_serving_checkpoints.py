@@ -1,0 +1,106 @@
+"""Servers that were started by themselves, end, and come back with what their checkpoint has."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.servers import Servers
+
+import paramserve as ps
+from paramserve.checkpoint.folder import Folder
+from paramserve.checkpoint.storage import LocalFolder
+from paramserve.cli import main
+from paramserve.errors import CheckpointError, CheckpointFolderTaken, ServerGone
+
+EVERY_S = 0.1
+WAIT_S = 20.0
+
+
+def wait_for_another(folder: Path) -> None:
+    """Until a checkpoint is there that began after this."""
+    seen, until = 0, time.monotonic() + WAIT_S
+    before = max(Folder(LocalFolder(folder)).numbers(), default=0)
+    while seen < before + 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+        seen = max(Folder(LocalFolder(folder)).numbers(), default=0)
+
+
+def push(worker: Any, times: int) -> None:
+    for _ in range(times):
+        worker.client.push({"w": np.ones(4)}).result()
+        worker.client.tick("model")
+
+
+def connect(servers: Servers, address: str) -> Any:
+    return ps.connect(address, rank=0, workers=1, token_file=servers.token)
+
+
+def test_servers_come_back_with_their_values_and_the_worker_goes_on(
+    servers: Servers, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    (first, second), address = servers.pair(workers=1, checkpoint=str(runs), every_s=EVERY_S)
+    with pytest.raises(ServerGone), connect(servers, address) as worker:  # noqa: PT012
+        worker.client.define({"w": np.zeros(4)}, rule=ps.Add(), group="model")
+        push(worker, 7)
+        wait_for_another(runs)
+        with ps.attach(address, token_file=servers.token) as cluster:
+            told = cluster.status().checkpoints
+        assert told is not None
+        assert Path(told.path).parent == runs
+        second.signal(signal.SIGKILL)
+        push(worker, 1)
+    assert f"it begins with the newest checkpoint in {runs}" in first.error()[1]
+    # One server fewer, which finds in the folder what there is.
+    again, address = servers.serve(bind=address, servers=1, workers=1, checkpoint=str(runs))
+    with connect(servers, address) as worker:
+        assert worker.incarnation == 2
+        worker.client.define({"w": np.full(4, 99.0)}, rule=ps.Add(), group="model")
+        assert worker.client.clock("model") == 7
+        np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 7.0))
+        with pytest.raises(CheckpointFolderTaken, match="run 'serve-"):
+            ps.serve("127.0.0.1:0", token_file=servers.token, checkpoint=str(runs))
+        push(worker, 3)
+    again.signal(signal.SIGTERM)
+    again.finish()
+    # Told to end, the server has written all of it.
+    last, address = servers.serve(workers=1, checkpoint=str(runs))
+    with connect(servers, address) as worker:
+        np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 10.0))
+    last.signal(signal.SIGTERM)
+    last.finish()
+
+
+def test_damaged_checkpoint_is_left_out(servers: Servers, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for value in (1.0, 2.0):
+        one, address = servers.serve(workers=1, checkpoint=str(runs))
+        with connect(servers, address) as worker:
+            worker.client.define({"w": np.zeros(4)}, rule=ps.Add())
+            worker.client.push({"w": np.full(4, value)}).result()
+        one.signal(signal.SIGTERM)
+        one.finish()
+    second, _ = Folder(LocalFolder(runs)).manifests()[0]
+    (file,) = (runs / second.name / "values").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    one, address = servers.serve(workers=1, checkpoint=str(runs))
+    with connect(servers, address) as worker:
+        np.testing.assert_array_equal(worker.client.pull("w"), np.ones(4))
+    one.signal(signal.SIGTERM)
+    one.finish()
+
+
+def test_folder_is_refused_before_anything_listens(servers: Servers, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="is no folder of checkpoints"):
+        ps.serve("127.0.0.1:0", token_file=servers.token, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="told to the first server"):
+        ps.serve("127.0.0.1:0", token_file=servers.token, join="x:1", checkpoint=tmp_path)
+    options = ["serve", "--bind", "127.0.0.1:0", "--token-file", servers.token]
+    assert main([*options, "--checkpoint-every", "5"]) == 2

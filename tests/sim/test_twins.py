@@ -1,0 +1,143 @@
+"""Shards that are restored from a cut go on as the original: dense, in Sync, tables that let rows
+go, and whatever of the cut's content is left out shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from tests.sim.twins import Differs, SimulatedTableTwins, SimulatedTwins
+
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
+from paramserve.core import cut_parts
+from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.table.cut import RowsCopy
+from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
+from paramserve.core.table.store import RowStore
+from paramserve.testing import Faults, Scenario, SimulatedCluster
+
+SEEDS = 3
+FOUND_WITHIN = 60
+"""Seeds after which a planted bug has been found."""
+FAULTS = Faults(slow=0.1, cut=0.03, lose=0.02, duplicate=0.05)
+TABLES = {
+    "plain": TableOptions(Zeros()),
+    "lru": TableOptions(Zeros(), evict=LRU(rows=4)),
+    "ttl": TableOptions(Zeros(), evict=TTL(2)),
+    "admit": TableOptions(Zeros(), admit=MinCount(2)),
+}
+
+
+def twins_of_tables(options: str) -> type[SimulatedCluster]:
+    return type("Tables", (SimulatedTableTwins,), {"options": TABLES[options]})
+
+
+def compared(kind: type[SimulatedCluster], policy: Policy, seed: int, **options: Any) -> int:
+    """Events that twins were compared at."""
+    options.setdefault("others", ())
+    cluster = kind(seed, Scenario(consistency=policy, **options))
+    cluster.run()
+    return sum(getattr(server.shard, "compared", 0) for server in cluster.servers)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Async(), Sync(reduce="sum"), BoundedStaleness(1), Buffered(3, damping=None)],
+    ids=["async", "sync", "bounded", "buffered"],
+)
+def test_restored_shard_goes_on_as_the_original(policy: Policy) -> None:
+    assert sum(compared(SimulatedTwins, policy, seed) for seed in range(SEEDS)) > 100
+
+
+@pytest.mark.parametrize("options", TABLES)
+@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+def test_restored_table_goes_on_as_the_original(options: str, policy: Policy) -> None:
+    kind = twins_of_tables(options)
+    assert sum(compared(kind, policy, seed) for seed in range(SEEDS)) > 100
+
+
+def test_restored_shard_knows_the_changes_of_policy_and_the_leases() -> None:
+    others = (Sync(reduce="sum"), Async())
+    changes = Faults(slow=0.1, change=0.05)
+    found = [compared(SimulatedTwins, Async(), s, faults=changes, others=others) for s in range(6)]
+    found += [compared(SimulatedTwins, Async(), seed, samples=60) for seed in range(3)]
+    assert min(sum(found[:6]), sum(found[6:])) > 100
+
+
+# --- what a cut may lack -------------------------------------------------------------------------
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = cut_parts.session_record
+
+    def without(session: Any, last: int) -> SessionRecord:
+        return structs.replace(whole(session, last), outcomes=())
+
+    monkeypatch.setattr(cut_parts, "session_record", without)
+
+
+def marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = cut_parts.group_record
+
+    def without(machine: Any, begun: Any) -> GroupRecord:
+        return structs.replace(whole(machine, begun), marks=())
+
+    monkeypatch.setattr(cut_parts, "group_record", without)
+
+
+def order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RowsCopy.uses
+
+    def by_key(copy: RowsCopy) -> Any:
+        keys, clocks = whole(copy) or (np.empty(0, np.int64), np.empty(0, np.int64))
+        return keys[np.argsort(keys)], clocks[np.argsort(keys)]
+
+    monkeypatch.setattr(RowsCopy, "uses", by_key)
+
+
+def last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RowsCopy.uses
+
+    def without(copy: RowsCopy) -> Any:
+        uses = whole(copy)
+        return uses and (uses[0], np.zeros_like(uses[1]))
+
+    monkeypatch.setattr(RowsCopy, "uses", without)
+
+
+def deletions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowStore, "free", lambda store, begin, end: np.zeros(0, np.int64))
+
+
+def admission_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowStore, "candidates", lambda store: None)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "kind", "options"),
+    [
+        (outcomes, SimulatedTwins, {"faults": FAULTS}),
+        (marks, SimulatedTwins, {"samples": 60}),
+        (order_of_use, twins_of_tables("lru"), {}),
+        (last_use, twins_of_tables("ttl"), {}),
+        (deletions, twins_of_tables("ttl"), {}),
+        (admission_counts, twins_of_tables("admit"), {}),
+    ],
+)
+def test_what_a_cut_lacks_shows(
+    left_out: Callable[[pytest.MonkeyPatch], None],
+    kind: type[SimulatedCluster],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left_out(monkeypatch)
+    for seed in range(FOUND_WITHIN):
+        try:
+            compared(kind, Async(), seed, **options)
+        except Differs:
+            return
+    pytest.fail(f"a cut without {left_out.__name__} was not found in {FOUND_WITHIN} seeds")
