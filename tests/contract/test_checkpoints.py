@@ -24,6 +24,7 @@ from paramserve.checkpoint.storage import LocalFolder
 from paramserve.cli import cli
 from paramserve.client import Client
 from paramserve.config import CheckpointPlan, ServerConfig
+from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
 from paramserve.consistency.registry import registered
 from paramserve.consistency.registry import spec as policy_spec
@@ -328,9 +329,13 @@ def policies_at(clients: list[Client], cluster: RoleCluster, clock: int) -> dict
     return found
 
 
-def started(cluster: RoleCluster, ranks: int = 2) -> list[Client]:
-    """Clients with all groups: one goes by the cluster's policy, two have their own."""
-    clients = [cluster.client(rank=rank) for rank in range(ranks)]
+def started(cluster: RoleCluster, ranks: int = 2, first: int = 0) -> list[Client]:
+    """Clients with all groups: one goes by the cluster's policy, two have their own.
+
+    Args:
+        ranks, first: the ranks `first` to `ranks - 1`.
+    """
+    clients = [cluster.client(rank=rank) for rank in range(first, ranks)]
     for client in clients:
         client.define({"w": np.zeros(LARGE), "b": np.zeros(3)}, rule=Add())
         client.define("o", np.zeros(3), rule=Add(), group="own", consistency=Async())
@@ -380,6 +385,31 @@ def test_cluster_goes_on_under_another_policy(
     assert policies_at(clients, cluster, 3)["default"] == sums
     stepped(clients[0]).result()
     assert (clients[1].pull("b") == 9.0).all()
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("policy", [Sync(reduce="sum"), BoundedStaleness(0)])
+def test_ranks_that_had_ended_and_new_ones_are_waited_for(
+    make_cluster: MakeCluster, tmp_path: Path, servers: int, policy: Policy
+) -> None:
+    """Rank 1 ends before the checkpoint, and rank 2 comes only with the cluster that goes on."""
+    cluster = make_cluster(servers=2, workers=2, policy=policy, checkpoints=writes(tmp_path))
+    clients = started(cluster)
+    for ticket in [stepped(client) for client in clients]:
+        ticket.result()
+    clients[1].close()
+    stepped(clients[0]).result()
+    plan = resumes(tmp_path, taken(cluster))
+    cluster = make_cluster(servers=servers, workers=3, policy=policy, checkpoints=plan)
+    clients = started(cluster, 2)
+    two = [stepped(client) for client in clients]
+    more = [stepped(client) for client in clients]
+    assert not any(ticket.done() for ticket in more)
+    clients.append(started(cluster, 3, first=2)[0])
+    assert clients[2].clock() == 2
+    for ticket in [*two, stepped(clients[2]), *more, stepped(clients[2])]:
+        ticket.result()
+    assert (clients[2].pull("b") == 3.0 + 6.0).all()
 
 
 def test_policy_that_workers_step_otherwise_under_is_refused(

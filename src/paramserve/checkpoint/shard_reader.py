@@ -32,6 +32,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import lead_of
 from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.membership import DEAD, LEFT
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock
@@ -133,6 +134,7 @@ class LoadedShard:
     Args:
         specs: of all blocks, as they are cut now.
         shard, shards: of any number.
+        workers: ranks that come, and are waited for.
     Raises:
         CheckpointDamaged: (all methods) a file is.
     """
@@ -142,12 +144,19 @@ class LoadedShard:
     members_number = 0
 
     def __init__(
-        self, saved: Checkpoint, specs: Sequence[BlockSpec], shard: int, shards: int
+        self,
+        saved: Checkpoint,
+        specs: Sequence[BlockSpec],
+        shard: int,
+        shards: int,
+        workers: int,
     ) -> None:
         self.shard, self.shards = shard, shards
         records = shard_records(saved)
         self.number = records[0].cut
-        self.groups = tuple(_group(records, each.id, shard, shards) for each in records[0].groups)
+        self.groups = tuple(
+            _group(records, each.id, shard, shards, workers) for each in records[0].groups
+        )
         found = {each.spec.block: each for each in records[0].blocks}
         self.blocks = {
             spec.block: LoadedBlock(saved, spec, found[spec.block], shard)
@@ -226,7 +235,9 @@ def _frontier(group: GroupRecord, workers: int) -> int:
     return max(group.committed, *(clock for rank, clock in group.clocks if rank < workers), 0)
 
 
-def _group(records: Sequence[ShardRecord], number: int, shard: int, shards: int) -> GroupRecord:
+def _group(
+    records: Sequence[ShardRecord], number: int, shard: int, shards: int, workers: int
+) -> GroupRecord:
     """The record of a group that a shard goes on from.
 
     Who is a member is the lead's decision, which other shards may not have known at the cut. Of a
@@ -235,7 +246,8 @@ def _group(records: Sequence[ShardRecord], number: int, shard: int, shards: int)
     """
     every = [next(each for each in one.groups if each.id == number) for one in records]
     lead = every[lead_of(number, len(every))]
-    lead = structs.replace(lead, members=_members(lead))
+    known = records[lead_of(number, len(every))].members
+    lead = structs.replace(lead, members=_members(lead, known, workers))
     if len(records) == shards:
         own = every[shard]
         return structs.replace(own, decisions=lead.decisions, members=lead.members)
@@ -248,9 +260,14 @@ def _group(records: Sequence[ShardRecord], number: int, shard: int, shards: int)
     return structs.replace(lead, clocks=merged, ahead=tuple(sorted(ahead.items())))
 
 
-def _members(lead: GroupRecord) -> tuple[tuple[int, int, int, int], ...]:
-    """The members, and the ranks without which no clock was decided since they were members, as of
-    a run whose workers had all returned: each comes again, and clocks wait for it."""
-    found = {rank: (rank, 0, 0, clock) for rank, clock in lead.clocks if clock == lead.committed}
+def _members(
+    lead: GroupRecord, known: Sequence[Member], workers: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """The members as of a run that begins: besides those of the cut, the ranks that had ended then
+    or were not there."""
+    present = [policy for clock, policy in lead.policies if clock <= lead.slowest][-1]
+    start = max(lead.slowest, lead.committed) if present.collects else lead.slowest
+    going = {each.rank for each in known if each.state not in (LEFT, DEAD)}
+    found = {rank: (rank, 0, 0, start) for rank in range(workers) if rank not in going}
     found |= {each[0]: each for each in lead.members}
     return tuple(each for _, each in sorted(found.items()))

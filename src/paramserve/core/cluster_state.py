@@ -64,7 +64,7 @@ class ClusterState:
             self.membership.go_on_from(record.membership)
             self.directory = Directory.restored(record.blocks, servers)
             self.leases = LeaseBook.restored(record.leases)
-            if self.membership.members.keys() == set(range(workers)):
+            if {each.rank for each in record.membership.members} == set(range(workers)):
                 # Others would not agree on what these ranks have.
                 self.collectives.go_on_from(record.collectives)
         self._blocks: tuple[BlockRecord, ...] = ()

@@ -75,7 +75,7 @@ class Membership:
 
     def go_on_from(self, record: MembershipRecord) -> None:
         """As if every rank had ended when this was saved: each is expected again, for its next
-        incarnation. A rank that is new is open, as one that is added."""
+        incarnation, and so is one that is new."""
         self.number = record.number + 1
         self._next_client = record.next_client
         self.workers_before = record.workers
@@ -85,6 +85,8 @@ class Membership:
             ended = LEFT if each.state == LEFT else DEAD
             state = EXPECTED if each.rank < self.workers else ended
             self.members[each.rank] = structs.replace(each, state=state)
+        for rank in range(self.workers):
+            self.members.setdefault(rank, Member(rank, 0, 0, EXPECTED))
 
     def record(self) -> MembershipRecord:
         """The membership, to be saved."""
@@ -214,8 +216,7 @@ class Membership:
         self._next_client += 1
         incarnation = member.incarnation + 1
         self._heard[call.rank] = now
-        added = incarnation == 1 and self.late(call.rank, incarnation)
-        if added or member.state in (LEFT, DEAD):
+        if call.rank not in self.members or member.state in (LEFT, DEAD):
             self.came_later.add(client)
         self._change(Member(call.rank, client, incarnation, LIVE))
         return client, incarnation

@@ -220,14 +220,15 @@ def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | No
     cluster, policy = read_cluster(where, plan.resume), policy_spec(shard.policy)
     specs = blocks_for(cluster, shard.shards)
     with Checkpoint(where, Folder(where).named(plan.resume)) as saved:
-        part = LoadedShard(saved, specs, shard.number, shard.shards)
+        workers = len(shard.sessions.first)
+        part = LoadedShard(saved, specs, shard.number, shard.shards, workers)
         for spec in specs:
             load = needed(spec, shard.rules)
             if load is not None:
                 load()
         restore(shard, part, now)
         if policy != cluster.consistency:
-            frontiers = part.frontiers(cluster.consistency, len(shard.sessions.first))
+            frontiers = part.frontiers(cluster.consistency, workers)
             change_policy(shard, frontiers)
             if shard.number == LEAD and frontiers:
                 known, came = differences.of_policies(cluster.consistency, policy)[1:]

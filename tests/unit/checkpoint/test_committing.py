@@ -157,7 +157,7 @@ def test_other_servers_get_the_blocks_cut_anew() -> None:
     again.join(0)
     assert again.define(0, "comes after the cut", 1).attempt == 2
     states = {rank: each.state for rank, each in again.one.membership.members.items()}
-    assert states == {0: "live", 1: "expected"}  # rank 2 joins as one that is added
+    assert states == {0: "live", 1: "expected", 2: "expected"}
 
 
 def test_failed_checkpoint_is_told_and_the_next_one_is_tried_again() -> None:

@@ -8,6 +8,7 @@ import pytest
 from paramserve.config import ConsistencySpec
 from paramserve.core.cluster_state import ClusterRecord, ClusterState, blocks_for
 from paramserve.core.leases import Marks
+from paramserve.core.membership import EXPECTED
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import AllReduce, Join, Piece, PlaceBlock, Register
 
@@ -71,15 +72,16 @@ def test_every_rank_is_expected_again_as_its_next_incarnation() -> None:
         join(again, 3)
 
 
-def test_rank_that_the_checkpoint_does_not_know_comes_as_an_added_one() -> None:
+def test_rank_that_the_checkpoint_does_not_know_is_waited_for() -> None:
     first = state()
     join(first, 0)
     again = state(saved(first), workers=3)
-    assert again.membership.members.keys() == {0, 1}
+    assert {each.state for each in again.membership.members.values()} == {EXPECTED}
+    assert again.membership.members.keys() == {0, 1, 2}
     client, incarnation = join(again, 2)
     assert incarnation == 1
     assert again.membership.late(2, 1)
-    assert client in again.membership.came_later
+    assert client not in again.membership.came_later
     assert join(again, 1)[1] == 1  # it had not come before
     assert not again.membership.late(1, 1)
 
