@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +44,7 @@ from paramserve.launch.entries import (
     timed_out,
     worker_failed,
 )
+from paramserve.launch.lines import say
 from paramserve.launch.overview import Overview
 from paramserve.launch.plan import Plan, directory_path
 from paramserve.launch.processes import Processes
@@ -275,7 +275,7 @@ class Supervisor:
             watch.start()
             self._watched = True
             if self._recovery is not None and (begins := self._recovery.line()):
-                _say(begins)
+                say(begins)
             self._begin()
             self._begun.set()
         except BaseException:
@@ -419,7 +419,7 @@ class Supervisor:
                     self.extra_states[told.group] = told.pickled
                 elif event.kind not in OWN_REPORTS:
                     if event.kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
-                        _say(alone_so_far(key.number))
+                        say(alone_so_far(key.number))
                     self.reports.append((key, event.kind, event.body))
 
     def _heard_of(self, kind: str) -> bool:
@@ -434,7 +434,7 @@ class Supervisor:
         allowed = self.plan.on_worker_death
         if isinstance(allowed, Restart):
             for entry in decision.restart:
-                _say(started_again(entry, allowed.times))
+                say(started_again(entry, allowed.times))
         self.restarts.extend(decision.restart)
         self._processes.carry_out(decision)
 
@@ -529,7 +529,7 @@ class Supervisor:
         except CheckpointError as none_left:
             raise none_left from error
         if not goes_on:
-            _say(f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends")
+            say(f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends")
             return False
         groups = trained_only(by_group(self.overview.beats))
         clocks = {name: group.clock for name, group in groups.items()}
@@ -583,14 +583,14 @@ class Supervisor:
         )
         self.rollbacks.append(back)
         self._fell_at = now
-        _say(back.line())
+        say(back.line())
 
     def _note_resumed(self, now: float) -> None:
         if self._fell_at is None:
             return
         seconds, self._fell_at = now - self._fell_at, None
         self.rollbacks[-1] = self.rollbacks[-1]._replace(seconds=seconds)
-        _say(f"the workers run again, {seconds:.1f} s after that")
+        say(f"the workers run again, {seconds:.1f} s after that")
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -638,7 +638,7 @@ class Supervisor:
             "is killed: exit handlers are cut short. To fix: shorten them, end threads that are no "
             "daemons, or raise deadlines=ps.Deadlines(exit_s=...)"
         )
-        _say(told)
+        say(told)
 
     def _close_clients(self) -> None:
         self._ending = True
@@ -667,8 +667,3 @@ class Supervisor:
 
     def _stopped(self) -> ClientClosed:
         return stopped(self.seconds, workers=self.plan.workers > 0)
-
-
-def _say(words: str) -> None:
-    """Write a line to standard error, in one piece: a line of progress may be there."""
-    print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)
