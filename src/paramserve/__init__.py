@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from paramserve.launch.roster import Restart as Restart
     from paramserve.launch.running import SavedCheckpoint as SavedCheckpoint
     from paramserve.launch.serve import serve as serve
+    from paramserve.launch.working import work as work
     from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.rules.adagrad import Adagrad as Adagrad
@@ -110,6 +111,7 @@ _NAMES = {
     "engine.on_ray": "OnRay Needs",
     "launch.roster": "Restart",
     "launch.connect": "Handle attach connect from_environment",
+    "launch.working": "work",
     "launch.serve": "serve",
     "config": "TLS Deadlines Limits",
     "errors": "ParamServeError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import paramserve as ps
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.cli import main
-from paramserve.errors import CheckpointError, CheckpointFolderTaken, ServerGone
+from paramserve.errors import CheckpointError, CheckpointFolderTaken, CoordinatorGone, ServerGone
 
 EVERY_S = 0.1
 WAIT_S = 20.0
@@ -75,6 +76,73 @@ def test_servers_come_back_with_their_values_and_the_worker_goes_on(
         np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 10.0))
     last.signal(signal.SIGTERM)
     last.finish()
+
+
+def counts(worker: Any, steps: int, began: list[tuple[int, int]], half: threading.Event) -> int:
+    """Add 1 at each step, and tell when half of them are done; returns how often `train` began."""
+    began.append((worker.rank, worker.clock))
+    worker.client.define({"w": np.zeros(4)}, rule=ps.Add(), group="model")
+    for step in range(worker.clock, steps):
+        worker.client.push_pull({"w": np.ones(4)}, tick=True)
+        time.sleep(0.005)
+        if step == steps // 2:
+            half.set()
+    return sum(rank == worker.rank for rank, _ in began)
+
+
+def test_workers_go_on_with_servers_that_come_back(servers: Servers, tmp_path: Path) -> None:
+    """They are in processes that nobody starts again; one of two servers is killed. Under `Async`
+    each goes on at its own clock, and no push is lost or doubled."""
+    runs, steps = tmp_path / "runs", 300
+    options = {"workers": 2, "checkpoint": str(runs), "every_s": EVERY_S}
+    (first, second), address = servers.pair(**options)
+    began, returned, half = list[tuple[int, int]](), dict[int, int](), threading.Event()
+
+    def run(rank: int) -> None:
+        place = {"address": address, "rank": rank, "token_file": servers.token}
+        returned[rank] = ps.work(counts, args=(steps, began, half), back_s=WAIT_S, **place)
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    assert half.wait(WAIT_S)
+    second.signal(signal.SIGKILL)
+    assert first.error()[0] == "ServerGone"
+    again, _ = servers.serve(bind=address, servers=1, **options)
+    for rank in ranks:
+        rank.join(WAIT_S)
+    assert returned == {0: 2, 1: 2}
+    assert dict(began[:2]) == {0: 0, 1: 0}
+    assert dict(began[2:]).keys() == {0, 1}
+    assert all(0 < clock < steps for _, clock in began[2:])
+    with ps.attach(address, token_file=servers.token) as cluster:
+        (total,) = cluster.state_dict("model").values()
+    np.testing.assert_array_equal(total, np.full(4, 2.0 * steps))
+    again.signal(signal.SIGTERM)
+    again.finish()
+
+
+def test_worker_gives_up_a_cluster_that_does_not_come_back(
+    servers: Servers, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for options in ({}, {"checkpoint": str(tmp_path / "runs")}):
+        one, address = servers.serve(workers=1, **options)
+
+        def ends(worker: Any, one: Any = one) -> None:
+            one.signal(signal.SIGKILL)
+            worker.client.define({"w": np.zeros(4)}, rule=ps.Add())
+
+        with pytest.raises((ServerGone, CoordinatorGone)) as gone:
+            ps.work(ends, address, rank=0, token_file=servers.token, back_s=1.0)
+        notes = getattr(gone.value, "__notes__", [])
+        assert notes == (["the cluster did not come back for 1 s (back_s=)"] if options else [])
+        assert ("rank 0 lost the cluster: " in capfd.readouterr().err) == bool(options)
+    with pytest.raises(ValueError, match="the environment has no PARAMSERVE_ADDRESS"):
+        ps.work(ends)
+    with pytest.raises(ValueError, match="rank, workers, token_file and tls are for an address"):
+        ps.work(ends, rank=0)
+    with pytest.raises(ValueError, match="back_s must be"):
+        ps.work(ends, address, rank=0, back_s=-1)
 
 
 def test_damaged_checkpoint_is_left_out(servers: Servers, tmp_path: Path) -> None:

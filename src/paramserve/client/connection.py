@@ -109,6 +109,7 @@ class Connection:
         returned: whether the others have gone on without this rank.
         first: how many workers the cluster was started for.
         before: how many the checkpoint is of that it has gone on from; 0: of none.
+        keeps: whether its cluster writes checkpoints.
         found: what the shards had done when it joined, in shard order, if it has to go on from
             there; else nothing.
         control: to the coordinator.
@@ -142,6 +143,7 @@ class Connection:
         self.returned = joined.returned
         self.first = joined.first
         self.before = joined.before
+        self.keeps = joined.keeps
         self.found: list[ServerBeat] = []
         self.control = control
         self.lock = threading.RLock()

@@ -392,6 +392,7 @@ class Coordination:
             before is not None and before.state in (LEFT, DEAD),
             self.membership.workers_at_first,
             self.membership.workers_before,
+            bool(self.config.checkpoints.folder),
         )
 
     def _lease(self, party: Party, message: Lease) -> Leased | None:

@@ -523,17 +523,25 @@ def from_environment(environment: Mapping[str, str] | None = None, *, seed: int 
         ValueError: a variable is missing or no number; and as `connect`.
     """
     found = environment if environment is not None else os.environ
+    return connect(**described_by(found), seed=seed)
+
+
+def described_by(found: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `connect` that an environment has.
+
+    Raises:
+        ValueError: a variable is missing or no number.
+    """
     files = [found.get(name, "") for name in TLS_FILES]
     if any(files) and not all(files):
         raise ValueError(f"TLS needs all of {', '.join(TLS_FILES)}")
-    return connect(
-        _variable(found, ADDRESS),
-        rank=_number(found, "RANK"),
-        workers=_number(found, "WORLD_SIZE"),
-        token_file=found.get(TOKEN_FILE) or None,
-        tls=TLS(files[0], files[1], files[2]) if all(files) else None,
-        seed=seed,
-    )
+    return {
+        "address": _variable(found, ADDRESS),
+        "rank": _number(found, "RANK"),
+        "workers": _number(found, "WORLD_SIZE"),
+        "token_file": found.get(TOKEN_FILE) or None,
+        "tls": TLS(files[0], files[1], files[2]) if all(files) else None,
+    }
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str:

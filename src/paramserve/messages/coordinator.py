@@ -88,6 +88,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Workers that the cluster was started for."""
     before: int = 0
     """Workers of the checkpoint that the cluster has gone on from; 0: of none."""
+    keeps: bool = False
+    """Whether checkpoints are written: a cluster that is lost may come back."""
 
 
 class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):

@@ -1,0 +1,132 @@
+"""A training function as a worker of a served cluster, over the cluster's losses."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from paramserve import seeding
+from paramserve.config import TLS, Deadlines, Limits
+from paramserve.errors import (
+    ConnectTimeout,
+    CoordinatorGone,
+    ParamServeError,
+    ServerGone,
+)
+from paramserve.launch.checkpoints import SAME_MAX
+from paramserve.launch.connect import connect, described_by
+from paramserve.launch.lines import say
+from paramserve.worker import Worker
+
+T = TypeVar("T")
+
+BACK_S = 600.0
+"""How long a cluster that was lost is waited for, unless told."""
+RETRY_S = 0.5
+"""Between two attempts to join a cluster that is on its way out, or not up."""
+
+
+def work(
+    train: Callable[..., T],
+    address: str | None = None,
+    *,
+    rank: int | None = None,
+    workers: int | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls: TLS | None = None,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    back_s: float = BACK_S,
+    deadlines: Deadlines | None = None,
+    limits: Limits | None = None,
+) -> T:
+    """Run a training function as a worker of a cluster of `paramserve serve`, in this process.
+
+    Where the cluster writes checkpoints (`serve --checkpoint`) and is lost, this waits until it is
+    back, and calls `train` again with a new worker, which goes on at the checkpoint's clock: as a
+    run with `checkpoint=` does.
+
+    Example:
+        ps.work(train, "ps0.example:5555", rank=3, workers=8, token_file="token")
+
+    Args:
+        train: as of `ps.run`: called as `train(worker, *args, **kwargs)`.
+        address: of the first server: `host:port`, or `unix:<path>`. None: of the environment, with
+            rank, workers, token and certificates, as `ps.from_environment` reads them.
+        rank, workers, token_file, tls, timeout_s, deadlines, limits: as `ps.connect`.
+        seed: of random, numpy and torch, set before each call, and of the loader's order; the same
+            number on all ranks.
+        back_s: how long a cluster that was lost is waited for.
+    Returns:
+        what `train` has returned.
+    Raises:
+        ServerGone, CoordinatorGone: the cluster was lost and writes no checkpoints; or went back to
+            the same checkpoint `SAME_MAX` times in a row; or did not come back in time: then with a
+            note that says so. What was pushed after the newest checkpoint is lost.
+        ValueError, ConnectTimeout, NotAuthenticated, RankTaken, ParamServeError: as `ps.connect`.
+        What `train` raises.
+    """
+    if not back_s >= 0:
+        raise ValueError(f"back_s must be a number of seconds of at least 0, not {back_s!r}")
+    if address is None:
+        own = (rank, workers, token_file, tls)
+        if any(each is not None for each in own):
+            raise ValueError(
+                "rank, workers, token_file and tls are for an address: give it, or set all of them "
+                "in the environment"
+            )
+        place = described_by(os.environ)
+    else:
+        place = {
+            "address": address,
+            "rank": rank,
+            "workers": workers,
+            "token_file": token_file,
+            "tls": tls,
+        }
+
+    def join(wait_s: float | None) -> Worker:
+        return connect(**place, seed=seed, timeout_s=wait_s, deadlines=deadlines, limits=limits)
+
+    worker, times = join(timeout_s), 1
+    while True:
+        began, keeps = dict(worker.client.steps.clocks), worker.client.connection.keeps
+        seeding.seed_everything(seeding.rank_seed(seed, worker.rank))
+        try:
+            with worker:
+                return train(worker, *args, **(kwargs or {}))
+        except (ServerGone, CoordinatorGone) as lost:
+            if not keeps:
+                raise
+            if times > SAME_MAX:
+                lost.add_note(f"it went back to the same checkpoint {SAME_MAX} times in a row")
+                raise
+            worker = _joined_again(join, worker.rank, lost, back_s)
+        times = times + 1 if worker.client.steps.clocks == began else 1
+
+
+def _joined_again(
+    join: Callable[[float | None], Worker], rank: int, lost: ParamServeError, back_s: float
+) -> Worker:
+    """The worker of a cluster that has come back."""
+    say(
+        f"rank {rank} lost the cluster: {lost.failed}. It waits up to {back_s:.0f} s until the "
+        "cluster is back, and begins again at its checkpoint"
+    )
+    until = time.monotonic() + back_s
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            worker = join(max(left_s, RETRY_S))
+        except (ServerGone, CoordinatorGone, ConnectTimeout):
+            if time.monotonic() + RETRY_S >= until:
+                lost.add_note(f"the cluster did not come back for {back_s:.0f} s (back_s=)")
+                raise lost from None
+            time.sleep(RETRY_S)
+            continue
+        say(f"rank {rank} is back, and goes on at clock {worker.clock}")
+        return worker
