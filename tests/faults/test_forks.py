@@ -26,7 +26,7 @@ class Seen(NamedTuple):
     threads: int
     environment: str
     files: dict[int, list[str]]
-    """Of each child of the processes that fork, by pid."""
+    """Of each child of the processes that fork, by pid, as rank 0 sees them."""
     tasks: dict[int, int]
 
 
@@ -37,7 +37,9 @@ def look(worker: ps.Worker) -> Seen:
     client.define("w", np.zeros(10, np.float32), rule=ps.SGD(lr=0.1))
     client.push("w", np.ones(10, np.float32)).result()
     worker.all_reduce(1)  # both are up
-    children = [pid for parent in preparing() for pid in children_of(parent) if of_a_run(pid)]
+    # One rank looks: what it has open meanwhile the other would see.
+    found = [pid for parent in preparing() for pid in children_of(parent)]
+    children = [pid for pid in found if of_a_run(pid)] if worker.rank == 0 else []
     files = {pid: files_of(pid) for pid in children}
     tasks = {pid: len(os.listdir(f"/proc/{pid}/task")) for pid in children}
     worker.all_reduce(1)  # both have looked
