@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paramserve.codecs.compiled import codec_kernels
 from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES
 from paramserve.core.table.compiled import index_kernels, text_kernels
@@ -39,7 +40,7 @@ Rules = Mapping[str, type[Any]]
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
-_ROUTING, _INDEX, _TEXT = ("routing",), ("index",), ("text",)
+_ROUTING, _INDEX, _TEXT, _CODECS = ("routing",), ("index",), ("text",), ("codecs",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
@@ -134,6 +135,12 @@ def load_text() -> None:
     """Have ready what makes keys of strings, as `load_kernels`."""
     if _TEXT not in _loaded:
         _load(_TEXT, lambda: text_kernels().KERNELS)
+
+
+def load_codecs() -> None:
+    """Have ready what encodes and decodes gradients and values, as `load_kernels`."""
+    if _CODECS not in _loaded:
+        _load(_CODECS, lambda: codec_kernels().KERNELS)
 
 
 def load_table(rule: Rule, layout: RowLayout) -> None:

@@ -159,6 +159,13 @@ class RuleSpec(Struct, frozen=True):
     options: dict[str, float | str | bool] = {}
 
 
+class CodecSpec(Struct, frozen=True):
+    """A codec by name."""
+
+    name: str
+    options: dict[str, float | str | bool] = {}
+
+
 class ConsistencySpec(Struct, frozen=True):
     """A consistency policy by name, with what clients need to know that do not have its class."""
 

@@ -144,8 +144,16 @@ class UnknownRule(ParamServeError):
     """The servers were not started with this rule or policy."""
 
 
+class UnknownCodec(ParamServeError):
+    """A server or client does not have this codec."""
+
+
 class DefineMismatch(ParamServeError):
     """A name was defined again with another shape, dtype, rule or group."""
+
+
+class CodecMismatch(DefineMismatch):
+    """A rank gives another codec than those before it."""
 
 
 class ShapeMismatch(ParamServeError):

@@ -1,0 +1,281 @@
+"""The codecs that are there: 16 bits, 8, 4 and 1 bit with a scale for each block, the largest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from paramserve.codecs.base import Bytes, Codec, Floats
+from paramserve.codecs.compiled import codec_kernels
+
+SCALE_BYTES = 4
+BLOCK_MIN, BLOCK_MAX = 8, 1 << 16
+"""Values that share a scale."""
+FLOAT16_MAX = 65504.0
+TILE = 1 << 14
+"""Values that are converted at a time, by way of memory that stays in the cache."""
+
+
+def _check_length(data: Bytes, size: int) -> None:
+    if data.size != size:
+        raise ValueError(f"{data.size} bytes came where {size} are needed")
+
+
+@dataclass(frozen=True)
+class BFloat16(Codec):
+    """Half the bytes: float32 without its lower 16 bits, rounded to the nearest.
+
+    A value keeps its range, and 8 bits of its mantissa: it moves by at most 1/256 of its size.
+    """
+
+    feedback: bool = field(default=False, kw_only=True)
+
+    def size(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        codec_kernels().to_bfloat16(values.view(np.uint32), out.view(np.uint16)[: values.size])
+        return 2 * values.size
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        _check_length(data, 2 * out.size)
+        codec_kernels().from_bfloat16(data.view(np.uint16), out.view(np.uint32))
+
+
+@dataclass(frozen=True)
+class Float16(Codec):
+    """Half the bytes: IEEE half precision of `scale` times the values, rounded to the nearest.
+
+    It keeps 11 bits of a mantissa for sizes of 6e-5 to 65,504, after scaling; below, less, and what
+    is larger becomes 65,504.
+
+    Attributes:
+        scale: above 0; gradients below 1e-4 need one of 100 or 1,000.
+    """
+
+    scale: float = 1.0
+    feedback: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not (good and 0.0 < self.scale < math.inf):
+            raise ValueError(f"scale of ps.Float16 must be > 0 and finite, not {self.scale!r}")
+
+    def size(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        halves, scaled = out.view(np.float16), np.empty(min(TILE, values.size), np.float32)
+        for start in range(0, values.size, TILE):
+            part = values[start : start + TILE]
+            tile = scaled[: part.size]
+            with np.errstate(over="ignore"):
+                np.multiply(part, np.float32(self.scale), out=tile)
+            np.clip(tile, -FLOAT16_MAX, FLOAT16_MAX, out=tile)
+            halves[start : start + part.size] = tile
+        return 2 * values.size
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        _check_length(data, 2 * out.size)
+        halves = data.view(np.float16)
+        for start in range(0, out.size, TILE):
+            tile = out[start : start + TILE]
+            tile[...] = halves[start : start + TILE]
+            tile /= np.float32(self.scale)
+
+
+@dataclass(frozen=True)
+class Blockwise(Codec):
+    """Values in blocks, each with a float32 scale. The scales come first.
+
+    Attributes:
+        block: values with one scale: a power of two from 8 to 65,536.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        block = self.block
+        good = isinstance(block, int) and not isinstance(block, bool)
+        if not (good and BLOCK_MIN <= block <= BLOCK_MAX and block & (block - 1) == 0):
+            raise ValueError(
+                f"block of ps.{self.name} is a power of two from {BLOCK_MIN} to {BLOCK_MAX}, not "
+                f"{block!r}"
+            )
+
+    def _scales(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def _parts(self, data: Bytes, count: int) -> tuple[Floats, Bytes]:
+        """The scales and the rest."""
+        end = SCALE_BYTES * self._scales(count)
+        return data[:end].view(np.float32), data[end : self.size(count)]
+
+    def _read(self, data: Bytes, count: int) -> tuple[Floats, Bytes]:
+        """The scales, looked at, and the rest.
+
+        Raises:
+            ValueError: they are none.
+        """
+        _check_length(data, self.size(count))
+        scales, rest = self._parts(data, count)
+        if scales.size and not (scales.min() >= 0.0 and scales.max() < math.inf):
+            raise ValueError(f"a scale of ps.{self.name} is negative, NaN or Inf")
+        return scales, rest
+
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True)
+class Integers(Blockwise):
+    """Whole multiples of a scale, which is as large as the largest value of the block needs.
+
+    Attributes:
+        rounding: "nearest"; or "stochastic": up or down at random, so that the mean is right.
+    """
+
+    rounding: Rounding = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f'rounding of ps.{self.name} is "nearest" or "stochastic", not {self.rounding!r}'
+            )
+
+    def _encode(self, kernel: Any, values: Floats, out: Bytes, seed: int) -> int:
+        scales, rest = self._parts(out, values.size)
+        drawn = int(self.rounding == "stochastic")
+        kernel(values, scales, rest, self.block, drawn, seed & 0xFFFFFFFF)
+        return self.size(values.size)
+
+
+@dataclass(frozen=True)
+class Int8(Integers):
+    """A quarter of the bytes: 255 levels in each block of 256 values, with a float32 scale.
+
+    A value moves by at most 1/254 of the largest of its block; 1/127 if rounding is stochastic.
+    """
+
+    def size(self, count: int) -> int:
+        return SCALE_BYTES * self._scales(count) + count
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        return self._encode(codec_kernels().to_int8, values, out, seed)
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        scales, rest = self._read(data, out.size)
+        codec_kernels().from_int8(rest, scales, out, self.block)
+
+
+@dataclass(frozen=True)
+class Int4(Integers):
+    """An eighth of the bytes: 15 levels in each block of 64 values, with a float32 scale.
+
+    A value moves by at most 1/14 of the largest of its block; 1/7 if rounding is stochastic.
+    """
+
+    block: int = 64
+
+    def size(self, count: int) -> int:
+        return SCALE_BYTES * self._scales(count) + -(-count // 2)
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        return self._encode(codec_kernels().to_int4, values, out, seed)
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        scales, rest = self._read(data, out.size)
+        codec_kernels().from_int4(rest, scales, out, self.block)
+
+
+@dataclass(frozen=True)
+class Sign(Blockwise):
+    """One bit for a value: its sign, times the mean size in its block of 256.
+
+    Source: Bernstein et al., signSGD, 2018; with the scale of Karimireddy et al., 2019.
+    """
+
+    def size(self, count: int) -> int:
+        return SCALE_BYTES * self._scales(count) + -(-count // 8)
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        scales, rest = self._parts(out, values.size)
+        codec_kernels().to_signs(values, scales, rest, self.block)
+        return self.size(values.size)
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        scales, rest = self._read(data, out.size)
+        codec_kernels().from_signs(rest, scales, out, self.block)
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The largest values by size, exactly, with their places; all others are 0.
+
+    Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017.
+
+    Attributes:
+        ratio: how many of the values, above 0 and at most 1; at least one of each server's part.
+        index: "delta": a place takes one byte where the one before is less than 129 away, two below
+            16,513; "plain": four.
+    """
+
+    ratio: float = 0.01
+    index: Literal["delta", "plain"] = "delta"
+
+    fixed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if not (good and 0.0 < self.ratio <= 1.0):
+            raise ValueError(f"ratio of ps.TopK must be above 0 and at most 1, not {self.ratio!r}")
+        if self.index not in ("delta", "plain"):
+            raise ValueError(f'index of ps.TopK is "delta" or "plain", not {self.index!r}')
+
+    def _kept(self, count: int) -> int:
+        return min(count, max(1, math.ceil(self.ratio * count))) if count else 0
+
+    def size(self, count: int) -> int:
+        kept = self._kept(count)
+        return kept * (4 + (5 if self.index == "delta" else 4))
+
+    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
+        kept, kernels = self._kept(values.size), codec_kernels()
+        if not kept:
+            return 0
+        places = np.empty(kept, np.uint32)
+        counts = np.empty(kernels.BINS, np.uint32)
+        kernels.choose_largest(values.view(np.uint32), kept, counts, places)
+        np.take(values, places, out=out[: 4 * kept].view(np.float32))
+        if self.index == "plain":
+            out[4 * kept : 8 * kept].view(np.uint32)[...] = places
+            return 8 * kept
+        written: int = kernels.to_gaps(places, out[4 * kept :])
+        return 4 * kept + written
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        kept = self._kept(out.size)
+        if data.size < 4 * kept:
+            raise ValueError(f"{data.size} bytes came where {kept} values and their places lie")
+        values, rest = data[: 4 * kept].view(np.float32), data[4 * kept :]
+        if kept and not np.isfinite(values).all():
+            raise ValueError("a value of ps.TopK is NaN or Inf")
+        if self.index == "plain":
+            _check_length(data, 8 * kept)
+            places = rest.view(np.uint32)
+            rising = bool((places[1:] > places[:-1]).all()) if kept else True
+            good = rising and (not kept or int(places[-1]) < out.size)
+        else:
+            places = np.empty(kept, np.uint32)
+            good = codec_kernels().from_gaps(rest, places, out.size) == rest.size
+        if not good:
+            raise ValueError(f"the places of ps.TopK are not {kept} rising ones below {out.size}")
+        out[...] = 0.0
+        out[places] = values

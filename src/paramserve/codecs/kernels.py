@@ -1,0 +1,328 @@
+"""The loops of the codecs, compiled by Numba: imported through `compiled` only.
+
+Every kernel takes contiguous, aligned arrays, and does not check their sizes. Values come as
+float32, or as the bits of it where only these matter. Nothing is said of NaN and Inf: what holds
+one is not encoded, but by the 16-bit kinds, which keep it.
+
+Rounding to the nearest integer adds 1.5 * 2**23, whose sum has no place for a fraction: an addition
+rounds to the nearest, ties to even, and vectorises where a call of `rint` does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from paramserve.kernel_cache import Kernels
+from paramserve.rules.base import Array
+from paramserve.rules.intrinsics import inlined, reinterpreted
+from paramserve.rules.kernels import INT, kernel
+
+U = np.uint32
+MAGIC = np.float32(12582912.0)
+"""1.5 * 2**23."""
+HALF, ZERO = np.float32(0.5), np.float32(0.0)
+UNIT = np.float32(2.0**-24)
+LARGEST = U(0x7FFFFFFF)
+"""All bits but the sign."""
+INF, BFLOAT_INF, BFLOAT_MAX = U(0x7F800000), U(0x7F80), U(0x7F7F)
+BINS = 1 << 16
+
+READ_FLOATS = types.Array(types.float32, 1, "C", readonly=True)
+READ_BITS = types.Array(types.uint32, 1, "C", readonly=True)
+READ_HALVES = types.Array(types.uint16, 1, "C", readonly=True)
+READ_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+FLOATS = types.Array(types.float32, 1, "C")
+BITS = types.Array(types.uint32, 1, "C")
+HALVES = types.Array(types.uint16, 1, "C")
+BYTES = types.Array(types.uint8, 1, "C")
+
+
+# --- 16 bits ---------------------------------------------------------------------------------
+
+
+@kernel
+def to_bfloat16(bits: Array, out: Array) -> None:
+    """Round to the nearest, ties to even; a finite value never becomes Inf."""
+    for i in range(bits.size):
+        b = bits[i]
+        size = b & LARGEST
+        r = (b + U(0x7FFF) + ((b >> U(16)) & U(1))) >> U(16)
+        over = ((r & U(0x7FFF)) == BFLOAT_INF) & (size < INF)
+        r = (r & U(0x8000)) | BFLOAT_MAX if over else r
+        r = (b >> U(16)) | U(0x40) if size > INF else r
+        out[i] = np.uint16(r)
+
+
+@kernel
+def from_bfloat16(data: Array, out: Array) -> None:
+    for i in range(data.size):
+        out[i] = U(data[i]) << U(16)
+
+
+# --- blocks with a scale each ------------------------------------------------------------------
+#
+# Loops go over slices, from 0: an index that begins elsewhere may be below 0 for all that the
+# compiler knows, and then it does not vectorise. Sums of uint32 become uint64, so each is cast.
+
+
+@inlined
+def noise(seed: Any, i: Any) -> Any:
+    """In [-0.5, 0.5), from a hash of 32 bits: murmur3's finalizer (A. Appleby, public domain)."""
+    x = U(U(U(i) * U(0x9E3779B1)) + seed)
+    x = U(U(x ^ U(x >> U(16))) * U(0x85EBCA6B))
+    x = U(U(x ^ U(x >> U(13))) * U(0xC2B2AE35))
+    x = U(U(x ^ U(x >> U(16))) >> U(8))
+    return np.float32(np.int32(x)) * UNIT - HALF
+
+
+@inlined
+def largest_of(values: Array) -> Any:
+    """The largest size of an element."""
+    most = ZERO
+    for i in range(values.size):
+        size = abs(values[i])
+        most = size if size > most else most
+    return most
+
+
+@inlined
+def steps_of(largest: Any, levels: Any) -> Any:
+    """By what to multiply, so that `largest` becomes so many levels; 0 where that would overflow:
+    then all are 0, as they are to within 2**-120."""
+    factor = levels / largest if largest > ZERO else ZERO
+    return factor if factor < np.float32(np.inf) else ZERO
+
+
+@inlined
+def scale_of(largest: Any, levels: Any, factor: Any) -> Any:
+    """What a level stands for: the largest value stays finite."""
+    scale = largest / levels if factor > ZERO else ZERO
+    if scale * levels == np.float32(np.inf):
+        scale = reinterpreted(np.int32(reinterpreted(scale) - 1))
+    return scale
+
+
+@kernel
+def to_int8(values: Array, scales: Array, out: Array, block: int, drawn: int, seed: int) -> None:
+    """One scale for each block, and one byte for each value; with `drawn` rounded at random."""
+    levels = np.float32(127.0)
+    for number in range(scales.size):
+        start = number * block
+        given, bytes_of = values[start : start + block], out[start : start + block]
+        largest = largest_of(given)
+        factor = steps_of(largest, levels)
+        scales[number] = scale_of(largest, levels, factor)
+        if drawn:
+            own = U(seed + start)
+            for i in range(given.size):
+                y = given[i] * factor + noise(own, i)
+                bytes_of[i] = np.uint8(np.int32(reinterpreted(y + MAGIC)))
+        else:
+            for i in range(given.size):
+                bytes_of[i] = np.uint8(np.int32(reinterpreted(given[i] * factor + MAGIC)))
+
+
+@kernel
+def from_int8(data: Array, scales: Array, out: Array, block: int) -> None:
+    for number in range(scales.size):
+        start = number * block
+        bytes_of, found = data[start : start + block], out[start : start + block]
+        scale = scales[number]
+        for i in range(found.size):
+            found[i] = np.float32(np.int8(bytes_of[i])) * scale
+
+
+@inlined
+def nibble(value: Any, factor: Any) -> Any:
+    return np.int32(np.int32(reinterpreted(value * factor + MAGIC)) & np.int32(15))
+
+
+@inlined
+def drawn_nibble(value: Any, factor: Any, seed: Any, i: Any) -> Any:
+    y = value * factor + noise(seed, i)
+    return np.int32(np.int32(reinterpreted(y + MAGIC)) & np.int32(15))
+
+
+@kernel
+def to_int4(values: Array, scales: Array, out: Array, block: int, drawn: int, seed: int) -> None:
+    """One scale for each block, and one byte for two values, the first one's in the low bits."""
+    levels = np.float32(7.0)
+    for number in range(scales.size):
+        start = number * block
+        given, bytes_of = values[start : start + block], out[start // 2 :]
+        largest, own, pairs = largest_of(given), U(seed + start), given.size // 2
+        factor = steps_of(largest, levels)
+        scales[number] = scale_of(largest, levels, factor)
+        if drawn:
+            for i in range(pairs):
+                low = drawn_nibble(given[2 * i], factor, own, 2 * i)
+                high = drawn_nibble(given[2 * i + 1], factor, own, 2 * i + 1)
+                bytes_of[i] = np.uint8(low | np.int32(high << 4))
+        else:
+            for i in range(pairs):
+                low, high = nibble(given[2 * i], factor), nibble(given[2 * i + 1], factor)
+                bytes_of[i] = np.uint8(low | np.int32(high << 4))
+        if given.size % 2:
+            last, alone = given.size - 1, nibble(given[-1], factor)
+            if drawn:
+                alone = drawn_nibble(given[-1], factor, own, last)
+            bytes_of[pairs] = np.uint8(alone)
+
+
+@inlined
+def signed(four: Any) -> Any:
+    """A number of four bits, of which the highest is the sign."""
+    return np.float32(np.int32(np.int32(np.int32(four) ^ np.int32(8)) - np.int32(8)))
+
+
+@kernel
+def from_int4(data: Array, scales: Array, out: Array, block: int) -> None:
+    for number in range(scales.size):
+        start = number * block
+        bytes_of, found = data[start // 2 :], out[start : start + block]
+        scale, pairs = scales[number], found.size // 2
+        for i in range(pairs):
+            both = bytes_of[i]
+            found[2 * i] = signed(both & np.uint8(15)) * scale
+            found[2 * i + 1] = signed(both >> np.uint8(4)) * scale
+        if found.size % 2:
+            found[2 * pairs] = signed(bytes_of[pairs] & np.uint8(15)) * scale
+
+
+@kernel
+def to_signs(values: Array, scales: Array, out: Array, block: int) -> None:
+    """The mean size of each block, and one bit for each value, set where it is below 0. A block is
+    a multiple of 8."""
+    lanes = np.empty(8, np.float64)
+    for number in range(scales.size):
+        start = number * block
+        given, bytes_of = values[start : start + block], out[start // 8 :]
+        whole = given.size // 8
+        lanes[:] = 0.0
+        for byte in range(whole):
+            eight, bits = given[8 * byte : 8 * byte + 8], U(0)
+            for i in range(8):
+                lanes[i] += np.float64(abs(eight[i]))
+                sign = U(U(np.int32(reinterpreted(eight[i]))) >> U(31))
+                bits = U(bits | U(sign << U(i)))
+            bytes_of[byte] = np.uint8(bits)
+        total = lanes.sum()
+        left = given[8 * whole :]
+        if left.size:
+            bits = U(0)
+            for i in range(left.size):
+                total += np.float64(abs(left[i]))
+                sign = U(U(np.int32(reinterpreted(left[i]))) >> U(31))
+                bits = U(bits | U(sign << U(i)))
+            bytes_of[whole] = np.uint8(bits)
+        scales[number] = np.float32(total / given.size)
+
+
+@kernel
+def from_signs(data: Array, scales: Array, out: Array, block: int) -> None:
+    for number in range(scales.size):
+        start = number * block
+        found, scale = out[start : start + block], scales[number]
+        bytes_of = data[start // 8 :]
+        for i in range(found.size):
+            below = U(U(bytes_of[i // 8]) >> U(i % 8)) & U(1)
+            found[i] = -scale if below else scale
+
+
+# --- the largest of all ----------------------------------------------------------------------
+
+
+@kernel
+def choose_largest(bits: Array, k: int, counts: Array, chosen: Array) -> None:
+    """The places, rising, of the `k` values of the largest size; of equal ones the first.
+
+    Args:
+        counts: uint32 [BINS] of any content.
+        chosen: uint32 [k], gets them.
+    """
+    counts[:] = U(0)
+    for i in range(bits.size):
+        counts[(bits[i] & LARGEST) >> U(16)] += U(1)
+    top, left = BINS - 1, k
+    while counts[top] < left:
+        left -= counts[top]
+        top -= 1
+    counts[:] = U(0)
+    high = U(top)
+    for i in range(bits.size):
+        size = bits[i] & LARGEST
+        if size >> U(16) == high:
+            counts[size & U(0xFFFF)] += U(1)
+    low = BINS - 1
+    while counts[low] < left:
+        left -= counts[low]
+        low -= 1
+    least, at = (high << U(16)) | U(low), 0
+    for i in range(bits.size):
+        size = bits[i] & LARGEST
+        if size > least:
+            chosen[at] = U(i)
+            at += 1
+        elif size == least and left > 0:
+            chosen[at] = U(i)
+            at += 1
+            left -= 1
+
+
+@kernel
+def to_gaps(places: Array, out: Array) -> int:
+    """Rising places as the distances between them less 1, seven bits to a byte, the low ones first;
+    the highest bit says that another byte follows. The bytes that were written."""
+    before, at = np.int64(-1), 0
+    for i in range(places.size):
+        gap = np.int64(places[i]) - before - 1
+        before = np.int64(places[i])
+        while gap >= 128:
+            out[at] = np.uint8(gap & 127) | np.uint8(128)
+            gap >>= 7
+            at += 1
+        out[at] = np.uint8(gap)
+        at += 1
+    return at
+
+
+@kernel
+def from_gaps(data: Array, out: Array, size: int) -> int:
+    """The places below `size` that bytes stand for; how many bytes that took, or -1 if they stand
+    for no such places."""
+    before, at = np.int64(-1), 0
+    for i in range(out.size):
+        gap, shift = np.int64(0), 0
+        while True:
+            if at >= data.size or shift > 28:
+                return -1
+            byte = data[at]
+            at += 1
+            gap |= np.int64(byte & np.uint8(127)) << np.int64(shift)
+            shift += 7
+            if byte < 128:
+                break
+        before += gap + 1
+        if before >= size:
+            return -1
+        out[i] = U(before)
+    return at
+
+
+KERNELS: Kernels = {
+    to_bfloat16: (READ_BITS, HALVES),
+    from_bfloat16: (READ_HALVES, BITS),
+    to_int8: (READ_FLOATS, FLOATS, BYTES, INT, INT, INT),
+    from_int8: (READ_BYTES, READ_FLOATS, FLOATS, INT),
+    to_int4: (READ_FLOATS, FLOATS, BYTES, INT, INT, INT),
+    from_int4: (READ_BYTES, READ_FLOATS, FLOATS, INT),
+    to_signs: (READ_FLOATS, FLOATS, BYTES, INT),
+    from_signs: (READ_BYTES, READ_FLOATS, FLOATS, INT),
+    choose_largest: (READ_BITS, INT, BITS, BITS),
+    to_gaps: (READ_BITS, BYTES),
+    from_gaps: (READ_BYTES, BITS, INT),
+}
+"""All of them, compiled for these arguments: arrays that are only read come as read-only ones."""

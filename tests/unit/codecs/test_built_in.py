@@ -1,0 +1,243 @@
+"""The built-in codecs against a second implementation, their bounds, and bytes that are none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.codecs import reference
+
+from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs.registry import BUILT_IN, as_codec, build, spec
+from paramserve.compiling import load_codecs
+from paramserve.config import CodecSpec
+from paramserve.errors import UnknownCodec
+
+Floats = npt.NDArray[np.float32]
+
+CODECS = [
+    BFloat16(),
+    Float16(),
+    Float16(100.0),
+    Int8(),
+    Int8(8),
+    Int4(),
+    Int4(32),
+    Sign(),
+    Sign(16),
+    TopK(0.01),
+    TopK(0.3, "plain"),
+    TopK(1.0),
+]
+DRAWN = [Int8(rounding="stochastic"), Int4(rounding="stochastic")]
+SIZES = [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 5003]
+MAX = float(np.finfo(np.float32).max)
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    load_codecs()
+
+
+def aligned(size: int) -> Any:
+    return np.empty(-(-size // 8), np.uint64).view(np.uint8)[:size]
+
+
+def encode(codec: Codec, values: Floats, seed: int = 0) -> Any:
+    out = aligned(codec.size(values.size))
+    out[...] = 0xAA
+    written = codec.encode(values, out, seed)
+    assert written == out.size if codec.fixed else written <= out.size
+    return out[:written]
+
+
+def decode(codec: Codec, data: Any, count: int) -> Floats:
+    found = np.full(count, np.nan, np.float32)
+    codec.decode(data, found)
+    assert np.isfinite(found).all()
+    return found
+
+
+def there_and_back(codec: Codec, values: Floats, seed: int = 0) -> Floats:
+    return decode(codec, encode(codec, values, seed), values.size)
+
+
+def normal(size: int, scale: float = 1.0) -> Floats:
+    drawn = np.random.default_rng(size).normal(size=size) * scale
+    return np.asarray(drawn, np.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_bytes_are_those_of_the_reference(codec: Codec, size: int) -> None:
+    for values in (normal(size), normal(size, 1e-3), np.zeros(size, np.float32)):
+        assert encode(codec, values).tobytes() == reference.encoded(codec, values)
+
+
+EXTREMES = [0.0, -0.0, TINY, -TINY, 1e-38, 6e-8, 65504.0, 65520.0, 1.0, MAX, -MAX]
+EXTREMES += [float(np.uint32(0x3F808000).view(np.float32)), 1e-45, 3.3e38]
+
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.one_of(st.sampled_from(EXTREMES), FINITE), max_size=90))
+def test_any_finite_values(values: list[float]) -> None:
+    array = np.array(values, np.float32)
+    for codec in CODECS:
+        data = encode(codec, array)
+        if not isinstance(codec, Sign):  # a mean of doubles, in another order
+            assert data.tobytes() == reference.encoded(codec, array), codec
+        decode(codec, data, array.size)
+    for codec in DRAWN:
+        there_and_back(codec, array, 7)
+
+
+def bound(codec: Codec, values: Floats) -> Floats:
+    """How far a value may move."""
+    size = np.abs(values).astype(np.float64)
+    if isinstance(codec, BFloat16):
+        return np.asarray(size / 256)
+    if isinstance(codec, Float16):
+        return np.asarray(np.maximum(size / 2048, 2.0**-25 / codec.scale) * (1 + 1e-6))
+    assert isinstance(codec, Int8 | Int4)
+    most = 127 if isinstance(codec, Int8) else 7
+    moves = 1.0 if codec.rounding == "stochastic" else 0.5
+    largest = np.repeat([p.max() for p in reference.blocks(size, codec.block)], codec.block)  # type: ignore[arg-type]
+    return np.asarray(largest[: size.size] * moves / most * (1 + 1e-5))
+
+
+@pytest.mark.parametrize("codec", [*CODECS[:7], *DRAWN], ids=repr)
+def test_values_move_no_further_than_their_bound(codec: Codec) -> None:
+    for scale in (1.0, 1e-2, 100.0):
+        values = normal(5003, scale)
+        moved = np.abs(there_and_back(codec, values, 3).astype(np.float64) - values)
+        assert (moved <= bound(codec, values)).all()
+
+
+@pytest.mark.parametrize("codec", DRAWN, ids=repr)
+def test_stochastic_rounding_is_unbiased(codec: Codec) -> None:
+    values = normal(64)
+    drawn = np.array([there_and_back(codec, values, seed) for seed in range(10_000)], np.float64)
+    error = drawn.std(axis=0) / math.sqrt(len(drawn))
+    assert (np.abs(drawn.mean(axis=0) - values) <= 4 * error + 1e-7).all()
+    assert (encode(codec, values, 1) == encode(codec, values, 1)).all()
+    assert (encode(codec, values, 1) != encode(codec, values, 2)).any()
+
+
+def test_signs_and_the_largest() -> None:
+    values = np.array([3.0, -1.0, 0.0, -4.0, 2.0], np.float32)
+    assert there_and_back(Sign(8), values).tolist() == [2.0, -2.0, 2.0, -2.0, 2.0]
+    assert there_and_back(TopK(0.4), values).tolist() == [3.0, 0.0, 0.0, -4.0, 0.0]
+    assert there_and_back(TopK(0.01), values).tolist() == [0.0, 0.0, 0.0, -4.0, 0.0]
+    equal = np.array([1.0, -1.0, 1.0, 1.0], np.float32)
+    assert there_and_back(TopK(0.5), equal).tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_sixteen_bits_keep_what_is_not_finite() -> None:
+    values = np.array([np.inf, -np.inf, np.nan], np.float32)
+    found = np.empty(3, np.float32)
+    BFloat16().decode(encode(BFloat16(), values), found)
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *DRAWN], ids=repr)
+def test_bytes_of_another_length_are_refused(codec: Codec) -> None:
+    data = encode(codec, normal(700))
+    longer = aligned(data.size + 8)
+    longer[: data.size] = data
+    for wrong in (data[: data.size // 2 & ~7], data[:0], longer):
+        with pytest.raises(ValueError, match=r"bytes came|places of ps.TopK"):
+            decode(codec, wrong, 700)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("codec", [Int8(), Int4(), Sign()], ids=repr)
+def test_scale_that_is_none_is_refused(codec: Codec, scale: float) -> None:
+    data = encode(codec, normal(700))
+    data[4:8].view(np.float32)[0] = scale
+    with pytest.raises(ValueError, match=f"a scale of ps.{codec.name} is negative, NaN or Inf"):
+        decode(codec, data, 700)
+
+
+def test_places_that_are_none_are_refused() -> None:
+    plain, delta = TopK(0.01, "plain"), TopK(0.01)
+    for places in ([5, 5], [6, 5], [5, 200], [5, 1 << 31]):
+        data = encode(plain, normal(200))
+        data[8:].view(np.uint32)[...] = places
+        with pytest.raises(ValueError, match="are not 2 rising ones below 200"):
+            decode(plain, data, 200)
+    data = encode(delta, normal(200))
+    for gaps in ([0x80, 0x80], [0x7F, 0x7F], [0xFF, 0xFF]):
+        wrong = aligned(10)
+        wrong[:8], wrong[8:] = data[:8], gaps
+        with pytest.raises(ValueError, match="are not 2 rising ones below 200"):
+            decode(delta, wrong, 200)
+    wrong = aligned(14)
+    wrong[:8], wrong[8:] = data[:8], [0xFF] * 6
+    with pytest.raises(ValueError, match="are not 2 rising"):
+        decode(delta, wrong, 200)
+    data[:4].view(np.float32)[0] = np.nan
+    with pytest.raises(ValueError, match=r"a value of ps.TopK is NaN or Inf"):
+        decode(delta, data, 200)
+
+
+@given(st.binary(max_size=80), st.integers(0, 40))
+def test_any_bytes_are_decoded_or_refused(data: bytes, count: int) -> None:
+    given_bytes = aligned(len(data))
+    given_bytes[...] = np.frombuffer(data, np.uint8)
+    for codec in [*CODECS[3:], *DRAWN]:
+        for size in {codec.size(count), len(data)}:
+            if size <= len(data):
+                found = np.empty(count, np.float32)
+                try:
+                    codec.decode(given_bytes[:size], found)
+                except ValueError:
+                    continue
+                assert not np.isnan(found).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: TopK(0), "ratio of ps.TopK must be above 0"),
+        (lambda: TopK(1.5), "ratio of ps.TopK"),
+        (lambda: TopK(True), "ratio of ps.TopK"),
+        (lambda: TopK(index="x"), 'index of ps.TopK is "delta" or "plain"'),
+        (lambda: Int8(100), "block of ps.Int8 is a power of two from 8 to 65536, not 100"),
+        (lambda: Int8(4), "block of ps.Int8"),
+        (lambda: Int4(True), "block of ps.Int4"),
+        (lambda: Sign(1 << 17), "block of ps.Sign"),
+        (lambda: Int4(rounding="up"), 'rounding of ps.Int4 is "nearest" or "stochastic"'),
+        (lambda: Float16(0.0), "scale of ps.Float16 must be > 0"),
+        (lambda: Float16(math.inf), "scale of ps.Float16"),
+        (lambda: Int8(feedback=1), "feedback of ps.Int8 is True or False, not 1"),
+        (lambda: BFloat16(even_local=None), "even_local of ps.BFloat16"),
+    ],
+)
+def test_options_are_checked(make: Any, told: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=told):
+        make()
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *DRAWN, Int8(feedback=False)], ids=repr)
+def test_codecs_travel_by_name(codec: Codec) -> None:
+    assert build(spec(codec)) == codec
+
+
+def test_what_is_no_codec_is_refused() -> None:
+    with pytest.raises(UnknownCodec, match="no codec is called 'Huffman' here, known are BFloat16"):
+        build(CodecSpec("Huffman"))
+    with pytest.raises(ValueError, match=r"Int8 does not take \{'blocks': 3\}"):
+        build(CodecSpec("Int8", {"blocks": 3}))
+    with pytest.raises(TypeError, match=r"push takes an object: write push=ps.Int8\(\)"):
+        as_codec(Int8, "push")
+    with pytest.raises(TypeError, match=r"push takes a codec, one of ps.BFloat16\(\), .*'int8'"):
+        as_codec("int8", "push")
+    assert set(BUILT_IN) == {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK"}
