@@ -31,6 +31,7 @@ HEADINGS = {
     "pytorch": "Tables as PyTorch modules",
     "consistency": "Consistency policies",
     "rules": "Update rules",
+    "codecs": "Codecs",
     "engine": "Engines",
     "config": "Settings",
     "errors": "Errors",

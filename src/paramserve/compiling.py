@@ -54,6 +54,19 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     Args:
         rules: registered ones, by name. Where a rule cannot be built the shard refuses it properly.
     """
+    own = _needed(spec, rules)
+    if (spec.push is None and spec.pull is None) or _CODECS in _loaded:
+        return own
+
+    def both() -> None:
+        load_codecs()
+        if own is not None:
+            own()
+
+    return both
+
+
+def _needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     described = spec.rule
     dtype: np.dtype[Any] = np.dtype(spec.dtype) if spec.dtype in DTYPES else np.dtype(np.float32)
     foreign = described is not None and (described.name == TORCH or described.name in rules)

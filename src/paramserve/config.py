@@ -163,7 +163,7 @@ class CodecSpec(Struct, frozen=True):
     """A codec by name."""
 
     name: str
-    options: dict[str, float | str | bool] = {}
+    options: dict[str, int | float | str | bool] = {}
 
 
 class ConsistencySpec(Struct, frozen=True):

@@ -11,6 +11,7 @@ import pytest
 
 import paramserve
 from paramserve import errors
+from paramserve.codecs.base import Codec
 from paramserve.consistency.base import Policy
 from paramserve.rules.base import RowRule, Rule
 from paramserve.rules.built_in import BuiltIn
@@ -30,7 +31,7 @@ CLIENT = {
     *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
     *("drain", "close", "closed", "timeout_s", "rank"),
 }
-CONTRACTS = (Rule, RowRule, BuiltIn, Policy)
+CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec)
 """A method may be documented where its contract is."""
 
 

@@ -20,6 +20,7 @@ from paramserve.client.steps import Steps
 from paramserve.client.table import Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.client.waits import Waits
+from paramserve.codecs.base import Codec
 from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
@@ -121,6 +122,8 @@ class Client:
         consistency: Policy | None = None,
         nth: int = -1,
         aliases: Mapping[str, str] | None = None,
+        push: Codec | None = None,
+        pull: Codec | None = None,
         timeout_s: float | None = None,
     ) -> Block:
         """Create parameters on the servers. Of several who define the same, the first one's values
@@ -138,11 +141,16 @@ class Client:
                 -1: not said. Then ranks with other names for it do not wait for each other.
             aliases: further names of tied tensors, each with the one in `name`, for those who read
                 a whole state from the servers.
+            push: how gradients are encoded on their way to servers on other hosts, as in
+                `push=ps.Int8()`; float32 only. None: they are not.
+            pull: the same for values that are pulled, as in `pull=ps.BFloat16()`: they come
+                rounded. What is read otherwise (`snapshots`, results, checkpoints) does not.
         Returns:
             The block that holds the tensors.
         Raises:
             DefineMismatch: defined in this group before with another shape, dtype or rule, or the
                 group has another policy. In another group the same name is another parameter.
+            CodecMismatch: defined before with other codecs.
             UnknownRule: the servers were not started with the rule or the policy. The name stays
                 free.
             NonFinite, ValueError, TypeError: the values. In all cases nothing was applied.
@@ -155,6 +163,8 @@ class Client:
             consistency=consistency,
             nth=nth,
             aliases=aliases,
+            push=push,
+            pull=pull,
             timeout_s=timeout_s,
         )
 

@@ -15,8 +15,11 @@ from paramserve.client.connection import Connection
 from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
-from paramserve.compiling import load_kernels
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import as_codec
+from paramserve.codecs.registry import spec as codec_spec
+from paramserve.compiling import load_codecs, load_kernels
+from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.consistency.registry import spec as policy_spec
@@ -80,10 +83,13 @@ class Directory:
         consistency: Policy | None,
         nth: int,
         aliases: Mapping[str, str] | None,
+        push: Codec | None,
+        pull: Codec | None,
         timeout_s: float | None,
     ) -> Block:
         """See `Client.define`."""
         self._connection.check()
+        codecs = codec_specs(push, pull)
         rule = None if rule is None else as_rule(rule)
         described = _spec(rule, group)
         policy = self.policy_spec(consistency)
@@ -113,6 +119,8 @@ class Directory:
             policy,
             nth=nth,
             aliases=dict(aliases or {}),
+            push=codecs[0],
+            pull=codecs[1],
         )
         block, attempt = self._place(call)
         if attempt:
@@ -191,6 +199,8 @@ class Directory:
         group: str = "default",
         consistency: Policy | None = None,
         nth: int = -1,
+        push: Codec | None = None,
+        pull: Codec | None = None,
         timeout_s: float | None = None,
     ) -> Block:
         """Wait until another client has defined exactly these tensors.
@@ -211,8 +221,20 @@ class Directory:
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._connection.limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
+        codecs = codec_specs(push, pull)
         call = PlaceBlock(
-            0, group, kind.name, described, pieces, False, limit, whole, policy, nth=nth
+            0,
+            group,
+            kind.name,
+            described,
+            pieces,
+            False,
+            limit,
+            whole,
+            policy,
+            nth=nth,
+            push=codecs[0],
+            pull=codecs[1],
         )
         if timeout_s is not None or self._connection.rank < 1:
             return self._place(call)[0]
@@ -249,6 +271,8 @@ class Directory:
                 )
 
     def _know(self, block: Block) -> Block:
+        if block.push_codec is not None or block.pull_codec is not None:
+            load_codecs()
         with self._lock:
             self._exchange.check_whole()
             self._exchange.unfinished = "a define"
@@ -423,3 +447,17 @@ def _seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise ValueError(f"seed has to be an int from 0 to 2**63 - 1, not {seed!r}")
     return seed
+
+
+def codec_specs(
+    push: Codec | None, pull: Codec | None
+) -> tuple[CodecSpec | None, CodecSpec | None]:
+    """Codecs as they travel.
+
+    Raises:
+        TypeError: one is none.
+    """
+    return (
+        None if push is None else codec_spec(as_codec(push, "push")),
+        None if pull is None else codec_spec(as_codec(pull, "pull")),
+    )

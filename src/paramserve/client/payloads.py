@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from paramserve.core.block import aligned
 from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
@@ -73,7 +74,7 @@ class Payloads:
         if isinstance(message, Step):
             return self._inline_step(shard, message, payload)
         if isinstance(message, TakeSnapshot):
-            pull = self._inline_reads(shard, message.pull, payload)
+            pull = self._inline_reads(shard, message.pull, payload, exact=True)
             return structs.replace(message, pull=pull)
         if isinstance(message, Define):
             if message.spec.table is not None:
@@ -99,9 +100,13 @@ class Payloads:
         return structs.replace(step, push=tuple(push), pull=pull)
 
     def _inline_reads(
-        self, shard: int, places: Sequence[ReadTarget], payload: Outgoing
+        self, shard: int, places: Sequence[ReadTarget], payload: Outgoing, exact: bool = False
     ) -> tuple[ReadTarget, ...]:
-        """Reads whose values come in the answer's frame, in this order; keys go along."""
+        """Reads whose values come in the answer's frame, in this order; keys go along.
+
+        Args:
+            exact: whether values come as they are where a block has a codec of pulls, too.
+        """
         pull: list[ReadTarget] = []
         end = 0
         for place in places:
@@ -109,6 +114,8 @@ class Payloads:
             if keys is None:
                 low, high = block.range(shard)
                 nbytes = (high - low) * block.dtype.itemsize
+                if block.pull_codec is not None and not exact:
+                    nbytes = block.pull_codec.size(high - low)
             else:
                 assert block.table is not None
                 nbytes = 4 * block.table.dim * keys.rows
@@ -120,9 +127,12 @@ class Payloads:
 
     def _pushed(self, shard: int, header: Gradient) -> Bytes:
         table = self._blocks[header.block].table
+        if table is None and header.extent:
+            end = header.offset + header.extent
+            return self._arenas[header.arena].memory[header.offset : end]
         if table is None:
             return self._part(shard, header.block, header.arena, header.offset)
-        end = header.offset + gradient_bytes(header.rows, table.dim)
+        end = header.offset + gradient_bytes(header.extent, table.dim)
         return self._arenas[header.arena].memory[header.offset : end]
 
     def _records(self, message: Scan | Put) -> Bytes:
@@ -141,11 +151,16 @@ class Payloads:
         """Read the payload of an answer to where its request wants it."""
         message = sent.message
         if isinstance(message, Step | TakeSnapshot):
-            landings = [self._landing(shard, place) for place in message.pull]
+            exact = isinstance(message, TakeSnapshot)
+            landings = [self._landing(shard, place, exact) for place in message.pull]
             link.read_payload(landings)
-            for place, rows in zip(message.pull, landings, strict=True):
+            for place, landed in zip(message.pull, landings, strict=True):
+                codec = self._blocks[place.block].pull_codec
                 if place.keys is not None:
-                    self._spread(place, place.keys, rows)
+                    self._spread(place, place.keys, landed)
+                elif codec is not None and not exact:
+                    part = self._part(shard, place.block, place.arena, place.offset)
+                    codec.decode(landed, part.view(np.float32))
         elif isinstance(message, Scan):
             link.read_payload([self._records(message)])
         else:
@@ -153,11 +168,15 @@ class Payloads:
             number, arena, offset = message.block, message.arena, message.offset
             link.read_payload([self._part(shard, number, arena, offset)])
 
-    def _landing(self, shard: int, place: ReadTarget) -> Bytes:
+    def _landing(self, shard: int, place: ReadTarget, exact: bool) -> Bytes:
         """Where the values of a place are read to."""
+        block = self._blocks[place.block]
+        if place.keys is None and block.pull_codec is not None and not exact:
+            low, high = block.range(shard)
+            return aligned(block.pull_codec.size(high - low))
         if place.keys is None:
             return self._part(shard, place.block, place.arena, place.offset)
-        table = self._blocks[place.block].table
+        table = block.table
         assert table is not None
         return np.empty(4 * table.dim * place.keys.rows, np.uint8)
 

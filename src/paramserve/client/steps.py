@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserve.client.clocks import ClientClocks
+from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.links import Pushed
 from paramserve.client.saving import Saving
@@ -68,6 +69,8 @@ class Prepared(Struct, frozen=True, eq=False):
     """Of this client in that group before it; or `CURRENT_CLOCK`."""
     saved: tuple[Saved, ...] = ()
     """What it tells of what the worker has saved."""
+    encoded: Sequence[Encoded] = ()
+    """Of its gradients, those that a codec has encoded."""
 
 
 class Steps(ClientClocks):
@@ -117,6 +120,8 @@ class Steps(ClientClocks):
         """Groups that were there when this client came."""
         self.now = exchange.now
         self.give_back = exchange.give_back
+        self.encoder: Encoder | None = None
+        """Of gradients, where a block has a codec for them."""
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -177,6 +182,8 @@ class Steps(ClientClocks):
         if late and self._rank != NO_RANK:
             self.membership.came_late(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
+        if block.push_codec is not None and self.encoder is None:
+            self.encoder = Encoder(self._rank, self._exchange.take_each)
 
     def undefined(self, block: Block) -> None:
         """A block was not defined after all."""
@@ -330,6 +337,8 @@ class Steps(ClientClocks):
         for each in sent:
             if each.clock == CURRENT_CLOCK:
                 self._clock_not_asked(each.parts.block.group_name)
+            if self.encoder is not None:
+                self.encoder.answered(each.encoded, each.operation)
         self._exchange.give_back(slots)
         return True
 
@@ -414,9 +423,16 @@ class Steps(ClientClocks):
         captured: list[Slot] = []
         push_parts: list[tuple[Gradient, ...]] = []
         pull_parts: list[tuple[ReadTarget, ...]] = []
+        encoded: dict[int, Encoded] = {}
+        if self.encoder is not None and not skip:
+            encoded = self._encode(self.encoder, parts, values)
         for push, slot in parts.pushes:
             captured += [slot]
             if skip:
+                continue
+            if encoded and push.block.id in encoded:
+                captured += [encoded[push.block.id].slot]
+                push_parts += [encoded[push.block.id].headers]
                 continue
             said = slot.pushed
             if said is None or said[0] is not push.block or said[1:3] != (push.active, push.hyper):
@@ -444,7 +460,7 @@ class Steps(ClientClocks):
         # By shard, what was made by part.
         pushes = list(zip(*push_parts, strict=True)) if push_parts else repeat((), self._shards)
         pulls = list(zip(*pull_parts, strict=True)) if pull_parts else repeat((), self._shards)
-        note, largest = options.note, options.largest
+        note, largest = options.note, options.largest if not encoded else -1.0
         same = (
             options.weight,
             skip,
@@ -463,8 +479,28 @@ class Steps(ClientClocks):
         operation = Operation(self._shards)
         ticket = Ticket(self, parts.what, group, places, operation)
         sent = Prepared(parts, ticket, requests, operation, captured, clock, saved)
+        if encoded:
+            sent = replace(sent, encoded=list(encoded.values()))
         operation.on_complete = partial(self._answered, sent)
         return sent
+
+    def _encode(self, encoder: Encoder, parts: StepParts, values: list[Slot]) -> dict[int, Encoded]:
+        """Encode those gradients of a part that are to be encoded, by block.
+
+        Args:
+            values: gets the slots that are taken.
+        """
+        encoded: dict[int, Encoded] = {}
+        try:
+            for push, slot in parts.pushes:
+                codec = push.block.push_codec
+                if codec is not None and (codec.even_local or not self._exchange.shared):
+                    made = encoded[push.block.id] = encoder.encode(push, slot)
+                    values += [made.slot]
+        except BaseException:
+            encoder.answered(list(encoded.values()), Operation(self._shards))
+            raise
+        return encoded
 
     def _defined(self) -> Iterator[Block]:
         return iter(self._exchange.blocks.values())
@@ -534,6 +570,8 @@ class Steps(ClientClocks):
         if sent.captured:
             self._exchange.let_go(sent.captured)
         operation, clock = sent.operation, sent.clock
+        if sent.encoded and self.encoder is not None:
+            self.encoder.answered(sent.encoded, operation)
         says = clock == CURRENT_CLOCK
         for shard in operation.replies:
             reply = operation.replies[shard]

@@ -9,18 +9,24 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.codecs.registry import build as build_codec
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
 from paramserve.core.pieces import Pieces, Range
-from paramserve.core.request_memory import Bytes
+from paramserve.core.request_memory import Bytes, Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import Applied, DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch
-from paramserve.messages import ALIGN, VALUE, BlockSpec
+from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
 from paramserve.rules.base import Hyper, PushInfo, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 
 Array = npt.NDArray[Any]
+
+
+def aligned(size: int) -> Bytes:
+    """New memory [size] of any content, at an address that is a multiple of 8."""
+    return np.empty(-(-size // 8), np.uint64).view(np.uint8)[:size]
 
 
 def check_spec(spec: BlockSpec, shards: int) -> None:
@@ -40,7 +46,9 @@ def check_spec(spec: BlockSpec, shards: int) -> None:
             f"{[piece.shape for piece in spec.pieces[:5]]}",
             fix="define with the cuts that the coordinator gave",
         )
-    allowed = DTYPES if spec.rule is not None else PLAIN_DTYPES
+    allowed: Sequence[str] = DTYPES if spec.rule is not None else PLAIN_DTYPES
+    if spec.push is not None or spec.pull is not None:
+        allowed = DTYPES[:1]
     if spec.dtype not in allowed:
         raise DtypeMismatch(
             f"block {spec.block} has dtype {spec.dtype!r}, allowed are {', '.join(allowed)}",
@@ -85,6 +93,10 @@ class ShardBlock(ShardStorage):
         )
         self.alignment = self.dtype.itemsize if self._whole else ALIGN
         """Bytes to whose multiples its part of a client's memory is aligned."""
+        self.push_codec = None if spec.push is None else build_codec(spec.push)
+        self.pull_codec = None if spec.pull is None else build_codec(spec.pull)
+        self.rounds = self.pull_codec is not None and self.pull_codec.even_local
+        """Whether clients on this host get the values that others decode."""
         self._copies: Copies | None = None
         self._scratch: Array | None = None
         if self._whole:
@@ -160,6 +172,54 @@ class ShardBlock(ShardStorage):
                 fix="send exactly the elements that this shard holds, at aligned offsets",
             )
         return np.frombuffer(whole, self.dtype, self.size, offset)
+
+    def decoded(self, memory: Memory, header: Gradient) -> Array:
+        """A gradient that was encoded, [elements on this shard].
+
+        Raises:
+            ShapeMismatch: it does not lie there, or stands for none. Nothing was applied.
+        """
+        whole, start, nbytes = memory.get(header.arena), header.offset, header.extent
+        codec, found = self.push_codec, np.empty(self.size, self.dtype)
+        wrong = "it was defined without a codec of pushes"
+        if codec is not None:
+            inside = whole is not None and start >= 0 and start % 8 == 0
+            wrong = f"{nbytes} bytes at offset {start} of arena {header.arena} do not lie there"
+            if inside and whole is not None and start + nbytes <= whole.size:
+                data = whole[start : start + nbytes]
+                if data.ctypes.data % 8:
+                    data, lying = aligned(nbytes), data
+                    data[...] = lying
+                try:
+                    codec.decode(data, found)
+                except ValueError as error:
+                    wrong = str(error)
+                else:
+                    return found
+        raise ShapeMismatch(
+            f"an encoded gradient came for block {self.spec.block} in group "
+            f"{self.spec.group_name!r}: {wrong}",
+            fix="send what the block's codec has made of the elements that this shard holds",
+        )
+
+    def as_read(self) -> Array:
+        """The values as a client on another host gets them, encoded if the block has a codec of
+        pulls."""
+        if self.pull_codec is None:
+            return self.value
+        out = aligned(self.pull_codec.size(self.size))
+        self.pull_codec.encode(self.value, out, 0)
+        return out
+
+    @property
+    def answer_bytes(self) -> int:
+        """Of `as_read`."""
+        return self.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
+
+    def write_rounded(self, out: Array) -> None:
+        """The values as a client on another host decodes them."""
+        assert self.pull_codec is not None
+        self.pull_codec.decode(self.as_read(), out)
 
     def largest(self, gradient: Array, active: Sequence[int] | None) -> float:
         """The largest size of an active element; inf if one is NaN or Inf."""

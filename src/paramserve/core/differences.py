@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.messages import Piece, TableSpec
 
 SHOWN_MAX = 3
@@ -60,6 +60,11 @@ def of_policies(known: ConsistencySpec | None, came: ConsistencySpec) -> Differe
     return Difference("the policy", *_of_calls(known, came, "the cluster's policy"))
 
 
+def of_codecs(what: str, known: CodecSpec | None, came: CodecSpec | None) -> Difference:
+    """Two codecs, with the options that differ."""
+    return Difference(what, *_of_calls(known, came, "none"))
+
+
 def of_tables(known: TableSpec | None, came: TableSpec | None) -> Difference:
     """Two tables, by the options that differ."""
     old, new = _of_options(_options_of(known), _options_of(came))
@@ -74,8 +79,8 @@ def _said(options: str, labels: int) -> str:
 
 
 def _of_calls(
-    known: RuleSpec | ConsistencySpec | None,
-    came: RuleSpec | ConsistencySpec | None,
+    known: RuleSpec | ConsistencySpec | CodecSpec | None,
+    came: RuleSpec | ConsistencySpec | CodecSpec | None,
     nothing: str,
 ) -> tuple[str, str]:
     if known is None or came is None:

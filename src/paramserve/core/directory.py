@@ -11,13 +11,14 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct, structs
 
+from paramserve.codecs.registry import build
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
 from paramserve.core.partition import DTYPES, METADATA, PLAIN_DTYPES, borders, cut, size_of
-from paramserve.errors import DefineMismatch, ParamServeError
+from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
 
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
@@ -211,8 +212,18 @@ class Directory:
             same = theirs == ours
         if not same:
             found.append(differences.of_rules(theirs, ours))
-        if found:
-            raise _mismatch(call, entry, found)
+        codecs = [
+            differences.of_codecs(what, known, came)
+            for what, known, came in (
+                ("the codec of pushes", spec.push, call.push),
+                ("the codec of pulls", spec.pull, call.pull),
+            )
+            if known != came
+        ]
+        if found or codecs:
+            raise _mismatch(
+                call, entry, [*found, *codecs], DefineMismatch if found else CodecMismatch
+            )
         return entry
 
     def _check_order(self, call: PlaceBlock) -> None:
@@ -268,6 +279,8 @@ class Directory:
             policy,
             call.table,
             call.aliases,
+            call.push,
+            call.pull,
         )
         entry = Entry(spec, 1, client, Stage.DEFINING, call.nth, call.whole_tensors)
         self._entries.append(entry)
@@ -307,18 +320,51 @@ def _texts(rule: RuleSpec) -> dict[str, str]:
     return {name: each for name, each in rule.options.items() if isinstance(each, str)}
 
 
-def _mismatch(call: PlaceBlock, entry: Entry, found: Sequence[Difference]) -> DefineMismatch:
+def _mismatch(
+    call: PlaceBlock,
+    entry: Entry,
+    found: Sequence[Difference],
+    kind: type[DefineMismatch] = DefineMismatch,
+) -> DefineMismatch:
     """The error for a define that differs from what is there in all of this."""
     names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
     there = "is in the checkpoint" if entry.saved else "is defined"
     told = "; ".join(f"with {each.what} {each.known}, now {each.came} came" for each in found)
     fix = "define a name with one shape, dtype, rule and group, or choose another name"
-    if entry.saved:
+    if kind is CodecMismatch:
+        fix = "give the same codecs on all ranks, and after a resume those of before"
+    elif entry.saved:
         fix = (
             "go on with the model and the rule that were saved, or begin anew without resume=; "
             "another learning rate is set after worker.optimizer, in optimizer.param_groups"
         )
-    return DefineMismatch(f"{names} in group {entry.spec.group_name!r} {there} {told}", fix=fix)
+    return kind(f"{names} in group {entry.spec.group_name!r} {there} {told}", fix=fix)
+
+
+def why_not_encoded(call: PlaceBlock) -> str | None:
+    """Why these tensors cannot be encoded as a define asks; None: they can be.
+
+    Raises:
+        UnknownCodec: there is no such codec.
+    """
+    if call.push is None and call.pull is None:
+        return None
+    names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
+    try:
+        pull = None if call.pull is None else build(call.pull)
+        if call.push is not None:
+            build(call.push)
+    except ValueError as error:
+        return str(error)
+    if call.table is not None:
+        return f"{names} is a table, whose rows are not encoded"
+    if call.dtype != "float32":
+        return f"a codec encodes float32, and {names} is {call.dtype}"
+    if call.push is not None and call.rule is None:
+        return f"a codec of pushes is for tensors with a rule, and {names} has none"
+    if pull is not None and not pull.fixed:
+        return f"{pull!r} leaves values out: it is for pushes, and not for pulls"
+    return None
 
 
 def _check(call: PlaceBlock) -> None:
@@ -344,5 +390,7 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"a table needs a rule, its own name for its group, and a dim from 1 to {DIM_MAX}"
     elif any(length < 0 for piece in call.pieces for length in piece.shape):
         wrong = "a negative length in a shape"
+    else:
+        wrong = why_not_encoded(call)
     if wrong is not None:
         raise ParamServeError(f"define in group {call.group!r}: {wrong}", fix="correct the define")

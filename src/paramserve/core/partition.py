@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import build as build_codec
 from paramserve.config import RuleSpec
 from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
@@ -104,6 +106,16 @@ class Block:
     def table(self) -> TableSpec | None:
         """Set where the block is a table."""
         return self.spec.table
+
+    @cached_property
+    def push_codec(self) -> Codec | None:
+        """How its gradients are encoded between hosts."""
+        return None if self.spec.push is None else build_codec(self.spec.push)
+
+    @cached_property
+    def pull_codec(self) -> Codec | None:
+        """How values that steps read are encoded between hosts."""
+        return None if self.spec.pull is None else build_codec(self.spec.pull)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

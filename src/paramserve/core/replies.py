@@ -130,7 +130,9 @@ class Replies:
                         block.read(memory, place, rows)
                         inline.append((place.offset, rows))
                 elif not place.arena:
-                    inline.append((place.offset, block.value))
+                    inline.append((place.offset, block.as_read()))
+                elif block.rounds:
+                    block.write_rounded(memory.at(place.arena, place.offset, block))
                 elif place.block not in written:
                     np.copyto(memory.at(place.arena, place.offset, block), block.value)
             return Answer(done, laid(inline, self._allocate) if inline else None, exact)

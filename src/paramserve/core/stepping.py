@@ -63,7 +63,11 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
         if (header.active, header.hyper) != block.checked:
             block.check(header.active, header.hyper)
         if type(block) is ShardBlock:
-            parts.append((block, header, memory.at(header.arena, header.offset, block)))
+            if header.extent:
+                gradient = block.decoded(memory, header)
+            else:
+                gradient = memory.at(header.arena, header.offset, block)
+            parts.append((block, header, gradient))
         else:
             parts.append((block, header, block.gradient(memory, header)))
     answered: list[tuple[int, int]] = []
@@ -76,7 +80,7 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
         elif place.arena:
             memory.at(place.arena, place.offset, block)
         else:
-            answered.append((place.offset, block.nbytes))
+            answered.append((place.offset, block.answer_bytes))
     if answered:
         check_layout(answered)
     if step.push[1:] and len({header.block for header in step.push}) < len(parts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 
 VALUE = 0
 """`field` of a block that holds its values; 1, 2, ... are its rule's state arrays."""
@@ -50,3 +50,7 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     """The only block of its group; one piece, the table's name and [dim]; no cuts."""
     aliases: dict[str, str] = {}
     """Further names of tied tensors, each with the one that a piece of the group has."""
+    push: CodecSpec | None = None
+    """How gradients of it are encoded between hosts; None: they are not."""
+    pull: CodecSpec | None = None
+    """The same of values that a step reads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paramserve.config import CheckpointPlan, ConsistencySpec, RuleSpec
+from paramserve.config import CheckpointPlan, CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.messages.answers import ServerBeat
 from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
 from paramserve.messages.checkpoints import (
@@ -115,7 +115,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     `define` False: wait until another client defines it. `whole_tensors`: the rule needs each
     tensor whole on one shard. `table`: what is placed is a table; its name is the group's and the
     only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
-    order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer.
+    order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push` and
+    `pull`: as of `BlockSpec`.
     """
 
     call: int
@@ -130,6 +131,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     table: TableSpec | None = None
     nth: int = -1
     aliases: dict[str, str] = {}
+    push: CodecSpec | None = None
+    pull: CodecSpec | None = None
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -17,8 +17,9 @@ from paramserve.messages.saved import Saved
 class Gradient(Struct, frozen=True, array_like=True):
     """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined.
 
-    Of a table, `rows` of it: at the place lie their keys, int64 [rows], each once, and then their
-    gradients, float32 [rows, dim]; both padded to `ALIGN`.
+    Of a table, `extent` rows: at the place lie their keys, int64 [rows], each once, and then their
+    gradients, float32 [rows, dim]; both padded to `ALIGN`. Of tensors, the gradient is encoded by
+    the block's codec for pushes into `extent` bytes; 0: it lies there as it is.
     """
 
     block: int
@@ -26,7 +27,7 @@ class Gradient(Struct, frozen=True, array_like=True):
     offset: int
     active: tuple[int, ...] | None = None
     hyper: tuple[float, ...] | None = None
-    rows: int = 0
+    extent: int = 0
 
 
 class Keys(Struct, frozen=True, array_like=True):

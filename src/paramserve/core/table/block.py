@@ -145,7 +145,7 @@ class KeyedBlock(ShardStorage):
         Raises:
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
-        offset, rows, dim = header.offset, header.rows, self.dim
+        offset, rows, dim = header.offset, header.extent, self.dim
         nbytes = parts.gradient_bytes(rows, dim) if rows >= 0 else -1
         whole = parts.within(
             memory.get(header.arena), offset, nbytes, "gradients of ", rows, self._of

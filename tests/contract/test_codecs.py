@@ -1,0 +1,301 @@
+"""Gradients and values that are encoded on their way: what arrives, what is left out, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.conftest import MakeCluster
+
+import paramserve as ps
+from paramserve.client import Client
+from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs.registry import spec
+from paramserve.compiling import load_codecs
+from paramserve.consistency.built_in import Async, Buffered, Sync
+from paramserve.core.partition import Block
+from paramserve.errors import CodecMismatch, NonFinite, ParamServeError, ShapeMismatch
+from paramserve.messages import Gradient, Step
+from paramserve.rules import SGD, Add
+
+SIZE = 40_000
+"""float32 elements, which two shards share."""
+CODECS = [BFloat16(), Float16(), Int8(), Int8(rounding="stochastic"), Int4(), Sign(), TopK(0.05)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    load_codecs()
+
+
+def normal(seed: int, size: int = SIZE) -> Any:
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+def rounded(codec: Codec, values: Any) -> Any:
+    """What is decoded of values."""
+    out = np.empty(-(-codec.size(values.size) // 8), np.uint64).view(np.uint8)
+    written = codec.encode(values, out[: codec.size(values.size)], 0)
+    found = np.empty_like(values)
+    codec.decode(out[:written], found)
+    return found
+
+
+def halves(block: Block, values: Any) -> list[Any]:
+    """By shard."""
+    return [values[low:high] for low, high in map(block.range, range(len(block.spec.cuts) - 1))]
+
+
+def residual(client: Client, block: Block) -> Any:
+    assert client.steps.encoder is not None
+    return client.steps.encoder.residual(block)
+
+
+def sum_of(gradients: Sequence[Any]) -> Any:
+    return np.sum(np.array(gradients, np.float64), axis=0)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+def test_what_arrives_and_what_is_left_out_are_the_gradients(
+    make_cluster: MakeCluster, codec: Codec, policy: Any
+) -> None:
+    cluster = make_cluster("tcp", servers=2, workers=1, policy=policy)
+    client = cluster.client(rank=0)
+    block = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=codec)
+    given = [normal(seed) for seed in range(6)]
+    for gradient in given:
+        client.push_pull({"w": gradient}, tick=True)
+    left = residual(client, block)
+    assert (left is None) == (not codec.feedback)
+    if codec.feedback:
+        assert np.linalg.norm(left) > 0.01
+        wanted = sum_of(given) - left
+        np.testing.assert_allclose(client.pull("w"), wanted, atol=3e-5)
+    elif isinstance(codec, BFloat16 | Float16):
+        whole = [np.concatenate([rounded(codec, p) for p in halves(block, g)]) for g in given]
+        np.testing.assert_allclose(client.pull("w"), sum_of(whole), atol=1e-5)
+    encoder = client.steps.encoder
+    assert encoder is not None
+    assert encoder.plain_bytes == 6 * 4 * SIZE
+    most = 6 * sum(codec.size(part.size) for part in halves(block, given[0]))
+    assert encoder.sent_bytes == most if codec.fixed else encoder.sent_bytes <= most
+
+
+def test_bytes_on_the_socket_are_those_of_the_codec(make_cluster: MakeCluster) -> None:
+    sent = {}
+    for codec in (None, Int8()):
+        cluster = make_cluster("tcp", servers=1, workers=1)
+        client = cluster.client(rank=0)
+        client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=codec)
+        (shard,) = client.connection.exchange.shards
+        assert shard.link is not None
+        payloads: list[int] = []
+        inline = client.connection.exchange.payloads.inline
+
+        def watch(number: int, message: Any, payload: Any, of: Any = (inline, payloads)) -> Any:
+            made = of[0](number, message, payload)
+            of[1].append(payload.nbytes)
+            return made
+
+        client.connection.exchange.payloads.inline = watch  # type: ignore[method-assign]
+        client.push("w", normal(1)).result()
+        sent[codec is None] = payloads[-1]
+    assert sent == {True: 4 * SIZE, False: -(-Int8().size(SIZE) // 64) * 64}
+
+
+@pytest.mark.parametrize("kind", ["unix", "inprocess"])
+def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster, kind: str) -> None:
+    cluster = make_cluster(kind, servers=2, workers=1)
+    client = cluster.client(rank=0)
+    plain = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Int4(), pull=BFloat16())
+    even = client.define(
+        "v",
+        np.zeros(SIZE, np.float32),
+        rule=Add(),
+        push=Int4(even_local=True),
+        pull=BFloat16(even_local=True),
+    )
+    gradient = normal(1)
+    for name in ("w", "v"):
+        client.push(name, gradient)
+    np.testing.assert_array_equal(client.pull("w"), gradient)
+    assert residual(client, plain) is None
+    (whole, _), left = client.dense.fetch(even, 0), residual(client, even)
+    np.testing.assert_allclose(whole, gradient - left, atol=1e-6)
+    np.testing.assert_array_equal(client.pull("v"), rounded(BFloat16(), whole))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_values_come_rounded_where_they_are_pulled(make_cluster: MakeCluster, servers: int) -> None:
+    cluster = make_cluster("tcp", servers=servers, workers=1)
+    client = cluster.client(rank=0)
+    start = normal(1)
+    for codec in (BFloat16(), Float16(), Int8(), Int4(block=64)):
+        name = codec.name
+        block = client.define(name, start, rule=SGD(1.0), group=name, pull=codec)
+        wanted = np.concatenate([rounded(codec, part) for part in halves(block, start)])
+        np.testing.assert_array_equal(client.pull(name), wanted)
+        found = client.push_pull({name: np.zeros(SIZE, np.float32)})[name]
+        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(client.dense.fetch(block, 0)[0], start)
+
+
+def test_push_that_is_not_applied_changes_no_residual(make_cluster: MakeCluster) -> None:
+    """Dropped by age, and skipped for another rank's NaN."""
+    cluster = make_cluster("tcp", servers=2, workers=2, policy=Async(drop_after=0))
+    clients = [cluster.client(rank=rank) for rank in range(2)]
+    blocks = [
+        client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Int4())
+        for client in clients
+    ]
+    one, other = clients
+    for client in clients:
+        client.pull("w")
+    first, second = normal(1), normal(2)
+    one.push_pull({"w": first}, tick=True)
+    other.push_pull({"w": second}, tick=True)  # of a version that is gone
+    assert not residual(other, blocks[1]).any()
+    third = normal(3)
+    other.push_pull({"w": third}, tick=True)
+    left = residual(one, blocks[0]).astype(np.float64) + residual(other, blocks[1])
+    np.testing.assert_allclose(one.pull("w"), sum_of([first, third]) - left, atol=1e-5)
+
+
+def test_several_on_their_way_and_one_of_them_dropped(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", servers=2, workers=2, policy=Async(drop_after=1))
+    clients = [cluster.client(rank=rank) for rank in range(2)]
+    blocks = [
+        client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=TopK(0.1))
+        for client in clients
+    ]
+    for client in clients:
+        client.pull("w")
+    given = [normal(seed) for seed in range(4)]
+    tickets = [clients[0].push("w", gradient) for gradient in given]
+    dropped = [ticket.result().skipped for ticket in tickets]
+    applied = [g for g, gone in zip(given, dropped, strict=True) if not gone]
+    assert 0 < len(applied) < 4
+    left = residual(clients[0], blocks[0])
+    np.testing.assert_allclose(clients[1].pull("w"), sum_of(applied) - left, atol=1e-5)
+
+
+def test_gradients_in_a_buffer_count_as_applied(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", servers=2, workers=1, policy=Buffered(2, damping=None))
+    client = cluster.client(rank=0)
+    block = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Int8())
+    given = [normal(seed) for seed in range(4)]
+    for gradient in given:
+        client.push_pull({"w": gradient}, tick=True)
+    wanted = (sum_of(given) - residual(client, block)) / 2
+    np.testing.assert_allclose(client.pull("w"), wanted, atol=1e-5)
+
+
+def test_tensors_without_a_gradient_keep_their_residual(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", servers=2, workers=1)
+    client = cluster.client(rank=0)
+    names = {name: np.zeros(SIZE, np.float32) for name in ("a", "b")}
+    block = client.define(names, rule=Add(), push=Sign())
+    both = {name: normal(seed) for seed, name in enumerate(names)}
+    client.push(both).result()
+    before = residual(client, block)
+    again = normal(7)
+    client.push("b", again).result()
+    after = residual(client, block)
+    np.testing.assert_array_equal(after[:SIZE], before[:SIZE])
+    assert (after[SIZE:] != before[SIZE:]).all()
+    np.testing.assert_allclose(client.pull("a"), both["a"] - after[:SIZE], atol=1e-6)
+    np.testing.assert_allclose(
+        client.pull("b"), sum_of([both["b"], again]) - after[SIZE:], atol=1e-5
+    )
+
+
+def test_gradient_that_is_not_finite_is_refused_or_skipped(make_cluster: MakeCluster) -> None:
+    for policy in (Async(), Async(on_nonfinite="skip")):
+        cluster = make_cluster("tcp", servers=2, workers=1, policy=policy)
+        client = cluster.client(rank=0)
+        block = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Int8())
+        client.push("w", normal(1)).result()
+        before, left = client.pull("w"), residual(client, block)
+        wrong = normal(2)
+        wrong[3] = np.nan
+        if policy.on_nonfinite == "refuse":
+            with pytest.raises(NonFinite, match="'w' on rank 0"):
+                client.push("w", wrong)
+        else:
+            client.push("w", wrong).result()
+        np.testing.assert_array_equal(client.pull("w"), before)
+        np.testing.assert_array_equal(residual(client, block), left)
+
+
+def test_residual_that_is_too_large_is_let_go(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", workers=1)
+    client = cluster.client(rank=0)
+    block = client.define("w", np.zeros(16, np.float32), rule=Add(), push=TopK(0.1))
+    huge = np.full(16, 3e38, np.float32)
+    client.push("w", huge).result()
+    client.push("w", -client.pull("w")).result()  # no overflow of the values themselves
+    client.push("w", huge / 4).result()
+    assert np.isfinite(client.pull("w")).all()
+    assert np.isfinite(residual(client, block)).all()
+
+
+def test_ranks_have_to_give_the_same_codecs(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(workers=2)
+    one, other = (cluster.client(rank=rank) for rank in range(2))
+    value = np.zeros(4, np.float32)
+    one.define("w", value, rule=Add(), push=Int8())
+    told = r"'w' in group 'default' is defined with the codec of pushes Int8\(block=256\), now Int8"
+    with pytest.raises(CodecMismatch, match=told + r"\(block=512\) came"):
+        other.define("w", value, rule=Add(), push=Int8(512))
+    with pytest.raises(CodecMismatch, match=r"the codec of pulls none, now BFloat16\(.* came"):
+        other.define("w", value, rule=Add(), push=Int8(), pull=BFloat16())
+    with pytest.raises(CodecMismatch, match=r"with the codec of pushes Int8.*now none came"):
+        other.define("w", value, rule=Add())
+    other.define("w", value, rule=Add(), push=Int8())
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "told"),
+    [
+        (np.zeros(4), {"push": Int8()}, "a codec encodes float32, and 'w' is float64"),
+        (np.zeros(4, np.float32), {"push": Int8(), "rule": None}, "'w' has none"),
+        (np.zeros(4, np.int64), {"pull": BFloat16(), "rule": None}, "'w' is int64"),
+        (np.zeros(4, np.float32), {"pull": TopK()}, "leaves values out: it is for pushes"),
+    ],
+)
+def test_tensors_that_cannot_be_encoded_are_named(
+    make_cluster: MakeCluster, value: Any, options: dict[str, Any], told: str
+) -> None:
+    client = make_cluster(workers=1).client(rank=0)
+    with pytest.raises(ParamServeError, match=told):
+        client.define("w", value, **{"rule": Add(), **options})
+    with pytest.raises(TypeError, match="pull takes a codec"):
+        client.define("w", value, rule=Add(), pull="bf16")  # type: ignore[arg-type]
+    client.define("w", np.zeros(4, np.float32), rule=Add())
+
+
+@pytest.mark.parametrize("extent", [1, 63, 65, 1 << 40, -8])
+def test_encoded_gradient_of_another_length_is_refused(
+    make_cluster: MakeCluster, extent: int
+) -> None:
+    """A client that is not ours says so much lies there."""
+    client = make_cluster("unix", workers=1).client(rank=0)
+    with_codec = client.define("w", np.zeros(32, np.float32), rule=Add(), push=Int8(32))
+    assert Int8(32).size(32) == 36
+    without = client.define("v", np.zeros(32, np.float32), rule=Add())
+    for block in (with_codec, without):
+        slot = client.connection.exchange.take(128)
+        header = Gradient(block.id, slot.arena, slot.offset, None, None, extent)
+        step = Step(0, block.group, 0, False, (header,), ())
+        with pytest.raises(ShapeMismatch, match="an encoded gradient came for block"):
+            client.steps.finish("push", [step], None, [slot])
+    assert not client.pull("w").any()
+
+
+def test_codecs_are_public() -> None:
+    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK):
+        assert getattr(ps, codec.__name__) is codec
+    assert spec(ps.TopK(0.2)).options["ratio"] == 0.2
