@@ -18,7 +18,7 @@ from msgspec import Struct
 from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client, Connection
-from paramserve.client.collectives import Collectives
+from paramserve.client.collectives import Collectives, Place
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
@@ -466,8 +466,8 @@ class Worker:
         self._collectives.barrier(self._place, timeout_s)
 
     def all_reduce(self, value: Any, op: str = "mean", *, timeout_s: float | None = None) -> Any:
-        """The sum, mean, maximum or minimum of a value over all ranks: the same on each, bit for
-        bit.
+        """The sum, mean, maximum or minimum of a value over all ranks, or rank 0's: the same on
+        each, bit for bit.
 
         For metrics, and for what all ranks have to agree on, such as the loss that a scheduler
         goes by. It goes through the coordinator; gradients go with `optimizer`. All ranks make the
@@ -475,7 +475,8 @@ class Worker:
         dtype.
 
         Each rank that lives or has not joined yet is waited for. One that has left, died, or is
-        being restarted is not; until the first step a restart is waited for. Where all others have
+        being restarted is not, which warns; until the first step a restart is waited for, and with
+        `op="rank0"` that of rank 0 always. Where all others have
         ended, and one of them returned by itself without this call, it is an error. A rank that was
         restarted or added begins its function anew: its calls give what the others got at that
         point, until it has come to where they are. A rank that is to end gets its own value.
@@ -489,7 +490,8 @@ class Worker:
                 Python or numpy scalars, may be ints on some ranks and floats on others: then all
                 are floats. A bool counts as 0 or 1.
             op: "mean", "sum", "max" or "min". Each rank counts once in a mean: where ranks have
-                different numbers of samples, reduce sums.
+                different numbers of samples, reduce sums. Or "rank0": the value of rank 0, as what
+                it alone has evaluated; the others give one of its kind, which is not used.
             timeout_s: as for `barrier`.
         Returns:
             Of the value's kind: a number, or an array or tensor of its shape, dtype and device.
@@ -498,7 +500,8 @@ class Worker:
             TypeError, ValueError: the value or the op. Nothing was sent.
             Timeout: not all ranks came in time; the text names the missing ones.
             Overloaded: the value is too large.
-            ParamServeError: another rank made another call, or the others returned without it.
+            ParamServeError: another rank made another call, or the others returned without it; or
+                rank 0, whose value it is.
         """
         return self._collectives.all_reduce(value, op, self._place, timeout_s)
 
@@ -507,14 +510,14 @@ class Worker:
         return Collectives(self.client.connection, self.client.steps)
 
     @property
-    def _place(self) -> int:
+    def _place(self) -> Place:
         """Steps that the function has gone through since it began, with those that loaders have
-        left out or that it has gone on behind: where a rank is that was restarted or added."""
-        if self.incarnation > 1:
-            left = self._left_to_skip()
-            stepped = self._clock > self.client.steps.resumed.get(self.groups[0], 0)
-            return self._clock if stepped else max(self._clock - left, 0)
-        return self._clock - self.client.steps.resumed.get(self.groups[0], 0)
+        left out or that it has gone on behind: where a rank is that was restarted or added. What
+        leased loaders leave out is not known as steps before the first one."""
+        if self._clock > self.client.steps.resumed.get(self.groups[0], 0):
+            return Place(self._clock)
+        left = self._left_to_skip() if self.incarnation > 1 else self._clock
+        return Place(max(self._clock - left, 0), not self._leased_loaders)
 
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""

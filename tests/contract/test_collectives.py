@@ -67,7 +67,9 @@ def test_every_kind_of_value_is_reduced_to_its_kind(make_cluster: MakeCluster) -
         for wrong in ("text", [1.0], np.array(["a"]), 1j, torch.zeros(1, dtype=torch.complex64)):
             with pytest.raises(TypeError, match=r"worker\.all_reduce takes"):
                 worker.all_reduce(wrong)
-        with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, not 'avg'"):
+        with pytest.raises(
+            ValueError, match="op must be one of sum, mean, max, min, rank0, not 'avg'"
+        ):
             worker.all_reduce(1.0, "avg")
         with pytest.raises(ValueError, match="ints of 64 bits"):
             worker.all_reduce(1 << 64, "sum")
@@ -264,6 +266,7 @@ LOSSES = [3.0, 2.0, 2.5, 2.5, 2.0]
 """Of each epoch; rank r sees it r higher, the mean decides."""
 
 
+@pytest.mark.filterwarnings("ignore:.* ended without rank 1, being started again")
 @pytest.mark.parametrize("died_at", [None, 9, 12], ids=["alive", "within", "between"])
 def test_plateau_schedule_is_one_on_all_ranks_also_after_a_restart(
     make_cluster: MakeCluster, died_at: int | None
@@ -299,6 +302,32 @@ def test_plateau_schedule_is_one_on_all_ranks_also_after_a_restart(
         known[2] -= 0.5
     assert losses == known
     assert rates == [0.1, 0.1, 0.05, 0.025, 0.0125]
+
+
+def test_metric_of_rank_0_is_waited_for_while_it_is_started_again(
+    make_cluster: MakeCluster,
+) -> None:
+    """It dies in its evaluation, where the others wait for it."""
+
+    def train(worker: ps.Worker) -> list[float]:
+        model = nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = worker.loader(TensorDataset(torch.ones(2 * STEPS, 2)), batch_size=1)
+        losses = []
+        for epoch in range(EPOCHS):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            if (worker.rank, worker.incarnation, epoch) == (0, 1, 2):
+                worker.client.drain()
+                raise Killed
+            losses.append(worker.all_reduce(LOSSES[epoch] + worker.rank, "rank0"))
+        return losses
+
+    cluster = make_cluster(servers=2, workers=2, policy=ps.Sync(), restarts=True)
+    found = Ranks(cluster, train).start(0, 1).end()
+    assert found == {0: LOSSES, 1: LOSSES}
 
 
 def test_schedule_by_local_losses_is_refused_with_the_rate_and_what_to_write(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.steps import Steps
-from paramserve.core.collectives import BARRIER, COMBINE, call_of
+from paramserve.core.collectives import BARRIER, COMBINE, RANK0, call_of
 from paramserve.errors import Timeout, warn_user
 from paramserve.messages import AllReduce, AllReduced, Missing
 
@@ -29,6 +29,13 @@ class Packed(NamedTuple):
     restore: Callable[[Array], Any]
     number: bool = False
     """Whether it is one number, of Python or of numpy."""
+
+
+class Place(NamedTuple):
+    """Where a program is; see `AllReduce.place`."""
+
+    steps: int
+    exact: bool = True
 
 
 NOTHING = Packed(np.zeros(0), lambda result: None)
@@ -49,28 +56,28 @@ class Collectives:
         self._seen = 0
         """Number of the last one whose result is known here."""
 
-    def barrier(self, place: int, timeout_s: float | None) -> None:
+    def barrier(self, place: Place, timeout_s: float | None) -> None:
         """See `Worker.barrier`."""
         self._call(BARRIER, NOTHING, place, timeout_s)
 
-    def all_reduce(self, value: Any, op: str, place: int, timeout_s: float | None) -> Any:
+    def all_reduce(self, value: Any, op: str, place: Place, timeout_s: float | None) -> Any:
         """See `Worker.all_reduce`."""
-        if op not in COMBINE:
-            raise ValueError(f"op must be one of {', '.join(COMBINE)}, not {op!r}")
+        if op not in (RANK0, *COMBINE):
+            raise ValueError(f"op must be one of {', '.join((*COMBINE, RANK0))}, not {op!r}")
         packed = pack(value, op)
         self.arrays = self.arrays or packed.array.size > 1
         told = self._call(op, packed, place, timeout_s)
         result = np.frombuffer(told.value, told.dtype).reshape(packed.array.shape)
         return packed.restore(result.copy())
 
-    def least(self, number: int, parts: int, place: int) -> int:
+    def least(self, number: int, parts: int, place: Place) -> int:
         """The smallest of all ranks' numbers for this loader over parts of their own, or what they
         have agreed on before this rank came; see `AllReduce.parts`."""
         told = self._call("min", pack(number, "min"), place, None, parts)
         return int(np.frombuffer(told.value, told.dtype)[0])
 
     def _call(
-        self, op: str, packed: Packed, place: int, timeout_s: float | None, parts: int = 0
+        self, op: str, packed: Packed, place: Place, timeout_s: float | None, parts: int = 0
     ) -> AllReduced:
         self._connection.check()
         array = packed.array
@@ -89,15 +96,18 @@ class Collectives:
                 array.shape,
                 value,
                 self._seen,
-                place,
+                place.steps,
                 wait_s,
                 last,
                 packed.number,
                 parts,
+                place.exact,
             )
             reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
             if reply.ended:
                 self._seen = reply.number
+                if reply.missing and op != BARRIER:
+                    self._warn_without(what, reply.missing)
                 return reply
             waited_s = self._steps.now() - began
             for each in reply.missing:
@@ -114,6 +124,13 @@ class Collectives:
                     f"rank {self._connection.rank} has waited {waited_s:.0f} s in {what} for "
                     f"{_ranks(reply.missing, clocks)}; it {timeouts.up_to(limit_s, knob)}"
                 )
+
+    def _warn_without(self, what: str, missing: Sequence[Missing]) -> None:
+        ranks = timeouts.ranks([each.rank for each in missing])
+        warn_user(
+            f"{what} ended without {ranks}, being started again: the result lacks its value. "
+            'Where the value of rank 0 decides, op="rank0" waits for it'
+        )
 
     def _timed_out(self, what: str, ranks: str, waited_s: float, knob: str) -> Timeout:
         return Timeout(

@@ -55,6 +55,8 @@ class LeasedWork:
         name: of the loader, the same on all ranks.
         plan: the same on all ranks. `batches_per_step` may be `AS_WORKER_SAYS`.
         told: whether `delivered` will be called for each batch.
+        has_others: whether steps of a checkpoint are left that no loader accounts for, and were not
+            made with leased ones. Asked before the first lease.
         clock: seconds.
     """
 
@@ -65,6 +67,7 @@ class LeasedWork:
         plan: LeasePlan,
         *,
         told: bool,
+        has_others: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -78,6 +81,7 @@ class LeasedWork:
         self._connection = worker.client.connection
         self._control = worker.client.connection.control
         self._told = told
+        self._has_others = has_others
         self._clock = clock
         self._turn = 0
         self._finishes = False
@@ -263,8 +267,9 @@ class LeasedWork:
         """Ask for a lease; whether there is one."""
         before_s = self._clock()
         taken = self._taken if idle else None
+        known = not self._seen and self._has_others()
         message = Lease(
-            0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken
+            0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken, known
         )
         self._lease = self._control.call(message, Leased, timeout_s=wait_s)
         if not idle:  # else the caller that waits counts it

@@ -64,8 +64,9 @@ class ClusterState:
             self.membership.go_on_from(record.membership)
             self.directory = Directory.restored(record.blocks, servers)
             self.leases = LeaseBook.restored(record.leases)
-            if {each.rank for each in record.membership.members} == set(range(workers)):
-                # Others would not agree on what these ranks have.
+            same = {each.rank for each in record.membership.members} == set(range(workers))
+            if same or not record.collectives.agreed:
+                # Other ranks would not agree on what these have as parts of their own.
                 self.collectives.go_on_from(record.collectives)
         self._blocks: tuple[BlockRecord, ...] = ()
         self._ended = self.collectives.record()

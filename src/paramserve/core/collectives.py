@@ -12,7 +12,8 @@ of every rank that it waits for:
   function begins at the beginning, and the others may wait for what it does there;
 - of a restarted rank in each collective that opens after it has joined;
 - of a rank that was added, or that had ended for good and comes again, in each one after the first
-  that it sends a value to. Until then the others step without it.
+  that it sends a value to. Until then the others step without it;
+- of rank 0 where its value is the result, whatever it does: once it has ended, the call is refused.
 
 A rank that is restarted, added or comes again begins its function at the beginning, while the
 others are in the middle: it makes calls whose collective has ended. It gets the results, in order,
@@ -23,7 +24,7 @@ parts of their own is found by the loader's number, wherever the others are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from paramserve.core.membership import (
     Membership,
 )
 from paramserve.errors import Overloaded, ParamServeError
-from paramserve.messages import AllReduce, AllReduced, Member
+from paramserve.messages import AllReduce, AllReduced, Member, Missing
 
 KEPT_MAX = 10_000
 """Collectives whose results are kept for ranks that are restarted or added."""
@@ -51,7 +52,9 @@ CLIENT_BYTES = 128
 """Of a set of clients, for each of them, at most."""
 BARRIER = "barrier"
 COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
-OPS = (BARRIER, *COMBINE)
+RANK0 = "rank0"
+"""The value of rank 0, which is waited for in every state but its end."""
+OPS = (BARRIER, RANK0, *COMBINE)
 DTYPES = ("float64", "float32", "int64")
 """Of values as they travel; a mean is of floats."""
 DIMENSIONS_MAX = 64
@@ -90,6 +93,8 @@ class _Ended(NamedTuple):
     """What was called, as `_what` says it."""
     places: Mapping[int, int]
     """Of ranks that were elsewhere than at `place`; -1: it took no part."""
+    without: tuple[Member, ...] = ()
+    """Ranks that took no part, since they were being restarted."""
 
     def place_of(self, rank: int) -> int:
         return self.places.get(rank, self.place)
@@ -180,7 +185,8 @@ class Collectives:
             return _answer(message.call, message.seen, message.value, message.dtype)
         found = self._find(message, member)
         if found is not None:
-            return _answer(message.call, found.number, found.result, found.dtype)
+            without = found.without if member.client in found.clients else ()
+            return _answer(message.call, found.number, found.result, found.dtype, without)
         alone = opened is not None and opened.sent.keys() == {member.rank}
         if opened is not None and alone and _in_words(opened.first) != _in_words(message):
             opened = None  # of a call that was interrupted
@@ -202,6 +208,8 @@ class Collectives:
         opened = self._open
         if opened is None or self.missing() or self._returned_without(opened):
             return
+        if opened.first.op == RANK0 and 0 not in opened.sent:
+            return  # it has ended: those that wait are told
         self._open = None
         self.number += 1
         calls = [call for _, (_, call) in sorted(opened.sent.items())]
@@ -212,7 +220,11 @@ class Collectives:
             if call.place != opened.place:
                 places[rank] = call.place
         what = _what(opened.first)
-        self._keep(_Ended(self.number, opened.place, clients, *result, what, places))
+        members = [each for _, each in sorted(self._membership.members.items())]
+        without = tuple(
+            each for each in members if each.state == RESTARTING and places.get(each.rank) == -1
+        )
+        self._keep(_Ended(self.number, opened.place, clients, *result, what, places, without))
         if opened.first.parts and len(self._agreed) < KEPT_MAX:
             agreed = _Ended(self.number, opened.place, frozenset(), *result, what, places)
             self._agreed[opened.first.parts] = agreed
@@ -260,7 +272,15 @@ class Collectives:
     def _check_company(self, message: AllReduce, rank: int) -> None:
         """Refuse the call of the last rank where others have returned without one."""
         assert self._open is not None
-        ranks = self._returned_without(self._open)
+        opened, first = self._open, self._membership.members.get(0)
+        ended = first is None or first.state in (LEFT, DEAD, RETIRING)
+        if opened.first.op == RANK0 and ended and 0 not in opened.sent:
+            self.withdraw(rank)
+            raise ParamServeError(
+                f"rank {rank} called {_in_words(message)}, and rank 0 has ended without this call",
+                fix="let rank 0 make it before it returns; where rank 0 died for good, start again",
+            )
+        ranks = self._returned_without(opened)
         if ranks:
             self.withdraw(rank)
             shown = ", ".join(f"rank {each}" for each in ranks[:RANKS_SHOWN_MAX])
@@ -278,6 +298,8 @@ class Collectives:
             self._open = None
 
     def _awaits(self, opened: _Open, member: Member) -> bool:
+        if opened.first.op == RANK0 and member.rank == 0:
+            return member.state not in (LEFT, DEAD, RETIRING)
         if member.state == RESTARTING:
             return opened.place == 0
         if member.state != LIVE:
@@ -313,7 +335,7 @@ class Collectives:
     def _check_again(self, ended: _Ended, message: AllReduce, member: Member) -> None:
         """Refuse the result of another call than a rank makes: its function has changed since."""
         before, at = self._ended.get(message.seen), message.place
-        more = before is not None and before.place_of(member.rank) == at
+        more = message.exact and before is not None and before.place_of(member.rank) == at
         if ended.what == _what(message) and not (more and ended.place_of(member.rank) > at):
             return
         where = f"rank {member.rank} (incarnation {member.incarnation}) called {_in_words(message)}"
@@ -356,7 +378,7 @@ class Collectives:
 
 
 def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
-    number, place, _, result, dtype, what, places = ended
+    number, place, _, result, dtype, what, places, _ = ended
     return EndedRecord(number, place, result, dtype, what, dict(places), parts)
 
 
@@ -366,8 +388,11 @@ def _restored(record: EndedRecord) -> _Ended:
     return _Ended(record.number, record.place, frozenset(), *about)
 
 
-def _answer(call: int, number: int, value: bytes, dtype: str) -> AllReduced:
-    return AllReduced(call, number, value, ended=True, dtype=dtype)
+def _answer(
+    call: int, number: int, value: bytes, dtype: str, without: Sequence[Member] = ()
+) -> AllReduced:
+    missing = tuple(Missing(each.rank, each.state) for each in without)
+    return AllReduced(call, number, value, ended=True, missing=missing, dtype=dtype)
 
 
 def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
@@ -412,6 +437,8 @@ def reduced(calls: list[AllReduce]) -> tuple[bytes, str]:
     op, dtype = calls[0].op, calls[0].dtype
     if op == BARRIER:
         return b"", dtype
+    if op == RANK0:  # the first one's
+        return calls[0].value, dtype
     if any(each.dtype != dtype for each in calls):
         dtype = "float64"
     combine = COMBINE[op]

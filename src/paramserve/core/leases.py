@@ -651,6 +651,8 @@ class LeaseBook:
         self._next = 1
         self._followed: dict[int, int] | None = None
         """While grants are followed: ranks of all clients that have had one."""
+        self._saved: frozenset[str] = frozenset()
+        """Loaders of the checkpoint that the cluster has gone on from."""
 
     @classmethod
     def restored(cls, record: LeasesRecord) -> LeaseBook:
@@ -658,6 +660,7 @@ class LeaseBook:
         made = cls()
         made._next = record.next
         made._loaders = {each.name: _Loader.restored(each) for each in record.loaders}
+        made._saved = frozenset(made._loaders)
         return made
 
     def follow(self, on: bool = True) -> None:
@@ -719,6 +722,14 @@ class LeaseBook:
     def _loader(self, message: Lease, rank: int, workers: int) -> _Loader:
         check_plan(message)
         name, plan = message.loader, message.plan
+        if message.known and name not in self._saved:
+            raise ParamServeError(
+                f"the steps of rank {rank} in the checkpoint were made with loaders of equal "
+                f'shares, and it came with shards="dynamic" (loader {name!r}): which samples are '
+                "done cannot be told",
+                fix="go on with the loaders and the number of workers of before; or begin anew in "
+                "another folder, with load_state= for the values",
+            )
         known = self._loaders.get(name)
         if known is None:
             if len(self._loaders) >= LOADERS_MAX:

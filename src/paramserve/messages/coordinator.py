@@ -235,12 +235,14 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     """A worker's value for the next collective. Waits up to `wait_s` for the other ranks; asking
     again changes nothing.
 
-    `op`: "barrier", or "sum", "mean", "max" or "min" of values of this dtype and shape. `seen`: the
-    number of the last collective whose result it has. `place`: the steps that its program has gone
-    through, also those that a restart has left out. `last`: if the others are not there after
-    `wait_s`, the value does not count. `number`: the value is one number, so that its dtype may be
-    another one on each rank. `parts`: of the loaders over a part of the rank's own, which one this
-    number is for, from 1; a rank that comes later gets what the others got for it. 0: of none.
+    `op`: "barrier", or "sum", "mean", "max" or "min" of values of this dtype and shape, or "rank0":
+    that rank's. `seen`: the number of the last collective whose result it has. `place`: the steps
+    that its program has gone through, also those that a restart has left out. `last`: if the others
+    are not there after `wait_s`, the value does not count. `number`: the value is one number, so
+    that its dtype may be another one on each rank. `parts`: of the loaders over a part of the
+    rank's own, which one this number is for, from 1; a rank that comes later gets what the others
+    got for it. 0: of none. `exact`: False where epochs that are done may have been left out that
+    `place` does not count.
     """
 
     call: int
@@ -254,6 +256,7 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     last: bool = False
     number: bool = False
     parts: int = 0
+    exact: bool = True
 
 
 class Missing(Struct, frozen=True, array_like=True):
@@ -277,8 +280,9 @@ class OpenCollective(Struct, frozen=True, array_like=True):
 
 
 class AllReduced(Struct, frozen=True, array_like=True, tag="all-reduced"):
-    """The result of the collective with this number, in this dtype; or that it has not `ended`, and
-    the ranks that are `missing`."""
+    """The result of the collective with this number, in this dtype; or that it has not `ended`. The
+    ranks that are `missing`: those that it waits for, or has ended without while they are being
+    restarted."""
 
     call: int
     number: int = 0

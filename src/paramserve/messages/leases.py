@@ -30,7 +30,8 @@ class Lease(Struct, frozen=True, array_like=True, tag="lease"):
     `turn` counts the iterations over the loader. `seen`: number of the last lease that this worker
     knows of; of a later one the reply was lost. `speed`: samples per second of its own compute;
     0: unknown. `idle`: it has nothing left to do and no step outstanding; `taken` (lease, samples)
-    then is the mark of its last step: all up to there is in the values.
+    then is the mark of its last step: all up to there is in the values. `known`: only if the
+    checkpoint has this loader that the cluster goes on from.
     """
 
     call: int
@@ -42,6 +43,7 @@ class Lease(Struct, frozen=True, array_like=True, tag="lease"):
     speed: float = 0.0
     idle: bool = False
     taken: tuple[int, int] | None = None
+    known: bool = False
 
 
 class Leased(Struct, frozen=True, array_like=True, tag="leased"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from paramserve.pytorch.batches import (
     by_rows,
     check_counts,
     check_range,
+    has_others,
     loading,
     loop,
     order,
@@ -227,7 +229,8 @@ def lease(
     arguments = ("leased", plan, name, told)
 
     def make() -> LeasedWork:
-        return LeasedWork(worker, name or worker.new_loader_name(), plan, told=told)
+        named = name or worker.new_loader_name()
+        return LeasedWork(worker, named, plan, told=told, has_others=partial(has_others, worker))
 
     work = shared(worker.passes, dataset, arguments, make)
     return work if not work.active else make()

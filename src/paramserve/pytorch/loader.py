@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,41 +27,32 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
+    SHAPES,
     Epochs,
     KeysOf,
+    Shape,
     ahead,
     by_rows,
     check_counts,
     check_options,
     check_range,
+    in_words,
     loading,
     loop,
     order,
+    shapes,
     shared,
     size_of,
     unknown_argument,
 )
 
 if TYPE_CHECKING:
-    from paramserve.client import Client
     from paramserve.worker import Worker
 
 T = TypeVar("T")
 STATIC, DYNAMIC, OWN = "static", "dynamic", "own"
 _LEASING = [*inspect.signature(leased.lease).parameters][2:-1]
 """Arguments of a leased loader or sampler: without the worker, the dataset and `told`."""
-
-
-class Shape(NamedTuple):
-    """What the steps of a loader stand for: how many samples are done after so many of them."""
-
-    samples: int
-    batch_size: int
-    batches_per_step: int
-
-
-SHAPES = "shapes of loaders"
-"""A worker saves those of the loaders that its steps were made with."""
 
 
 class RankSampler(Sampler[int]):
@@ -305,7 +296,7 @@ class Loader:
     def _remember_shape(self) -> None:
         """Save the shape with the next step, where a run may go on from it with another one."""
         client = self._worker.client
-        if client.connection.restarts and self._shape not in (known := _shapes(client)):
+        if client.connection.restarts and self._shape not in (known := shapes(client)):
             client.saving.keep(SHAPES, msgspec.msgpack.encode([*known, self._shape]))
 
     def _check_shape(self) -> None:
@@ -313,12 +304,15 @@ class Loader:
         client = self._worker.client
         if not (client.connection.before and self._worker.steps_before):
             return
-        known, shape = _shapes(client), self._shape
-        if known and shape not in known:
+        known, shape = shapes(client), self._shape
+        if shape not in known:
+            those = " and ".join(map(in_words, known))
+            if not known:
+                those = 'batches of another kind, as of shards="dynamic"'
             raise ValueError(
                 f"the run goes on from a checkpoint whose {self._worker.steps_before} steps were "
-                f"made with {' and '.join(map(_in_words, known))}, and this loader has "
-                f"{_in_words(shape)}: which samples are done cannot be told. Applied: no. To "
+                f"made with {those}, and this loader has "
+                f"{in_words(shape)}: which samples are done cannot be told. Applied: no. To "
                 "fix: give the loader the dataset, batch_size and batches_per_step of before; or "
                 "worker.loader(..., resume=False), which begins its epochs anew: for epoch in "
                 "loader.epochs(10, start=5) makes 5 more"
@@ -328,17 +322,6 @@ class Loader:
     def _per_step(self) -> int:
         told = self._batches_per_step
         return told if told is not None else self._worker.batches_per_step
-
-
-def _shapes(client: Client) -> list[Shape]:
-    """Of the loaders that this worker's steps were made with, those of older incarnations too."""
-    packed = client.saving.kept(SHAPES)
-    return msgspec.msgpack.decode(packed, type=list[Shape]) if packed else []
-
-
-def _in_words(shape: Shape) -> str:
-    several = f", {shape.batches_per_step} in each step" if shape.batches_per_step > 1 else ""
-    return f"{shape.samples} samples in batches of {shape.batch_size}{several}"
 
 
 def sampler(
@@ -475,9 +458,9 @@ def _check_shares(worker: Worker) -> None:
     if before not in (0, now):
         raise ValueError(
             f"the run goes on from a checkpoint of {before} workers with {now}: equal shares of "
-            'what is left cannot be told from the clocks. Give the loader shards="dynamic", as '
-            f"also the run before, or go on with {before} workers. A loader with resume=False "
-            "begins its epochs anew"
+            f"what is left cannot be told from the clocks. Go on with {before} workers; only a "
+            'loader that had shards="dynamic" then goes on with another number. One with '
+            "resume=False begins its epochs anew"
         )
 
 

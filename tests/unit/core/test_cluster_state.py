@@ -148,6 +148,14 @@ def test_ended_collectives_are_told_to_ranks_that_begin_anew() -> None:
         assert reduce(again, rank, two, 0, 0) == five
     assert reduce(again, 1, two, 1, 8) is None
     assert reduce(again, 0, two, 1, 8) == (4).to_bytes(8, "little")
-    other = state(record, workers=1)
+    other = state(record, workers=3)
+    for rank in range(3):
+        join(other, rank)
+        assert reduce(other, rank, two, 0, 0) == five, "also a rank that is new"
+        assert reduce(other, rank, two, 1, 4) == five
+    assert reduce(other, 2, two, 2, 5) is None
+    parts = msgspec.structs.replace(record.collectives.ended[0], parts=1)
+    own = msgspec.structs.replace(record.collectives, agreed=(parts,))
+    other = state(msgspec.structs.replace(record, collectives=own), workers=1)
     join(other, 0)
-    assert reduce(other, 0, two, 0, 0) == two  # of its own: the old result is of other ranks
+    assert reduce(other, 0, two, 0, 0) == two, "others had agreed on parts of their own"

@@ -215,6 +215,44 @@ def test_restart_is_waited_for_until_the_first_step_only() -> None:
     assert ranks.missing == [], "it joined while the others were in it"
 
 
+def test_value_of_rank_0_is_waited_for_until_it_ends() -> None:
+    ranks = Ranks(3)
+    assert ranks.all_call(1.0, place=4) == 3.0
+    assert ranks.call(2, 7.0, "rank0", place=8) is None
+    ranks.dies(0)
+    ranks.ended(1)
+    assert ranks.call(2, 7.0, "rank0", place=8) is None
+    assert ranks.missing == [0], "it is being restarted, and its value decides"
+    ranks.join(0)
+    assert ranks.missing == [0]
+    assert ranks.call(0, 9.0, place=4) == 3.0, "what it had got before"
+    assert ranks.call(0, 5.0, "rank0", place=8) == 5.0
+    assert ranks.call(2, 7.0, "rank0", place=8) == 5.0
+    assert ranks.call(2, 7.0, "rank0", place=12) is None
+    ranks.ended(0)
+    with pytest.raises(ParamServeError, match=r"rank 2 called .*op='rank0'.* rank 0 has ended"):
+        ranks.call(2, 7.0, "rank0", place=12)
+    assert ranks.missing == []
+    assert ranks.call(2, 7.0, place=12) == 7.0, "the call that was refused is gone"
+
+
+def test_who_ends_a_collective_without_a_restarting_rank_is_told() -> None:
+    ranks = Ranks(2)
+    assert ranks.all_call(1.0, place=4) == 2.0
+    ranks.dies(0)
+    message = AllReduce(0, "sum", "float64", (), np.float64(3.0).tobytes(), 1, 8, 1.0)
+    for _ in range(2):  # also where the first answer was lost
+        reply = ranks.collectives.call(message, ranks.membership.members[1])
+        assert reply is not None
+        assert [(each.rank, each.state) for each in reply.missing] == [(0, "restarting")]
+    ranks.join(0)
+    assert ranks.call(0, 9.0, place=4) == 2.0
+    message = structs.replace(message, seen=1)
+    late = ranks.collectives.call(message, ranks.membership.members[0])
+    assert late is not None
+    assert late.missing == (), "it gets the same, and was not there itself"
+
+
 def test_restarted_rank_gets_what_the_others_got_and_then_takes_part() -> None:
     ranks = Ranks(2)
     for step in (10, 20):  # each epoch
