@@ -512,12 +512,13 @@ class Worker:
     @property
     def _place(self) -> Place:
         """Steps that the function has gone through since it began, with those that loaders have
-        left out or that it has gone on behind: where a rank is that was restarted or added. What
-        leased loaders leave out is not known as steps before the first one."""
+        left out or that it has gone on behind: where a rank is that was restarted or added. With
+        leased loaders ranks are at other steps in the same call."""
+        exact = not self._leased_loaders
         if self._clock > self.client.steps.resumed.get(self.groups[0], 0):
-            return Place(self._clock)
+            return Place(self._clock, exact)
         left = self._left_to_skip() if self.incarnation > 1 else self._clock
-        return Place(max(self._clock - left, 0), not self._leased_loaders)
+        return Place(max(self._clock - left, 0), exact)
 
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""

@@ -266,7 +266,7 @@ LOSSES = [3.0, 2.0, 2.5, 2.5, 2.0]
 """Of each epoch; rank r sees it r higher, the mean decides."""
 
 
-@pytest.mark.filterwarnings("ignore:.* ended without rank 1, being started again")
+@pytest.mark.filterwarnings("ignore:.* ended without rank 1, which was started again")
 @pytest.mark.parametrize("died_at", [None, 9, 12], ids=["alive", "within", "between"])
 def test_plateau_schedule_is_one_on_all_ranks_also_after_a_restart(
     make_cluster: MakeCluster, died_at: int | None
@@ -328,6 +328,45 @@ def test_metric_of_rank_0_is_waited_for_while_it_is_started_again(
     cluster = make_cluster(servers=2, workers=2, policy=ps.Sync(), restarts=True)
     found = Ranks(cluster, train).start(0, 1).end()
     assert found == {0: LOSSES, 1: LOSSES}
+
+
+@pytest.mark.filterwarnings("ignore:rank . has waited")
+@pytest.mark.filterwarnings("ignore:.* ended without rank 0, which was started again")
+@pytest.mark.parametrize("policy", [ps.Sync(), ps.Async()], ids=["sync", "async"])
+def test_worker_that_leaves_an_evaluation_out_holds_up_no_other(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, policy: ps.Policy
+) -> None:
+    """It dies in it. Its next incarnation goes on behind that epoch, where the others wait in the
+    call of it: they go on without its value, and the calls behind it are of the same epochs."""
+    for name, seconds in (("SAY_S", 0.1), ("LOOK_S", 0.2)):
+        monkeypatch.setattr(timeouts, name, seconds)
+    monkeypatch.setattr(collectives, "ASK_S", 0.1)
+    again = threading.Event()
+
+    def train(worker: ps.Worker) -> dict[int, float]:
+        model = nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = worker.loader(TensorDataset(torch.ones(2 * STEPS, 2)), batch_size=1)
+        found = {}
+        if worker.incarnation > 1:
+            again.set()
+        for epoch in loader.epochs(EPOCHS):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            if (worker.incarnation, epoch) == (1, 2):
+                worker.client.drain()
+                if worker.rank == 0:
+                    raise Killed
+                assert again.wait(10.0)  # it evaluates for longer
+            found[epoch] = worker.all_reduce(10.0 * epoch + worker.rank, "sum")
+        return found
+
+    cluster = make_cluster(servers=2, workers=2, policy=policy, restarts=True)
+    found = Ranks(cluster, train).start(0, 1).end()
+    assert found[1] == {0: 1.0, 1: 21.0, 2: 21.0, 3: 61.0, 4: 81.0}
+    assert found[0] == {3: 61.0, 4: 81.0}
 
 
 def test_schedule_by_local_losses_is_refused_with_the_rate_and_what_to_write(

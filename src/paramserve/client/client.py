@@ -63,6 +63,7 @@ class Client:
             stall_s=deadlines.stall_s,
             all_live=connection.all_live,
             met=connection.met,
+            pass_by=connection.pass_by,
         )
         self.steps = Steps(exchange, rank, waits, GroupTraits(connection.consistency))
         self.steps.first = connection.rank < connection.first

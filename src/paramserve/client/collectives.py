@@ -128,7 +128,7 @@ class Collectives:
     def _warn_without(self, what: str, missing: Sequence[Missing]) -> None:
         ranks = timeouts.ranks([each.rank for each in missing])
         warn_user(
-            f"{what} ended without {ranks}, being started again: the result lacks its value. "
+            f"{what} ended without {ranks}, which was started again: the result lacks its value. "
             'Where the value of rank 0 decides, op="rank0" waits for it'
         )
 

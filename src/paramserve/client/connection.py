@@ -27,6 +27,7 @@ from paramserve.messages import (
     Leave,
     Ok,
     OpenCollective,
+    PassBy,
     Reconnect,
     ServerBeat,
     Status,
@@ -272,6 +273,17 @@ class Connection:
         if told is None or told.collective is None or self.rank not in told.collective.missing:
             return None
         return told.collective if set(told.collective.waiting).issuperset(ranks) else None
+
+    def pass_by(self, met: OpenCollective) -> bool:
+        """Have the others wait no longer for this rank in a collective, if it was restarted: what
+        it waits for is behind that in its program."""
+        if self.incarnation < 2:
+            return False
+        try:
+            self.control.call(PassBy(0, met.number), Ok, timeout_s=self.timeout_s)
+        except ParamServeError:
+            return False
+        return True
 
     def _states(self) -> dict[int, str]:
         """Of each rank, as the coordinator knows it; nothing where it cannot be asked."""

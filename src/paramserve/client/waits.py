@@ -34,12 +34,14 @@ class Waits:
         stall_s: float = 0.0,
         all_live: Callable[[Collection[int]], bool] = lambda ranks: False,
         met: Callable[[Collection[int]], OpenCollective | None] = lambda ranks: None,
+        pass_by: Callable[[OpenCollective], bool] = lambda met: False,
     ) -> None:
         self.timeout_s = timeout_s
         self.busy_s = busy_s
         self.stall_s = stall_s
         self.all_live = all_live
         self.met = met
+        self.pass_by = pass_by
         self.now = exchange.now
         self._exchange = exchange
         self._rank = rank
@@ -130,7 +132,7 @@ class Waits:
             told = self._exchange.inquire(asked, timeouts.INQUIRE_S) if asked is not None else ()
             missing = {rank for each in told if each.held for rank, _ in each.missing}
             met = self.met(missing - {self._rank})
-            if met is not None and met.number == before:
+            if met is not None and met.number == before and not self.pass_by(met):
                 raise timeouts.cannot_end(self._rank, what, met, self.now() - began)
             before = met.number if met is not None else 0
             s = min(s - timeouts.LOOK_S, until - self.now())

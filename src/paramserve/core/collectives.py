@@ -10,7 +10,8 @@ of every rank that it waits for:
   refused: its value alone would pass for that of all;
 - not of one that is being restarted. But as long as no rank has made a step it is waited for: its
   function begins at the beginning, and the others may wait for what it does there;
-- of a restarted rank in each collective that opens after it has joined;
+- of a restarted rank in each collective that opens after it has joined, unless its program has
+  passed by: it calls one at a later step, or waits for a step of those that wait for it here;
 - of a rank that was added, or that had ended for good and comes again, in each one after the first
   that it sends a value to. Until then the others step without it;
 - of rank 0 where its value is the result, whatever it does: once it has ended, the call is refused.
@@ -77,6 +78,13 @@ class _Open:
     """The furthest of the ranks that came."""
     sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
     """By rank: its client, and its call."""
+    passed: set[int] = field(default_factory=set)
+    """Restarted ranks whose program has left this call out."""
+
+    def is_before(self, message: AllReduce) -> bool:
+        """Whether a call is one of a later step than all that came here."""
+        exact = all(each.exact for _, each in self.sent.values())
+        return exact and message.exact and message.place > self.place
 
 
 class _Ended(NamedTuple):
@@ -190,6 +198,8 @@ class Collectives:
         alone = opened is not None and opened.sent.keys() == {member.rank}
         if opened is not None and alone and _in_words(opened.first) != _in_words(message):
             opened = None  # of a call that was interrupted
+        if opened is not None and self.pass_by(member, opened.is_before(message)):
+            return self.call(message, member) if self._open is not opened else None
         if opened is None:
             newest = max(each.client for each in self._membership.members.values())
             opened = self._open = _Open(message, member.rank, newest, message.place)
@@ -202,6 +212,17 @@ class Collectives:
             return self.call(message, member)
         self._check_company(message, member.rank)
         return None
+
+    def pass_by(self, member: Member, passes: bool = True) -> bool:
+        """Wait no longer for a rank that was restarted in the open collective, if its program
+        passes by; whether it does."""
+        opened = self._open
+        found = passes and opened is not None and member.incarnation > 1
+        if not found or opened is None or member.rank in opened.sent:
+            return False
+        opened.passed.add(member.rank)
+        self.changed()
+        return True
 
     def changed(self) -> None:
         """The membership has changed, or a value has come: end the collective if it has all."""
@@ -221,8 +242,9 @@ class Collectives:
                 places[rank] = call.place
         what = _what(opened.first)
         members = [each for _, each in sorted(self._membership.members.items())]
+        lacks = {each.rank for each in members if each.state == RESTARTING} | opened.passed
         without = tuple(
-            each for each in members if each.state == RESTARTING and places.get(each.rank) == -1
+            each for each in members if each.rank in lacks and places.get(each.rank) == -1
         )
         self._keep(_Ended(self.number, opened.place, clients, *result, what, places, without))
         if opened.first.parts and len(self._agreed) < KEPT_MAX:
@@ -274,11 +296,14 @@ class Collectives:
         assert self._open is not None
         opened, first = self._open, self._membership.members.get(0)
         ended = first is None or first.state in (LEFT, DEAD, RETIRING)
-        if opened.first.op == RANK0 and ended and 0 not in opened.sent:
+        gone = ended or 0 in opened.passed
+        if opened.first.op == RANK0 and gone and 0 not in opened.sent:
             self.withdraw(rank)
+            where = "has ended" if ended else "was started again, and has gone on"
             raise ParamServeError(
-                f"rank {rank} called {_in_words(message)}, and rank 0 has ended without this call",
-                fix="let rank 0 make it before it returns; where rank 0 died for good, start again",
+                f"rank {rank} called {_in_words(message)}, and rank 0 {where} without this call",
+                fix="make it in a loop over range(epochs), whose calls a rank makes again that is "
+                "started again; where rank 0 returned or died for good, start anew",
             )
         ranks = self._returned_without(opened)
         if ranks:
@@ -298,6 +323,8 @@ class Collectives:
             self._open = None
 
     def _awaits(self, opened: _Open, member: Member) -> bool:
+        if member.rank in opened.passed:
+            return False
         if opened.first.op == RANK0 and member.rank == 0:
             return member.state not in (LEFT, DEAD, RETIRING)
         if member.state == RESTARTING:

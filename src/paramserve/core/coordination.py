@@ -54,6 +54,7 @@ from paramserve.messages import (
     Missing,
     Ok,
     OpenCollective,
+    PassBy,
     PlaceBlock,
     Placed,
     Reconnect,
@@ -343,6 +344,12 @@ class Coordination:
                     )
                 self.membership.scale(message.workers)
                 self._records_max = self.config.limits.log_records_max * message.workers
+            case PassBy():
+                member = self._worker_of(party, "passed a collective by")
+                opened = self._open_collective()
+                if opened is not None and opened.number == message.number:
+                    self.collectives.pass_by(member)
+                return Ok(message.call)
             case AskStatus():
                 return self._status(message)
             case AskCheckpoint():

@@ -54,6 +54,7 @@ from paramserve.messages.coordinator import (
     Missing,
     Ok,
     OpenCollective,
+    PassBy,
     PlaceBlock,
     Placed,
     Reconnect,
@@ -254,4 +255,5 @@ __all__ = [
     "AllReduced",
     "Missing",
     "OpenCollective",
+    "PassBy",
 ]

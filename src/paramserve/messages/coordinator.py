@@ -241,8 +241,8 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     are not there after `wait_s`, the value does not count. `number`: the value is one number, so
     that its dtype may be another one on each rank. `parts`: of the loaders over a part of the
     rank's own, which one this number is for, from 1; a rank that comes later gets what the others
-    got for it. 0: of none. `exact`: False where epochs that are done may have been left out that
-    `place` does not count.
+    got for it. 0: of none. `exact`: False with leased loaders, where the ranks are at other steps
+    in the same call.
     """
 
     call: int
@@ -257,6 +257,14 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     number: bool = False
     parts: int = 0
     exact: bool = True
+
+
+class PassBy(Struct, frozen=True, array_like=True, tag="pass-by"):
+    """The program of this restarted rank has left out the collective with this number, in which
+    others wait for it while it waits for them."""
+
+    call: int
+    number: int
 
 
 class Missing(Struct, frozen=True, array_like=True):
@@ -358,6 +366,7 @@ CoordinatorRequest = (
     | GiveBack
     | DatasetSize
     | AllReduce
+    | PassBy
     | AskStatus
     | AskCheckpoint
 )

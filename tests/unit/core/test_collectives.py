@@ -236,6 +236,55 @@ def test_value_of_rank_0_is_waited_for_until_it_ends() -> None:
     assert ranks.call(2, 7.0, place=12) == 7.0, "the call that was refused is gone"
 
 
+def test_rank_that_begins_behind_a_call_is_not_waited_for_there() -> None:
+    """As in a loop that leaves out the epochs that are done, with what follows them."""
+    ranks = Ranks(3)
+    assert ranks.all_call(1.0, place=4) == 3.0
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(1, 2.0, place=8) is None
+    assert ranks.missing == [0, 2]
+    assert ranks.call(0, 9.0, place=12) is None, "its call is the next one"
+    assert ranks.missing == [2]
+    assert ranks.call(2, 3.0, place=8) == 5.0, "without the 9"
+    assert ranks.call(1, 2.0, place=8) == 5.0
+    assert ranks.call(0, 9.0, place=12) is None
+    assert ranks.missing == [1, 2]
+    assert ranks.call(1, 1.0, place=12) is None
+    assert ranks.call(2, 1.0, place=12) == 11.0
+    assert ranks.call(0, 9.0, place=12) == 11.0
+
+
+def test_leased_samples_put_ranks_at_other_steps_in_the_same_call() -> None:
+    ranks = Ranks(2)
+    assert ranks.all_call(1.0, place=4) == 2.0
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(1, 2.0, place=8, exact=False) is None
+    assert ranks.call(0, 9.0, place=12, exact=False) == 11.0
+
+
+def test_rank_that_waits_for_those_who_wait_for_it_passes_by() -> None:
+    ranks = Ranks(2)
+    assert ranks.all_call(1.0, place=4) == 2.0
+    assert ranks.call(1, 2.0, place=8) is None
+    members, collectives = ranks.membership.members, ranks.collectives
+    assert not collectives.pass_by(members[0]), "it was not started again"
+    ranks.dies(0)
+    assert ranks.call(1, 2.0, place=8) == 2.0, "it may begin behind the call"
+    ranks.join(0)
+    assert ranks.call(1, 3.0, place=12) is None
+    assert ranks.missing == [0]
+    assert collectives.pass_by(members[0])
+    assert ranks.missing == []
+    assert ranks.call(1, 3.0, place=12) == 3.0
+    assert not collectives.pass_by(members[0]), "none is open"
+    assert ranks.call(1, 2.0, "rank0", place=16) is None
+    assert collectives.pass_by(members[0])
+    with pytest.raises(ParamServeError, match=r"rank 0 was started again, and has gone on without"):
+        ranks.call(1, 2.0, "rank0", place=16)
+
+
 def test_who_ends_a_collective_without_a_restarting_rank_is_told() -> None:
     ranks = Ranks(2)
     assert ranks.all_call(1.0, place=4) == 2.0
