@@ -32,7 +32,7 @@ class Notices:
     def __init__(self, client: Client, report: Callable[[str, bytes], None] | None) -> None:
         self._client = client
         self._report = report
-        self._told_alone = False
+        self._told_alone = self._told_behind = False
         self._looked = False
         """Whether `repeats` has."""
 
@@ -78,6 +78,21 @@ class Notices:
                 f"were done{more}"
             )
             print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
+    def behind_epoch(self, epoch: int) -> None:
+        """A loop over `loader.epochs` goes on right behind an epoch whose steps are done: say that
+        what follows them in the loop may be missing."""
+        if self._told_behind:
+            return
+        self._told_behind = True
+        rank = self._client.rank
+        if rank and self._client.connection.before:
+            return  # of a run that goes on, rank 0 says it for all
+        told = (
+            f"paramserve: rank {rank} goes on behind epoch {epoch}, whose steps are done: what "
+            "follows them in the loop, as an evaluation, is not made up for if it was interrupted"
+        )
+        print(f"{told}\n", end="", file=sys.stderr, flush=True)
 
     def trains_alone(self) -> None:
         """The function has gone through its batches once, and no server knows of it."""

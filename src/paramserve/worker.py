@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from paramserve.rules.base import Rule
 
 
+RETURNED = "returned"
+"""What a worker saves at its end: the step at which its function has returned."""
 RANDOM = "random"
 """What the random generators are saved as."""
 
@@ -520,6 +522,13 @@ class Worker:
         left = self._left_to_skip() if self.incarnation > 1 else self._clock
         return Place(max(self._clock - left, 0), exact)
 
+    @property
+    def returned_before(self) -> bool:
+        """Whether the function of an older incarnation has returned at the step where this one goes
+        on, so that nothing that follows that step is left."""
+        resumed = self.client.steps.resumed.get(self.groups[0], 0)
+        return self.client.saving.kept(RETURNED) == b"%d" % resumed
+
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""
         if self._report is not None:
@@ -729,6 +738,8 @@ class Worker:
                 ", or push_pull(..., tick=True), ends it"
             )
         self._end_process_group()
+        if self.client.connection.restarts and self._clock:
+            self.client.saving.keep(RETURNED, b"%d" % self._clock)
         self.client.steps.tell_saved()
         self.client.drain()
         self.client.close()

@@ -351,6 +351,7 @@ class Collectives:
                 fix="let the function of a restarted worker begin where the run is, as "
                 "worker.loader does, and call worker.all_reduce less often than at each step",
             )
+        self._check_none_left_out(message, member)
         for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
             if member.client in each.clients or each.place >= message.place:
@@ -358,6 +359,24 @@ class Collectives:
                     self._check_again(each, message, member)
                 return each
         return None
+
+    def _check_none_left_out(self, message: AllReduce, member: Member) -> None:
+        """Refuse a call behind a step at which the rank has made some of its calls of before, and
+        not the next one: the ones that follow would get results of others."""
+        last, left_out = self._ended.get(message.seen), self._ended.get(message.seen + 1)
+        if last is None or left_out is None or not message.exact:
+            return
+        at = left_out.place_of(member.rank)
+        if member.client in left_out.clients or not 0 <= at == last.place_of(member.rank):
+            return
+        if at < message.place:
+            raise ParamServeError(
+                f"rank {member.rank} (incarnation {member.incarnation}) called "
+                f"{_in_words(message)} at step {message.place} of its program, and has left out "
+                f"one of its calls of before at step {at}: {left_out.what}",
+                fix="make the calls of before in the same order; begin without resume= where "
+                "fewer are to be made",
+            )
 
     def _check_again(self, ended: _Ended, message: AllReduce, member: Member) -> None:
         """Refuse the result of another call than a rank makes: its function has changed since."""

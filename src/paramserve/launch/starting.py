@@ -40,6 +40,7 @@ from paramserve.launch.arguments import (
     check_weights,
 )
 from paramserve.launch.checkpoints import Checkpoint, OnServerDeath, Path, recovery_of
+from paramserve.launch.lines import say
 from paramserve.launch.packing import for_servers, imports, pack
 from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
@@ -295,6 +296,9 @@ def _keep(job: Job | None, interrupt: KeyboardInterrupt) -> None:
         if job is not None:
             job.stop()  # the interrupt may have come before the block was entered
             result = job.wait()
+            saved = result.checkpoints
+            if saved is not None and saved.path and not saved.why:
+                say(f"the run goes on from {saved.path} with resume=True, as it is now")
     except ParamServeError as error:
         result = error.result
     except KeyboardInterrupt as second:

@@ -211,7 +211,10 @@ class Loader:
         steps = self._length // self._per_step
         if self._resume and steps:
             self._check_shape()
-            done = min(worker.steps_before // steps, max(epochs - start, 0))
+            before = worker.steps_before
+            done = min(before // steps, max(epochs - start, 0))
+            if done and before == done * steps and not worker.returned_before:
+                worker.notices.behind_epoch(start + done - 1)
             worker.steps_before -= done * steps
             self._epochs.next += done * -(-self._length // len(self._batches))
         return loop(worker, start, done, epochs)
@@ -223,6 +226,8 @@ class Loader:
             worker.looped = True
             if self._resume:
                 self._remember_shape()
+            else:
+                worker.client.steps.clock_read = True  # its user has said that it begins anew
         done = self._done_before()
         epochs, first = divmod(done, len(self._batches))
         if done == self._length:

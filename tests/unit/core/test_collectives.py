@@ -255,6 +255,22 @@ def test_rank_that_begins_behind_a_call_is_not_waited_for_there() -> None:
     assert ranks.call(0, 9.0, place=12) == 11.0
 
 
+def test_call_of_before_that_is_left_out_is_refused() -> None:
+    ranks = Ranks(2)
+    for place in (4, 4, 8, 8):
+        ranks.all_call(1.0, place=place)
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(0, place=4) == 2.0
+    with pytest.raises(ParamServeError, match=r"rank 0 .* at step 8 .* one of its calls .* step 4"):
+        ranks.call(0, place=8)
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(0, place=8) == 2.0, "whole epochs may be left out"
+    assert ranks.call(0, place=8) == 2.0
+    assert ranks.call(0, place=12) is None
+
+
 def test_leased_samples_put_ranks_at_other_steps_in_the_same_call() -> None:
     ranks = Ranks(2)
     assert ranks.all_call(1.0, place=4) == 2.0
