@@ -73,7 +73,9 @@ class NormNet(nn.Module):
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
     return SimpleNamespace(
-        client=SimpleNamespace(connection=SimpleNamespace(before=0, restarts=False)),
+        client=SimpleNamespace(
+            connection=SimpleNamespace(before=0, restarts=False), steps=SimpleNamespace()
+        ),
         rank=rank,
         workers=workers,
         seed=seed,

@@ -29,7 +29,7 @@ class RecordsCalls:
         self.workers = 3
         self.incarnation = 1
         self.repeated = 0
-        self.retiring = False
+        self.retiring = self.restarts = False
         self.resumed: dict[str, int] = {}
         self.clocks = {"default": 4, "model": 7}
         self.connection = self.steps = self

@@ -41,7 +41,9 @@ def worker(
     before: workers of the checkpoint that the run has gone on from.
     """
     return SimpleNamespace(
-        client=SimpleNamespace(connection=SimpleNamespace(before=before, restarts=False)),
+        client=SimpleNamespace(
+            connection=SimpleNamespace(before=before, restarts=False), steps=SimpleNamespace()
+        ),
         rank=rank,
         workers=workers,
         seed=seed,

@@ -55,7 +55,7 @@ def test_backend_is_nccl_where_each_has_a_device_of_its_own(
 
 
 def client(**changes: Any) -> Any:
-    facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False} | changes
+    facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False, "restarts": False} | changes
     joined = SimpleNamespace(**facts)
     ends = {"drain": lambda: None, "close": lambda leave=True: None}
     steps = SimpleNamespace(unapplied=lambda: "", clocks={}, tell_saved=lambda: None)
