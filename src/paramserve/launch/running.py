@@ -10,6 +10,7 @@ import copy
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -228,15 +229,16 @@ class Job:
     def checkpoint(self, timeout_s: float | None = None) -> SavedCheckpoint:
         """Write a checkpoint now, while training goes on; returns when it is complete.
 
-        It has every step that was answered before the call. Where one is being written, it follows
-        that one.
+        It has every step that was answered before the call, but those that are lost where the run
+        goes back to an earlier checkpoint meanwhile. Where one is being written, it follows that
+        one.
 
         Args:
             timeout_s: how long at most; None: `Deadlines.busy_s`.
         Raises:
             CheckpointError: the run was not told where to, or it could not be written, or not in
                 time. The one before is as it was, and training goes on.
-            ParamServeError: the run has ended, or went back to an earlier checkpoint meanwhile.
+            ParamServeError: the run has ended.
         """
         plan = self._supervisor.plan
         if not plan.checkpoints.folder:
@@ -245,7 +247,7 @@ class Job:
                 fix="tell it where to: ps.start(..., checkpoint=path)",
             )
         limit_s = timeout_s if timeout_s is not None else plan.deadlines.busy_s
-        told = self._ask_checkpoint(self._supervisor.connect, limit_s)
+        told = self._asked_until_told(limit_s)
         clocks = trained_only(told.clocks)
         return SavedCheckpoint(told.path, clocks, told.nbytes, told.pause_s, told.seconds)
 
@@ -404,6 +406,21 @@ class Job:
                 self._checkpoint_at_end(attempt)
         for watching in self._watching:
             watching.drain()  # the snapshot of the last version, which the servers agreed on since
+
+    def _asked_until_told(self, limit_s: float) -> Checkpointed:
+        """Ask the processes that there are for a checkpoint; those after them, where the run goes
+        back to one."""
+        until = time.monotonic() + limit_s
+        while True:
+            attempt = self._supervisor.attempt
+            try:
+                left_s = max(until - time.monotonic(), 0.0)
+                return self._ask_checkpoint(self._supervisor.connect, left_s)
+            except CheckpointError:
+                raise
+            except ParamServeError:
+                if not self._supervisor.goes_on(attempt):
+                    raise
 
     def _ask_checkpoint(self, connect: Callable[[], Client], limit_s: float) -> Checkpointed:
         client = connect()  # of its own: one that waits keeps others waiting
