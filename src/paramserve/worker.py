@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramserve.client.leases import LeasedWork
+    from paramserve.codecs.base import Codec
     from paramserve.consistency.base import Policy
     from paramserve.engine.child import Bootstrap
     from paramserve.observe.history import History
@@ -360,6 +361,8 @@ class Worker:
         buffers: str = "rank0",
         consistency: Policy | None = None,
         dense: str = "servers",
+        push: Codec | None = None,
+        pull: Codec | None = None,
     ) -> torch.optim.Optimizer:
         """Let an optimizer step on the servers; rank 0's model defines all ranks' values.
 
@@ -406,6 +409,11 @@ class Worker:
             dense: "servers": they step the dense layers. "local": the optimizer does, here, and
                 only rows of tables are sent; with several workers see `process_group` and
                 `paramserve.pytorch.hybrid`.
+            push: how gradients are encoded on their way to servers on other hosts, as in
+                `push=ps.Int8()`; of parameters in float32, the same on all ranks. None: they are
+                not.
+            pull: the same for values, as in `pull=ps.BFloat16()`: the model has rounded ones then,
+                and the servers and the result whole ones.
         Returns:
             The same object, whose class is now a subclass of its own class; of a rule, a torch
             optimizer.
@@ -413,6 +421,7 @@ class Worker:
             TypeError, ValueError: an argument is not supported. Nothing was defined.
             DefineTimeout: rank 0 did not define the model in time.
             DefineMismatch: the group was defined with another policy, or another rule.
+            CodecMismatch: it was with other codecs.
         """
         from paramserve.pytorch.optimizer import adopt
 
@@ -427,6 +436,8 @@ class Worker:
             buffers=buffers,
             consistency=consistency,
             dense=dense,
+            push=push,
+            pull=pull,
         )
 
     def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from paramserve.core.partition import Block
 from paramserve.errors import CodecMismatch, NonFinite, ParamServeError, ShapeMismatch
 from paramserve.messages import Gradient, Step
 from paramserve.rules import SGD, Add
+from paramserve.worker import Worker
 
 SIZE = 40_000
 """float32 elements, which two shards share."""
@@ -299,3 +300,39 @@ def test_codecs_are_public() -> None:
     for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK):
         assert getattr(ps, codec.__name__) is codec
     assert spec(ps.TopK(0.2)).options["ratio"] == 0.2
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+def test_model_that_is_trained_with_codecs(make_cluster: MakeCluster, policy: Any) -> None:
+    """It learns about as fast; the worker has rounded values, and the servers whole ones."""
+    torch = pytest.importorskip("torch")
+
+    def loss_with(**codecs: Any) -> float:
+        cluster = make_cluster("tcp", servers=2, workers=1, policy=policy)
+        worker = Worker(cluster.client(rank=0), seed=1)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1)
+        )
+        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05), **codecs)
+        inputs = torch.randn(256, 20)
+        wanted = torch.tanh(inputs.sum(1, keepdim=True))
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+            loss.backward()
+            optimizer.step()
+        if "pull" in codecs:
+            values = model[0].weight.detach().numpy().reshape(-1)
+            np.testing.assert_array_equal(rounded(BFloat16(), values), values)
+            whole = worker.client.dense.fetch(worker.client.blocks()[0], 0)[0]
+            assert (rounded(BFloat16(), whole) != whole).any()
+        return float(loss.detach())
+
+    plain = loss_with()
+    for push in (BFloat16(), Int8(), Int4(), TopK(0.05)):
+        assert loss_with(push=push, pull=BFloat16()) < 1.1 * plain + 0.005, push
+    with pytest.raises(TypeError, match="push takes a codec"):
+        loss_with(push="int8")
+    with pytest.raises(ValueError, match="with LocalSteps the worker makes the steps"):
+        loss_with(push=Int8(), consistency=ps.LocalSteps(every=2))

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import as_codec
 from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
 from paramserve.errors import warn_user
@@ -58,6 +60,8 @@ class Settings:
     clip_norm: float | None
     buffers: str
     consistency: Policy | None = None
+    push: Codec | None = None
+    pull: Codec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -73,6 +77,9 @@ class Settings:
                 "consistency must be a policy, as in ps.Sync(), or None for the run's, not "
                 f"{self.consistency!r}"
             )
+        for what, codec in (("push", self.push), ("pull", self.pull)):
+            if codec is not None:
+                as_codec(codec, what)
         if self.weight is not None and not callable(self.weight):
             self.weight_now(None)
 
@@ -482,6 +489,8 @@ class Adopted(ABC, Generic[B]):
                     consistency=consistency,
                     nth=nth,
                     aliases=aliases_of(self._model, layout.names),
+                    push=self._settings.push,
+                    pull=self._settings.pull,
                 )
             else:
                 block = client.directory.await_block(
@@ -491,6 +500,8 @@ class Adopted(ABC, Generic[B]):
                     group=name,
                     consistency=consistency,
                     nth=nth,
+                    push=self._settings.push,
+                    pull=self._settings.pull,
                 )
             parts.append(part(block))
         self._parts += parts

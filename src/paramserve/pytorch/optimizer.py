@@ -32,6 +32,7 @@ from paramserve.rules.base import Rule
 from paramserve.rules.torch_kinds import kind_of
 
 if TYPE_CHECKING:
+    from paramserve.codecs.base import Codec
     from paramserve.consistency.base import Policy
     from paramserve.observe.history import StepRecord
     from paramserve.worker import Worker
@@ -270,11 +271,13 @@ def adopt(
     buffers: str = "rank0",
     consistency: Policy | None = None,
     dense: str = "servers",
+    push: Codec | None = None,
+    pull: Codec | None = None,
 ) -> Optimizer:
     """See `Worker.optimizer`."""
     optimizer = _as_optimizer(model, given)
     model = _checked(model, optimizer, dense)
-    settings = Settings(name, overlap, weight, clip_norm, buffers, consistency)
+    settings = Settings(name, overlap, weight, clip_norm, buffers, consistency, push, pull)
     load_given(worker, name, model)
     adopted = _started(worker, model, optimizer, settings, dense)
     _become(optimizer, adopted)
@@ -330,6 +333,12 @@ def _started(
     if policy is None:
         policy = worker.client.steps.terms(settings.name).policy
     steps_itself = dense == "local" or isinstance(policy, LocalSteps | ElasticAverage)
+    if steps_itself and (settings.push is not None or settings.pull is not None):
+        who = 'dense="local"' if dense == "local" else type(policy).__name__
+        raise ValueError(
+            f"push and pull encode gradients that go to the servers and values that come from "
+            f"there at each step; with {who} the worker makes the steps: leave them out"
+        )
     if steps_itself and isinstance(optimizer, RuleOptimizer):
         who = 'dense="local"' if dense == "local" else type(policy).__name__
         raise TypeError(

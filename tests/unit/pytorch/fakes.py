@@ -302,6 +302,8 @@ class FakeClient:
         group="default",
         consistency: Policy | None = None,
         nth=-1,
+        push=None,
+        pull=None,
         aliases=None,
         timeout_s=None,
     ):
@@ -340,6 +342,8 @@ class FakeClient:
         group,
         consistency=None,
         nth=-1,
+        push=None,
+        pull=None,
         timeout_s=None,
     ):
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
