@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import msgspec
@@ -30,6 +31,9 @@ EXIT_FAILED = 1
 EXIT_DRIVER_GONE = 3
 EXIT_UNKNOWN = 255
 """Exit status of a process whose own one was collected by other code or by the system."""
+FINALIZERS = ("__del__", "_remove")
+"""Functions that Python calls where no exception gets out; the second is of `weakref`."""
+AGAIN_S = 0.01
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """Exit code after an orderly end by SIGTERM, as shells count it."""
 
@@ -145,7 +149,7 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopping = Stopping()
-    signal.signal(signal.SIGTERM, lambda signum, frame: stopping.stop())
+    stop_on_sigterm(stopping)
     os.set_inheritable(reports_fd, False)
     with source:
         package = msgspec.msgpack.decode(source.read(), type=Package)
@@ -224,6 +228,23 @@ class Stopping:
         if self._callback is None:
             sys.exit(EXIT_TERMINATED)
         self._callback()
+
+
+def stop_on_sigterm(stopping: Stopping) -> None:
+    """Stop when the driver asks for it. Python drops what is raised in a finalizer or a callback of
+    a weak reference, so there the signal comes once more a little later."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_name not in FINALIZERS:
+            frame = frame.f_back
+        if frame is None:
+            stopping.stop()
+        else:
+            again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM))
+            again.daemon = True
+            again.start()
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def find(entry: str) -> Callable[[Bootstrap], None]:
