@@ -198,7 +198,8 @@ class Collectives:
         alone = opened is not None and opened.sent.keys() == {member.rank}
         if opened is not None and alone and _in_words(opened.first) != _in_words(message):
             opened = None  # of a call that was interrupted
-        if opened is not None and self.pass_by(member, opened.is_before(message)):
+        before = opened is not None and opened.is_before(message) and self._is_even()
+        if self.pass_by(member, before):
             return self.call(message, member) if self._open is not opened else None
         if opened is None:
             newest = max(each.client for each in self._membership.members.values())
@@ -212,6 +213,12 @@ class Collectives:
             return self.call(message, member)
         self._check_company(message, member.rank)
         return None
+
+    def _is_even(self) -> bool:
+        """Whether all ranks were at the same step in the last collective: where they make unequal
+        numbers of steps, these do not say which call is meant."""
+        last = self._ended.get(self.number)
+        return last is not None and last.place > 0 and all(at < 0 for at in last.places.values())
 
     def pass_by(self, member: Member, passes: bool = True) -> bool:
         """Wait no longer for a rank that was restarted in the open collective, if its program

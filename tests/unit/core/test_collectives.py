@@ -255,6 +255,18 @@ def test_rank_that_begins_behind_a_call_is_not_waited_for_there() -> None:
     assert ranks.call(0, 9.0, place=12) == 11.0
 
 
+def test_ranks_of_unequal_steps_are_matched_by_the_order_of_their_calls() -> None:
+    ranks = Ranks(2)
+    assert ranks.call(1, 1.0, place=4) is None
+    assert ranks.call(0, 1.0, place=6) == 2.0
+    assert ranks.call(1, 1.0, place=4) == 2.0
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(0, 1.0, place=6) == 2.0
+    assert ranks.call(1, 2.0, place=8) is None
+    assert ranks.call(0, 3.0, place=12) == 5.0
+
+
 def test_call_of_before_that_is_left_out_is_refused() -> None:
     ranks = Ranks(2)
     for place in (4, 4, 8, 8):
