@@ -199,6 +199,7 @@ DIES = (
 )
 
 
+@pytest.mark.slow
 def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
     """Each epoch is evaluated and saved once; the schedule and the best model are those of the
     whole run."""
