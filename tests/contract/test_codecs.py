@@ -183,6 +183,45 @@ def test_several_on_their_way_and_one_of_them_dropped(make_cluster: MakeCluster)
     np.testing.assert_allclose(clients[1].pull("w"), sum_of(applied) - left, atol=1e-5)
 
 
+@pytest.mark.parametrize("breaks", ["encode", "submit"])
+def test_push_that_is_interrupted_before_it_is_sent_changes_nothing(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    """In the middle of the second block's encoding, or when all is encoded."""
+    cluster = make_cluster("tcp", servers=2, workers=1)
+    client = cluster.client(rank=0)
+    blocks = [
+        client.define(name, np.zeros(SIZE, np.float32), rule=Add(), push=Int4()) for name in "ab"
+    ]
+    exchange = client.connection.exchange
+    given = {name: normal(seed) for seed, name in enumerate("ab")}
+    client.push(given).result()
+    before, free = [residual(client, block) for block in blocks], exchange._pool.in_use
+    own, calls = Int4.encode, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if breaks == "submit" or len(calls) == 3:
+            raise KeyboardInterrupt
+        return own(*arguments)
+
+    with monkeypatch.context() as patched:
+        if breaks == "encode":
+            patched.setattr(Int4, "encode", interrupted)
+        else:
+            patched.setattr(exchange, "submit_together", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.push(given)
+    assert calls
+    assert exchange._pool.in_use == free, "the slots are back"
+    for block, left in zip(blocks, before, strict=True):
+        np.testing.assert_array_equal(residual(client, block), left)
+    client.push(given).result()
+    for block, name in zip(blocks, "ab", strict=True):
+        wanted = 2.0 * given[name] - residual(client, block)
+        np.testing.assert_allclose(client.pull(name), wanted, atol=1e-5)
+
+
 def test_gradients_in_a_buffer_count_as_applied(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("tcp", servers=2, workers=1, policy=Buffered(2, damping=None))
     client = cluster.client(rank=0)

@@ -3,7 +3,8 @@
 What a codec has left out of a block's gradients, the *residual*, is added to the next one before
 that is encoded. A gradient that a shard has not applied, since it was dropped, skipped or refused,
 changes no residual: then it is as if it had not been pushed. So of all gradients that were applied
-the sum is that of the gradients less the residual.
+the sum is that of the gradients less the residual. A residual changes when the call is certain to
+be sent, since one that is interrupted before sends nothing.
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
 Fixes SignSGD, 2019.
@@ -39,13 +40,15 @@ class Encoded:
     Attributes:
         headers: by shard.
         slot: where its bytes lie.
-        change: of the residual, [block.size]; None: the codec has none.
+        change: of the residual, [block.size]; None: the codec has none, or it is over.
+        counted: whether the residual has it.
     """
 
     block: Block
     headers: tuple[Gradient, ...]
     slot: Slot
     change: Floats | None
+    counted: bool = False
 
 
 class Encoder:
@@ -76,12 +79,13 @@ class Encoder:
             found = self._residuals.get(block.id)
             return None if found is None else found.copy()
 
-    def encode(self, push: BlockPush, slot: Slot) -> Encoded:
+    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot]) -> Encoded:
         """Encode a gradient, which is finite; its slot's inactive pieces become zeros.
 
+        Args:
+            taken: gets the slot of the bytes, also where this fails afterwards.
         Raises:
             ParamServeError, ValueError: the shards would refuse it, or there is no memory for it.
-                Nothing was changed.
         """
         block = push.block
         codec = block.push_codec
@@ -96,29 +100,27 @@ class Encoder:
         for low, high in ranges:
             offsets.append(total)
             total += -(-codec.size(high - low) // ALIGN) * ALIGN
-        (taken,) = self._take([total])
+        taken += self._take([total])
+        into = taken[-1]
         with self._lock:
             number = self._pushes[block.id] = self._pushes.get(block.id, 0) + 1
             given, change = self._to_encode(block, codec, gradient, inactive)
             headers = []
             for shard, (low, high) in enumerate(ranges):
-                out = taken.bytes[offsets[shard] : offsets[shard] + codec.size(high - low)]
+                out = into.bytes[offsets[shard] : offsets[shard] + codec.size(high - low)]
                 written = codec.encode(given[low:high], out, self._seed(block, number, shard))
                 if change is not None and high > low:
                     codec.decode(out[:written], change[low:high])
-                place = taken.offset + offsets[shard]
+                place = into.offset + offsets[shard]
                 headers.append(
-                    Gradient(block.id, taken.arena, place, push.active, push.hyper, written)
+                    Gradient(block.id, into.arena, place, push.active, push.hyper, written)
                 )
-                self.sent_bytes += written
-            self.plain_bytes += gradient.nbytes
             if change is not None:
                 np.subtract(gradient, change, out=change)
                 for start, stop in inactive:
                     change[start:stop] = 0.0
-                self._residuals[block.id] += change
-                self._give_back(block, given)
-        return Encoded(block, tuple(headers), taken, change)
+                self._free[block.id].append(given)
+        return Encoded(block, tuple(headers), into, change)
 
     def _to_encode(
         self, block: Block, codec: Codec, gradient: Floats, inactive: Sequence[tuple[int, int]]
@@ -147,22 +149,29 @@ class Encoder:
         free = self._free.setdefault(block.id, [])
         return free.pop() if free else np.empty(block.size, np.float32)
 
-    def _give_back(self, block: Block, array: Floats) -> None:
-        self._free[block.id].append(array)
+    def sent(self, encoded: Sequence[Encoded]) -> None:
+        """These are certain to be sent."""
+        with self._lock:
+            for each in encoded:
+                self.sent_bytes += sum(header.extent for header in each.headers)
+                self.plain_bytes += each.block.nbytes
+                if each.change is not None:
+                    self._residuals[each.block.id] += each.change
+                    each.counted = True
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         """All shards have answered, or none will: take back what was not applied."""
         with self._lock:
             for each in encoded:
-                if each.change is None:
+                change, each.change = each.change, None
+                if change is None or not each.counted:
                     continue
                 residual = self._residuals[each.block.id]
                 for shard in range(len(each.headers)):
                     if not _applied(operation.replies.get(shard)):
                         low, high = each.block.range(shard)
-                        residual[low:high] -= each.change[low:high]
-                self._give_back(each.block, each.change)
-                each.change = None
+                        residual[low:high] -= change[low:high]
+                self._free[each.block.id].append(change)
 
 
 def _applied(reply: Any) -> bool:

@@ -319,6 +319,8 @@ class Steps(ClientClocks):
                     staged.operation = each.operation
             if self.saving is not None and each.saved:
                 self.saving.told(each.saved)
+            if each.encoded and self.encoder is not None:
+                self.encoder.sent(each.encoded)
         self._exchange.unfinished = ""
 
     def _broken_off(
@@ -337,8 +339,6 @@ class Steps(ClientClocks):
         for each in sent:
             if each.clock == CURRENT_CLOCK:
                 self._clock_not_asked(each.parts.block.group_name)
-            if self.encoder is not None:
-                self.encoder.answered(each.encoded, each.operation)
         self._exchange.give_back(slots)
         return True
 
@@ -387,7 +387,8 @@ class Steps(ClientClocks):
                 sent = self._prepare(each, values, *own, follows)
                 prepared += [sent]
                 calls += [(sent.requests, sent.operation)]
-            exchange.submit_together(calls, partial(self._numbered, prepared) if ticked else None)
+            tells = ticked or self.encoder is not None
+            exchange.submit_together(calls, partial(self._numbered, prepared) if tells else None)
         except BaseException as error:
             taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
             if self._broken_off(prepared, [*taken, *values], error):
@@ -491,15 +492,10 @@ class Steps(ClientClocks):
             values: gets the slots that are taken.
         """
         encoded: dict[int, Encoded] = {}
-        try:
-            for push, slot in parts.pushes:
-                codec = push.block.push_codec
-                if codec is not None and (codec.even_local or not self._exchange.shared):
-                    made = encoded[push.block.id] = encoder.encode(push, slot)
-                    values += [made.slot]
-        except BaseException:
-            encoder.answered(list(encoded.values()), Operation(self._shards))
-            raise
+        for push, slot in parts.pushes:
+            codec = push.block.push_codec
+            if codec is not None and (codec.even_local or not self._exchange.shared):
+                encoded[push.block.id] = encoder.encode(push, slot, values)
         return encoded
 
     def _defined(self) -> Iterator[Block]:
