@@ -9,7 +9,7 @@ In their place:
   file, and this module shows them as one.
 - An object is there as a whole or not at all, and stays: so the manifest is put under its name
   at once, after all the others have been.
-- Whoever holds the folder says so again and again (`claims`).
+- The process that holds the folder says so again and again (`claims`).
 
 A listing has to show what was put before it, as those of the three stores above do.
 """

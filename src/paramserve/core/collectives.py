@@ -224,8 +224,7 @@ class Collectives:
         """Wait no longer for a rank that was restarted in the open collective, if its program
         passes by; whether it does."""
         opened = self._open
-        found = passes and opened is not None and member.incarnation > 1
-        if not found or opened is None or member.rank in opened.sent:
+        if opened is None or not passes or member.incarnation < 2 or member.rank in opened.sent:
             return False
         opened.passed.add(member.rank)
         self.changed()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +31,7 @@ from paramserve.errors import (
 from paramserve.launch.attempt import Attempt, Kept
 from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.connect import Handle
+from paramserve.launch.lines import say
 from paramserve.launch.plan import Plan
 from paramserve.launch.reading import (
     SNAPSHOT_POLL_S,
@@ -526,8 +526,7 @@ class Job:
             yield
         except KeyboardInterrupt:
             then = "" if self._ends_with_block else GOES_ON
-            told = f"paramserve: interrupted, last heard {self.status().progress()}{then}"
-            print(told, file=sys.stderr, flush=True)
+            say(f"interrupted, last heard {self.status().progress()}{then}")
             raise
 
 
@@ -536,7 +535,7 @@ def _warn(words: str) -> None:
     try:
         warn_user(words)
     except UserWarning:
-        print(f"paramserve: {words}", file=sys.stderr, flush=True)
+        say(words)
 
 
 def _warn_if_unapplied(name: str, group: GroupStatus) -> None:

@@ -72,22 +72,7 @@ def work(
     """
     if not back_s >= 0:
         raise ValueError(f"back_s must be a number of seconds of at least 0, not {back_s!r}")
-    if address is None:
-        own = (rank, workers, token_file, tls)
-        if any(each is not None for each in own):
-            raise ValueError(
-                "rank, workers, token_file and tls are for an address: give it, or set all of them "
-                "in the environment"
-            )
-        place = described_by(os.environ)
-    else:
-        place = {
-            "address": address,
-            "rank": rank,
-            "workers": workers,
-            "token_file": token_file,
-            "tls": tls,
-        }
+    place = _place(address, rank=rank, workers=workers, token_file=token_file, tls=tls)
 
     def join(wait_s: float | None) -> Worker:
         return connect(**place, seed=seed, timeout_s=wait_s, deadlines=deadlines, limits=limits)
@@ -107,6 +92,18 @@ def work(
                 raise
             worker = _joined_again(join, worker.rank, lost, back_s)
         times = times + 1 if worker.client.steps.clocks == began else 1
+
+
+def _place(address: str | None, **own: Any) -> dict[str, Any]:
+    """The arguments of `connect` that say where, and as which rank."""
+    if address is not None:
+        return {"address": address, **own}
+    if any(each is not None for each in own.values()):
+        raise ValueError(
+            "rank, workers, token_file and tls are for an address: give it, or set all of them in "
+            "the environment"
+        )
+    return described_by(os.environ)
 
 
 def _joined_again(
