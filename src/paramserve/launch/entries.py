@@ -20,9 +20,11 @@ from paramserve.errors import (
     CheckpointError,
     ClientClosed,
     CoordinatorGone,
+    DefineMismatch,
     ParamServeError,
     RunTimeout,
     ServerGone,
+    UnknownCodec,
     UnknownRule,
     WorkerFailed,
     applied_of,
@@ -37,6 +39,10 @@ _OF_CHECKPOINTS = (CheckpointError, UnknownRule)
 """Why a coordinator or server cannot begin: the error is told as it is."""
 COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
 """Errors that tell of another process's end."""
+_LASTING = (DefineMismatch, UnknownRule, UnknownCodec)
+"""Refusals that the same function would meet again."""
+_OF_ARGUMENTS = ("ValueError", "TypeError")
+"""Of these, ours say that nothing was applied and what to correct."""
 
 
 class Key(NamedTuple):
@@ -111,6 +117,16 @@ class Entry:
         if self.failure is not None:
             return self.failure.kind in COMPLAINTS
         return self.key.kind == "server" and self.status == 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether its function would fail again if it were started again: what it asks for was
+        refused, and nothing of that applied."""
+        if self.failure is None:
+            return False
+        if self.failure.kind in _OF_ARGUMENTS:
+            return "Applied: no. To fix: " in self.failure.text
+        return issubclass(KINDS.get(self.failure.kind, Exception), _LASTING)
 
     @property
     def settled_at(self) -> float:

@@ -25,7 +25,8 @@ class Restart:
 
     It gets a new incarnation and begins its function anew, with `worker.clock` where its
     predecessor's steps ended. In Async the others never stop; in Sync they wait for it, up to
-    `Deadlines.restart_s`.
+    `Deadlines.restart_s`. A function that was refused what it asks for, as with a wrong argument or
+    another model than the checkpoint's, would be refused again: then the run fails at once.
 
     Raises:
         ValueError, TypeError: `times` is no int of at least 1.
@@ -229,6 +230,8 @@ class Roster:
 
     def _restart(self, settled: list[Entry], times: int) -> Decision:
         for entry in settled:
+            if entry.refused:
+                return Decision(error=worker_failed(entry))
             if entry.restarts >= times:
                 return Decision(error=worker_failed(entry, f"allow more than ps.Restart({times})"))
         for entry in settled:

@@ -205,6 +205,25 @@ def test_restart_dead_worker_is_started_again_and_fails_past_its_times() -> None
     assert "had been restarted 2 times" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("report", "again"),
+    [
+        (raised("DefineMismatch"), False),
+        (raised("CodecMismatch"), False),
+        (raised("ValueError", "no. Applied: no. To fix: give another"), False),
+        (raised("ValueError"), True),
+        (raised("KeyError", "Applied: no. To fix: "), True),
+        (raised("PushTimeout"), True),
+    ],
+)
+def test_restart_refusal_that_would_come_again_fails_at_once(report: bytes, again: bool) -> None:
+    roster = running(Restart(times=2))
+    roster.on_report(WORKER, "failed", report, now=2.0)
+    decision = roster.decide(2.0)
+    assert bool(decision.restart) == again
+    assert isinstance(decision.error, WorkerFailed) != again
+
+
 def test_restart_each_rank_has_its_own_times() -> None:
     roster = running(Restart(times=1))
     roster.on_end(WORKER, -9, 2.0)
