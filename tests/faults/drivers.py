@@ -31,14 +31,17 @@ class Driver(NamedTuple):
 
 
 @contextlib.contextmanager
-def driver(pipe: str, then: str, *, train: str = "regress", at: int = 5) -> Iterator[Driver]:
+def driver(
+    pipe: str, then: str, *, train: str = "regress", at: int = 5, script: str = SCRIPT
+) -> Iterator[Driver]:
     """Start a run in another process; the block begins when rank 0 is at step `at`.
 
     Args:
         then: what the driver does meanwhile.
+        script: the driver; its first line of output is the pids of its processes.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(train=train, at=at, then=then), pipe],
+        [sys.executable, "-c", script.format(train=train, at=at, then=then), pipe],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from tests.faults import victims
 from tests.faults.drivers import driver
 from tests.faults.leftovers import all_end, folders
+
+import paramserve as ps
 
 STOPS_WITHIN_S = 2.0
 
@@ -55,3 +59,33 @@ job.stop()
         out, _ = run.process.communicate()
     assert out == "running\n"
     assert run.process.returncode == 0
+
+
+RUNS = """
+import sys
+import paramserve as ps
+from tests.faults import victims
+
+print(flush=True)  # where the other scripts write pids
+try:
+    ps.run(victims.regress, args=(sys.argv[1], {at}), workers=2, checkpoint={folder!r})
+except KeyboardInterrupt as interrupt:
+    print(interrupt.result.checkpoints.written, flush=True)
+    sys.exit(143)
+"""
+
+
+def test_sigterm_ends_a_run_in_order_with_its_last_checkpoint(pipe: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "kept")
+    with driver(pipe, "", script=RUNS.replace("{folder!r}", repr(folder))) as run:
+        run.process.send_signal(signal.SIGTERM)
+        out, told = run.process.communicate()
+    assert run.process.returncode == 143
+    assert out == "1\n"
+    assert f"the run goes on from {folder}" in told
+    assert folders() == set()
+
+
+def test_sigterm_means_again_what_it_meant_when_the_run_is_over() -> None:
+    ps.run(victims.count, workers=1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -46,6 +46,7 @@ from paramserve.launch.plan import Plan, cores
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
+from paramserve.launch.signals import interrupt_by_sigterm
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.observe.progress import wanted, watch
 from paramserve.worker import WorkerConfig
@@ -266,26 +267,29 @@ def run(
         ServerGone, CoordinatorGone: that process ended and there was no checkpoint to go on from;
             the values are lost.
         RunTimeout: `timeout_s` was over.
-        KeyboardInterrupt: Ctrl-C. The run is stopped as by `Job.stop`. Any other exception that
-            comes meanwhile stops it as well.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM, where the program has no handler of its own for it.
+            The run is stopped as by `Job.stop`, which also writes its last checkpoint. Any other
+            exception that comes meanwhile stops it as well.
     """
     given = dict(locals())
     job: Job | None = None
-    try:
-        del given["progress"]
-        if progress not in (None, True, False):
-            raise TypeError(f"progress must be True, False or None, not {progress!r}")
-        shows = wanted(progress)
-        job = _job(_Arguments(**given))
-        job.launch()
-        with job, watch(job) if shows else contextlib.nullcontext():
-            return job.wait()
-    except KeyboardInterrupt as interrupt:
-        _keep(job, interrupt)
-        raise
-    finally:
-        if job is not None:
-            job.stop()
+    with contextlib.ExitStack() as stack:
+        try:
+            del given["progress"]
+            if progress not in (None, True, False):
+                raise TypeError(f"progress must be True, False or None, not {progress!r}")
+            shows = wanted(progress)
+            interrupt_by_sigterm(stack)
+            job = _job(_Arguments(**given))
+            job.launch()
+            with job, watch(job) if shows else contextlib.nullcontext():
+                return job.wait()
+        except KeyboardInterrupt as interrupt:
+            _keep(job, interrupt)
+            raise
+        finally:
+            if job is not None:
+                job.stop()
 
 
 def _keep(job: Job | None, interrupt: KeyboardInterrupt) -> None:
