@@ -7,6 +7,7 @@ the others at the end. The last ones stay.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ WINDOW_S = 3.0
 ENDED = ("finished", "stopped", "failed")
 WORKERS_SHOWN = 16
 """In the line about each worker's staleness."""
+INDENT = " " * 9
+"""Before what goes on about the line above: as wide as its seconds."""
 
 
 class Watched(Protocol):
@@ -44,7 +47,7 @@ class Progress:
     def line(self, status: RunStatus) -> str:
         """One line about where the run stands now.
 
-        A terminal cuts it at its width: what the workers have logged stands first, staleness last.
+        What the workers have logged stands first, staleness last.
         """
         live, wanted = status.staffing
         parts = [f"{status.seconds:6.1f} s"]
@@ -129,6 +132,18 @@ def _worker(rank: int, group: GroupStatus) -> str:
     return f"{text} {dropped:,} dropped" if dropped else text
 
 
+def fold(line: str, width: int) -> list[str]:
+    """A line in as many as a terminal of this width needs, each of whole parts."""
+    folded: list[str] = []
+    for part in re.split(r"(?<=\S)  (?=\S)", line):
+        longer = f"{folded[-1]}  {part}" if folded else part
+        if folded and len(longer) > width:
+            folded.append(INDENT + part)
+        else:
+            folded[-1:] = [longer]
+    return folded
+
+
 class Shown(Protocol):
     """Where progress is shown."""
 
@@ -149,9 +164,11 @@ class OnTerminal:
         beside = sys.stdout is not None and sys.stdout.isatty()
         live = Live(console=console, auto_refresh=False, redirect_stdout=beside)
         self._live = stack.enter_context(live)
+        self._console = console
 
     def show(self, lines: list[str], last: bool) -> None:
-        text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        folded = (part for line in lines for part in fold(line, self._console.width))
+        text = Text("\n".join(folded), no_wrap=True, overflow="ellipsis")
         self._live.update(text, refresh=True)
 
 
@@ -224,7 +241,7 @@ def watch(
             status = watched.status()
             lines = [progress.line(status)]
             more = progress.by_worker(status), progress.checkpoints(status)
-            lines += ["         " + each for each in more if each]
+            lines += [INDENT + each for each in more if each]
             shown.show(lines, ended)
             if ended:
                 return

@@ -13,7 +13,7 @@ from rich.console import Console
 from paramserve.errors import ServerGone
 from paramserve.observe import Progress, watch
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
-from paramserve.observe.progress import wanted
+from paramserve.observe.progress import INDENT, fold, wanted
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
 
 
@@ -39,6 +39,17 @@ def test_line_of_80_columns_has_metrics_and_speed() -> None:
     for part in ("loss 0.02517", "41,234 steps", "1,234 steps/s"):
         assert part in line[:80]
     assert line.endswith("  staleness 0.8 (max 3)")
+
+
+def test_line_that_a_terminal_has_no_room_for_goes_on_in_the_next_with_whole_parts() -> None:
+    logged = dict.fromkeys(("loss", "accuracy", "lr", "val_loss", "val_accuracy"), 0.123456)
+    line = Progress().line(at(76.0, 41_234, **logged))
+    assert fold(line, 500) == [line]
+    folded = fold(line, 80)
+    assert max(map(len, folded)) <= 80
+    assert "  ".join(part.removeprefix(INDENT) for part in folded) == line
+    assert "val_accuracy 0.1235" in folded[1]
+    assert len(fold(line, 1)) == line.count("  ") - line[:6].count("  ") + 1, "never within a part"
 
 
 def test_line_tells_skipped_and_dropped_before_staleness() -> None:
