@@ -36,10 +36,23 @@ def of_names(known: Sequence[str], came: Sequence[str]) -> Difference:
 
 
 def of_pieces(known: Sequence[Piece], came: Sequence[Piece]) -> Difference:
-    """The tensors that only one side has, or else those of another shape."""
-    if [each.name for each in known] != [each.name for each in came]:
-        return of_names([each.name for each in known], [each.name for each in came])
-    differing = [(a, b) for a, b in zip(known, came, strict=True) if a.shape != b.shape]
+    """The tensors that only one side has, or that stand elsewhere; and those of another shape."""
+    sides = {each.name: each for each in came}
+    pairs = [(each, sides[each.name]) for each in known if each.name in sides]
+    shapes = _of_shapes([(a, b) for a, b in pairs if a.shape != b.shape])
+    if [each.name for each in known] == [each.name for each in came]:
+        return shapes
+    names = of_names([each.name for each in known], [each.name for each in came])
+    if not shapes.known:
+        return names
+    return Difference(
+        f"{names.what} and shapes",
+        f"{names.known} and {shapes.known}",
+        f"{names.came} and {shapes.came}",
+    )
+
+
+def _of_shapes(differing: Sequence[tuple[Piece, Piece]]) -> Difference:
     shown = [(a.name, list(a.shape), list(b.shape)) for a, b in differing[:SHOWN_MAX]]
     more = len(differing) - len(shown)
     tail = f" and {more} more" if more else ""

@@ -30,6 +30,8 @@ TABLE_POLICY = policy_spec(Async())
 for the rows of others."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
+NAMED_MAX = 3
+"""Tensors of a block that an error names."""
 
 
 class Stage(Enum):
@@ -251,9 +253,9 @@ class Directory:
                 continue
             if spec.table is not None or call.table is not None:
                 what = "a table" if spec.table is not None else "a group of tensors"
+                came = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
                 raise DefineMismatch(
-                    f"{call.group!r} is the name of {what}; now "
-                    f"{', '.join(repr(piece.name) for piece in call.pieces[:3])} came to it",
+                    f"{call.group!r} is the name of {what}; now {came} came to it",
                     fix="give each table a name of its own, that no group of tensors has",
                 )
             return
@@ -327,7 +329,9 @@ def _mismatch(
     kind: type[DefineMismatch] = DefineMismatch,
 ) -> DefineMismatch:
     """The error for a define that differs from what is there in all of this."""
-    names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
+    names = ", ".join(repr(piece.name) for piece in call.pieces)
+    if len(call.pieces) > NAMED_MAX:  # the first ones may be those that do not differ
+        names = f"a block of {len(entry.spec.pieces)} tensors"
     there = "is in the checkpoint" if entry.saved else "is defined"
     told = "; ".join(f"with {each.what} {each.known}, now {each.came} came" for each in found)
     fix = "define a name with one shape, dtype, rule and group, or choose another name"
@@ -349,7 +353,7 @@ def why_not_encoded(call: PlaceBlock) -> str | None:
     """
     if call.push is None and call.pull is None:
         return None
-    names = ", ".join(repr(piece.name) for piece in call.pieces[:3])
+    names = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
     try:
         pull = None if call.pull is None else build(call.pull)
         if call.push is not None:

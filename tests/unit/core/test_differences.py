@@ -22,6 +22,15 @@ def pieces(*names: str) -> tuple[Piece, ...]:
         ((A, B), (A, Piece("b", (4,))), ("the shapes", "'b' [2, 2]", "'b' [4]")),
         ((A, B), (A, C), ("the names", "'b' and 1 that both have", "'c' and 1 that both have")),
         ((A,), (A, B), ("the names", "1 that both have", "'b' and 1 that both have")),
+        (
+            (A, B),
+            (Piece("a", (4,)), C),
+            (
+                "the names and shapes",
+                "'b' and 1 that both have and 'a' [3]",
+                "'c' and 1 that both have and 'a' [4]",
+            ),
+        ),
         ((A, B), (B, A), ("the order of names", "'a' at place 0", "'b'")),
         ((A,), (A, A), ("the number of names", "1", "2")),
         (

@@ -173,6 +173,8 @@ def test_mismatch_text_is_short_however_large_the_model() -> None:
     with pytest.raises(DefineMismatch) as raised:
         directory.place(place(pieces=many[1:]), client=1)
     assert len(str(raised.value)) < 1000
+    assert "a block of 500 tensors in group" in str(raised.value)
+    assert str(raised.value).count("'layer.") == 1, "what both have is not named"
 
 
 def test_find_by_names_needs_all_of_them() -> None:
