@@ -49,6 +49,12 @@ def _no_warning_of_torch() -> Iterator[None]:
         yield
 
 
+OTHERS = (
+    "group 'model' goes on with this run's schedulers, which are others than the checkpoint's: "
+    "learning rates"
+)
+
+
 def build(worker: ps.Worker, momentum: float = 0.9) -> tuple[torch.nn.Module, Optimizer]:
     model = torch.nn.Linear(2, 1)
     torch.nn.init.constant_(model.weight, 0.5)
@@ -283,21 +289,26 @@ def test_schedule_that_wants_a_metric_takes_the_groups_rate_and_warns(
 def test_other_schedule_than_before_takes_the_groups_rate_and_warns(
     make_cluster: MakeCluster,
 ) -> None:
+    shown: list[float] = []
+
     def train(worker: ps.Worker) -> list[float]:
         model, optimizer = build(worker)
-        scheduler = schedulers.ExponentialLR(optimizer, 0.9)
+        scheduler: Any = schedulers.ExponentialLR(optimizer, 0.9)
         if worker.incarnation > 1:
             scheduler = schedulers.ConstantLR(optimizer, 1.0, STEPS)
         rates = []
         while worker.clock < STEPS:
             kill(worker, 1, 7)
             rates.append(step(worker, model, optimizer))
+            if worker.incarnation > 1 and not shown:
+                shown.extend(scheduler.get_last_lr())
             scheduler.step()
         return rates
 
     with pytest.warns(UserWarning, match="steps with .'ExponentialLR'., this worker with .*Const"):
         broken, _, _ = run(make_cluster, train, ps.Async())
     assert broken[1][0] == broken[0][6], "of the last step of the incarnation before"
+    assert shown == [broken[0][6]], "as the optimizer steps"
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same_run", "other_run"])
@@ -335,12 +346,44 @@ def test_changed_schedule_holds_in_a_run_that_goes_on_and_not_after_a_restart(
         assert broken[0][0] < rates(STEPS)[6], "from the rate of the last step"
     else:
         assert broken[0] == pytest.approx(rates(2 * STEPS)[7:])
-    told = [line for line in capfd.readouterr().err.splitlines() if "goes on with the le" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if OTHERS in line]
     assert told == [
-        "paramserve: group 'model' goes on with the learning rates of this run's schedulers, "
-        f"stepped as often as those of the checkpoint: {rates(2 * STEPS)[6]:.4g}, where those gave "
+        f"paramserve: {OTHERS} {rates(2 * STEPS)[6]:.4g}, where its last step had "
         f"{rates(STEPS)[6]:.4g}"
     ] * (not same)
+
+
+@pytest.mark.parametrize("kind", ["options", "class", "none"])
+def test_changed_schedule_is_told_also_where_the_function_has_stepped_it_itself(
+    make_cluster: MakeCluster, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """As where the checkpoint is of an epoch's end: the loop steps it for the epochs left out."""
+
+    def train(worker: ps.Worker) -> list[tuple[float, float]]:
+        worker.client.steps.run = worker.incarnation
+        model, optimizer = build(worker)
+        anew = worker.incarnation > 1
+        if anew and kind == "class":
+            scheduler: Any = schedulers.ExponentialLR(optimizer, 0.9)
+        else:
+            scheduler = schedulers.StepLR(optimizer, 1, 0.8 if anew and kind == "options" else 0.9)
+        found = []
+        for epoch in range(4):
+            while worker.clock < 3 * (epoch + 1):
+                kill(worker, 0, 6)
+                step(worker, model, optimizer)
+                found.append((optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0]))
+            scheduler.step()
+        return found
+
+    broken, _, _ = run(make_cluster, train, ps.Async())
+    gamma = 0.8 if kind == "options" else 0.9
+    assert broken[0][0] == pytest.approx((0.1 * gamma**2,) * 2)
+    told = [line for line in capfd.readouterr().err.splitlines() if OTHERS in line]
+    now = 0.1 * gamma**2
+    assert told == (kind != "none") * [
+        f"paramserve: {OTHERS} {now:.4g}, where its last step had 0.09"
+    ]
 
 
 def test_schedule_of_an_added_worker_is_that_of_the_others(make_cluster: MakeCluster) -> None:

@@ -19,6 +19,7 @@ import inspect
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -40,6 +41,8 @@ Numbers = dict[str, Any]
 _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
+_OF_STEPS = (*("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"),)
+"""Public attributes of torch's schedulers that their steps change."""
 RATES_SHOWN_MAX = 3
 """Of the parameter groups of an optimizer."""
 _SEVERAL = 2
@@ -55,6 +58,8 @@ class Progress(NamedTuple):
     """What torch calls `last_epoch`."""
     rate: int
     """Calls of its `step` for each step of the optimizer; 0: fewer than one for two."""
+    options: int = 0
+    """A number that others than its options hardly give; 0: it is not torch's."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +126,8 @@ class Schedules:
         """Of each known scheduler: position and `_steps` when it was found."""
         self._rates: list[int | None] = []
         """Of each, as an older incarnation knew it; holds for `_SEVERAL` steps."""
+        self._options: list[int] = []
+        """Of each, as `Progress.options`."""
         self._steps = 0
         self._at = 0
         """Steps before the one that `before_step` was called for last."""
@@ -206,6 +213,7 @@ class Schedules:
             self._known = [self._known[index] for index in keep]
             self._first = [self._first[index] for index in keep]
             self._rates = [self._rates[index] for index in keep]
+            self._options = [self._options[index] for index in keep]
         return [each for each in found if each is not None]
 
     def _search(self, groups: Sequence[ParamGroup]) -> list[LRScheduler]:
@@ -221,6 +229,7 @@ class Schedules:
                 self._known.append(weakref.ref(each))
                 self._first.append((_position(each), self._steps))
                 self._rates.append(None)
+                self._options.append(_options(each))
         return self._alive()
 
     def _progress(self) -> list[Progress]:
@@ -231,7 +240,8 @@ class Schedules:
             # The end of an epoch may lie between the first steps of this worker.
             enough = steps > 0 if known is None else steps >= _SEVERAL
             rate = round((position - first) / steps) if enough else known or 0
-            progress.append(Progress(type(each).__name__, position, rate))
+            name, options = type(each).__name__, self._options[index]
+            progress.append(Progress(name, position, rate, options))
         return progress
 
     # --- catching up ------------------------------------------------------------------------------
@@ -270,7 +280,11 @@ class Schedules:
         names = [type(each).__name__ for each in schedulers]
         if sorted(names) != sorted(each.name for each in note.schedulers):
             there = [each.name for each in note.schedulers]
-            self._take(groups, note, f"the group steps with {there}, this worker with {names}")
+            stepped = any(_position(each) > 0 for each in schedulers)
+            if stepped and not self._same(note):
+                self._tell_other(groups, note)
+            else:
+                self._take(groups, note, f"the group steps with {there}, this worker with {names}")
         elif unfit := [name for name, each in zip(names, schedulers, strict=True) if _asks(each)]:
             if not _stepped_by_function(groups, note, schedulers, same=self._same(note)):
                 self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
@@ -289,6 +303,9 @@ class Schedules:
         present step."""
         pairs = _paired(schedulers, note.schedulers)
         at_note = all(_position(each) <= progress.position for each, progress in pairs)
+        other = not self._same(note) and any(
+            0 != progress.options != _options(each) for each, progress in pairs
+        )
         if ahead >= 0:
             _advance([(each, progress.position) for each, progress in pairs])
             close = at_note and _close(_numbers(groups), note.numbers)
@@ -297,7 +314,9 @@ class Schedules:
             elif at_note and self._same(note):
                 self._take(groups, note, "the schedulers, stepped as often, give others")
             elif at_note:
-                self._tell_other(groups, note)
+                other = True
+        if other:
+            self._tell_other(groups, note)
         ended = max(self._client.steps.epochs - note.epochs, 0) if note.epochs else 0
         _advance([(each, p.position + (ahead * p.rate if p.rate else ended)) for each, p in pairs])
         by_id = {id(each): progress.rate for each, progress in pairs}
@@ -313,14 +332,16 @@ class Schedules:
         if self._rank == 0:
             before, now = ([each["lr"] for each in n] for n in (note.numbers, _numbers(groups)))
             told = (
-                f"paramserve: group {self._group!r} goes on with the learning rates of this run's "
-                f"schedulers, stepped as often as those of the checkpoint: {_shown(now)}, where "
-                f"those gave {_shown(before)}"
+                f"paramserve: group {self._group!r} goes on with this run's schedulers, which are "
+                f"others than the checkpoint's: learning rates {_shown(now)}, where its last step "
+                f"had {_shown(before)}"
             )
             print(f"{told}\n", end="", file=sys.stderr, flush=True)
 
     def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
         _install(groups, note.numbers)
+        for each in self._alive():
+            each._last_lr = [group["lr"] for group in each.optimizer.param_groups]
         warn_user(
             f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
             f"its schedulers are not where they were: {why}. From here on they go on from these "
@@ -354,6 +375,27 @@ def _position(scheduler: LRScheduler) -> float:
         parts = vars(scheduler).get("_schedulers")
     found: float = vars(scheduler).get("last_epoch", 0)
     return found
+
+
+def _options(scheduler: LRScheduler) -> int:
+    """As `Progress.options`: of the numbers and words that its `step` does not change."""
+    parts = vars(scheduler).get("_schedulers", ())
+    if parts:  # of a chain, or one after the other
+        return zlib.crc32(repr([_options(each) for each in parts]).encode())
+    if type(scheduler).__module__ != LRScheduler.__module__:
+        return 0
+    told = {
+        name: sorted(value.items()) if isinstance(value, dict) else value
+        for name, value in vars(scheduler).items()
+        if name not in _OF_STEPS and not name.startswith("_") and _is_plain(value)
+    }
+    return zlib.crc32(repr(sorted(told.items())).encode())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether its text is the same in another process."""
+    parts = value if isinstance(value, list | tuple | dict) else (value,)
+    return all(isinstance(each, int | float | str) for each in parts)
 
 
 def _asks(scheduler: LRScheduler) -> bool:
