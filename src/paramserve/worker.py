@@ -19,6 +19,7 @@ from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client, Connection
 from paramserve.client.collectives import Collectives, Place
+from paramserve.client.saving import RANDOM
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import ElasticAverage, LocalSteps
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 RETURNED = "returned"
 """What a worker saves at its end: the step at which its function has returned."""
-RANDOM = "random"
-"""What the random generators are saved as."""
 
 
 class WorkerConfig(Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -71,8 +72,17 @@ def lose_the_folder(worker: ps.Worker, folder: str) -> None:
     Path(folder).write_text("no folder")
 
 
-def epochs(worker: ps.Worker, last: int, batch_size: int, start: int | None = None) -> list[int]:
-    """The epochs that a loader's loop makes; `start`: of a loader that leaves nothing out."""
+def epochs(
+    worker: ps.Worker, last: int, batch_size: int, start: int | None = None, dies: int = -1
+) -> list[int]:
+    """The epochs that a loader's loop makes.
+
+    Args:
+        start: of a loader that leaves nothing out.
+        dies: the rank that ends before its first step.
+    """
+    if worker.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     client, data = worker.client, np.arange(32)
     client.define("w", np.zeros(2), rule=ps.Add())
     anew = start is not None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 OWN = "paramserve."
 """What the names of the library's own saves begin with."""
+RANDOM = "random"
+"""What the random generators of a worker are saved as, with each of its steps."""
 BYTES_MAX, NAMES_MAX = SAVED_BYTES_MAX // 2, SAVED_NAMES_MAX // 2
 """Of what the program saves, and likewise of the library's own."""
 COUNT_BITS = 32

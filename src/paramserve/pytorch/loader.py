@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from paramserve.client.saving import RANDOM
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     SHAPES,
@@ -310,6 +311,8 @@ class Loader:
         if not (client.connection.before and self._worker.steps_before):
             return
         known, shape = shapes(client), self._shape
+        if not known and client.saving.older(RANDOM) is None:
+            return  # the rank had died before its first step: the others made these
         if shape not in known:
             those = " and ".join(map(in_words, known))
             if not known:
