@@ -408,9 +408,9 @@ class Worker:
             dense: "servers": they step the dense layers. "local": the optimizer does, here, and
                 only rows of tables are sent; with several workers see `process_group` and
                 `paramserve.pytorch.hybrid`.
-            push: how gradients are encoded on their way to servers on other hosts, as in
-                `push=ps.Int8()`; of parameters in float32, the same on all ranks. None: they are
-                not.
+            push: how gradients, or what the steps of `ps.LocalSteps` have changed, are encoded on
+                their way to servers on other hosts, as in `push=ps.Int8()`; of parameters in
+                float32, the same on all ranks. None: they are not, or as `LocalSteps` says.
             pull: the same for values, as in `pull=ps.BFloat16()`: the model has rounded ones then,
                 and the servers and the result whole ones.
         Returns:

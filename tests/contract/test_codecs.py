@@ -344,34 +344,55 @@ def test_codecs_are_public() -> None:
 @pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_model_that_is_trained_with_codecs(make_cluster: MakeCluster, policy: Any) -> None:
     """It learns about as fast; the worker has rounded values, and the servers whole ones."""
-    torch = pytest.importorskip("torch")
-
-    def loss_with(**codecs: Any) -> float:
-        cluster = make_cluster("tcp", servers=2, workers=1, policy=policy)
-        worker = Worker(cluster.client(rank=0), seed=1)
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1)
-        )
-        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05), **codecs)
-        inputs = torch.randn(256, 20)
-        wanted = torch.tanh(inputs.sum(1, keepdim=True))
-        for _ in range(150):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs), wanted)
-            loss.backward()
-            optimizer.step()
-        if "pull" in codecs:
-            values = model[0].weight.detach().numpy().reshape(-1)
-            np.testing.assert_array_equal(rounded(BFloat16(), values), values)
-            whole = worker.client.dense.fetch(worker.client.blocks()[0], 0)[0]
-            assert (rounded(BFloat16(), whole) != whole).any()
-        return float(loss.detach())
-
-    plain = loss_with()
+    plain = loss_with(make_cluster, policy)
     for push in (BFloat16(), Int8(), Int4(), TopK(0.05)):
-        assert loss_with(push=push, pull=BFloat16()) < 1.1 * plain + 0.005, push
+        found = loss_with(make_cluster, policy, push=push, pull=BFloat16())
+        assert found < 1.1 * plain + 0.005, push
     with pytest.raises(TypeError, match="push takes a codec"):
-        loss_with(push="int8")
-    with pytest.raises(ValueError, match="with LocalSteps the worker makes the steps"):
-        loss_with(push=Int8(), consistency=ps.LocalSteps(every=2))
+        loss_with(make_cluster, policy, push="int8")
+    for other in ({"consistency": ps.ElasticAverage(0.5)}, {"dense": "local"}):
+        with pytest.raises(ValueError, match="no such thing is sent: leave them out"):
+            loss_with(make_cluster, policy, push=Int8(), **other)
+    with pytest.raises(TypeError, match="push takes a codec"):
+        ps.LocalSteps(push="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["policy", "optimizer"])
+def test_model_that_is_trained_with_local_steps_and_codecs(
+    make_cluster: MakeCluster, where: str
+) -> None:
+    """What own steps have changed is encoded, and what was left out of it comes with the next."""
+    outer = ps.SGD(lr=1.0)
+    plain = loss_with(make_cluster, ps.LocalSteps(every=5, outer=outer))
+    for push in (Int4(), TopK(0.1)):
+        codecs: dict[str, Any] = {"push": push, "pull": BFloat16()}
+        policy = ps.LocalSteps(every=5, outer=outer, **(codecs if where == "policy" else {}))
+        found = loss_with(make_cluster, policy, **(codecs if where == "optimizer" else {}))
+        assert found < 1.1 * plain + 0.005, push
+
+
+def loss_with(make_cluster: MakeCluster, policy: Any, **options: Any) -> float:
+    """The last loss of a small model that one worker trains over TCP."""
+    torch = pytest.importorskip("torch")
+    cluster = make_cluster("tcp", servers=2, workers=1, policy=policy)
+    worker = Worker(cluster.client(rank=0), seed=1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1))
+    own = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = worker.optimizer(model, own, **options)
+    inputs = torch.randn(256, 20)
+    wanted = torch.tanh(inputs.sum(1, keepdim=True))
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+        loss.backward()
+        optimizer.step()
+    (block,) = worker.client.blocks()
+    if block.spec.pull is not None:
+        values = model[0].weight.detach().numpy().reshape(-1)
+        np.testing.assert_array_equal(rounded(BFloat16(), values), values)
+        whole = worker.client.dense.fetch(block, 0)[0]
+        assert (rounded(BFloat16(), whole) != whole).any()
+    if block.spec.push is not None and block.push_codec.feedback:
+        assert np.abs(residual(worker.client, block)).max() > 0.0
+    return float(loss.detach())

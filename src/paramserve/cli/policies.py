@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from paramserve.codecs.registry import BUILT_IN as CODECS
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import BUILT_IN, PARTS
 from paramserve.rules.registry import BUILT_IN as RULES
@@ -45,7 +46,7 @@ def policy_of(
         click.BadParameter: it is none.
     """
     own = {getattr(each, "__name__", ""): each for each in registered}
-    known = {**own, **RULES, **PARTS, **BUILT_IN}
+    known = {**own, **RULES, **CODECS, **PARTS, **BUILT_IN}
     policies = {**{name: each for name, each in own.items() if _is_policy(each)}, **BUILT_IN}
     try:
         written = in_python(text)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import ClassVar, Literal
 
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import as_codec
 from paramserve.config import check_count, check_number
 from paramserve.consistency.base import (
     ADMIT,
@@ -333,6 +335,8 @@ class LocalSteps(Sync):
     Args:
         every: own steps between two pushes, at least 1.
         outer: the servers' rule. lr=1.0 without momentum is the plain average.
+        push, pull: codecs of the differences and of the values that come back, for servers on other
+            hosts, where `worker.optimizer` is not given its own.
     Source: local SGD: Stich, ICLR 2019. DiLoCo: Douillard et al., 2023, with Nesterov's momentum
         0.9 and lr 0.7, the default here.
     """
@@ -343,9 +347,12 @@ class LocalSteps(Sync):
     timeout_s: float | Adaptive | None = field(default=None, kw_only=True)
     every: int = 1
     outer: Rule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    push: Codec | None = field(default=None, kw_only=True)
+    pull: Codec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_codecs(self.push, self.pull)
         if self.reduce != "mean":
             raise ValueError(
                 "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
@@ -357,6 +364,12 @@ class LocalSteps(Sync):
             raise TypeError(
                 f"outer of LocalSteps must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
             )
+
+
+def _check_codecs(push: object, pull: object) -> None:
+    for what, codec in (("push", push), ("pull", pull)):
+        if codec is not None:
+            as_codec(codec, what)
 
 
 @dataclass(frozen=True)

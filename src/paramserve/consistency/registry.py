@@ -13,11 +13,14 @@ from difflib import get_close_matches
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import build as build_codec
+from paramserve.codecs.registry import spec as codec_spec
+from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import DAMPINGS, Adaptive, ElasticAverage, LocalSteps
-from paramserve.errors import UnknownRule, warn_user
+from paramserve.errors import UnknownCodec, UnknownRule, warn_user
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import BUILT_IN as BUILT_IN_RULES
 from paramserve.rules.registry import NONE as NO_RULES
@@ -80,9 +83,9 @@ def is_built_in(policy: Policy) -> bool:
 def spec(policy: Policy) -> ConsistencySpec:
     """The policy as data: what travels to a server.
 
-    A field is a number, bool, text or None, a rule, or an object like `ps.Inverse(0.1)`, which
-    becomes its name and one option for each of its own fields ("damping.alpha"); a function travels
-    as its name.
+    A field is a number, bool, text or None, a rule, a codec, or an object like `ps.Inverse(0.1)`,
+    which becomes its name and one option for each of its own fields ("damping.alpha"); a function
+    travels as its name.
 
     Raises:
         TypeError: `policy` is no policy, or a field is something else.
@@ -114,8 +117,8 @@ def spec(policy: Policy) -> ConsistencySpec:
 def _put(options: dict[str, int | float | str | bool | None], name: str, value: Any) -> None:
     if value is None or isinstance(value, bool | str | int | float):
         options[name] = value
-    elif isinstance(value, Rule):
-        described = rule_spec(value)
+    elif isinstance(value, Rule | Codec):
+        described = rule_spec(value) if isinstance(value, Rule) else codec_spec(value)
         options[name] = described.name
         options |= {f"{name}.{key}": each for key, each in described.options.items()}
     elif inspect.isfunction(value):
@@ -126,8 +129,8 @@ def _put(options: dict[str, int | float | str | bool | None], name: str, value: 
             _put(options, f"{name}.{each.name}", getattr(value, each.name))
     else:
         raise TypeError(
-            f"{name} of a policy is a number, bool, text, rule, function or ps.Inverse(...) and "
-            f"its like, not {value!r}"
+            f"{name} of a policy is a number, bool, text, rule, codec, function or "
+            f"ps.Inverse(...) and its like, not {value!r}"
         )
 
 
@@ -139,6 +142,7 @@ def build(described: ConsistencySpec, registered: Mapping[str, Any] = NONE) -> P
         registered: by name, from the owner of the servers. They replace nothing that is built in.
     Raises:
         UnknownRule: there is no policy, or no function, of this name.
+        UnknownCodec: there is no codec of this name.
         ValueError: the policy does not take these options. In both cases nothing was applied.
     """
     kind = BUILT_IN.get(described.name) or registered.get(described.name)
@@ -152,7 +156,7 @@ def build(described: ConsistencySpec, registered: Mapping[str, Any] = NONE) -> P
         )
     try:
         return kind(**_arguments(kind, described, registered))
-    except UnknownRule:
+    except (UnknownRule, UnknownCodec):
         raise
     except Exception as wrong:  # a user's class may raise anything
         raise ValueError(f"{described.name} does not take {described.options}: {wrong}") from wrong
@@ -171,7 +175,9 @@ def _arguments(
             plain[field] = value
     types = {each.name: str(each.type) for each in fields(kind)}  # type: ignore[arg-type]  # all are
     for name, value in plain.items():
-        if name in nested or _is_object(types.get(name, ""), value):
+        if "Codec" in types.get(name, "") and isinstance(value, str):
+            plain[name] = build_codec(CodecSpec(value, nested.get(name, {})))
+        elif name in nested or _is_object(types.get(name, ""), value):
             plain[name] = _part(name, value, nested.get(name, {}), registered)
     return plain
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -203,7 +204,12 @@ class LocalStepping(Local[StartedBlock]):
     def __init__(
         self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalSteps
     ) -> None:
-        super().__init__(worker, model, settings, policy)
+        coded = replace(
+            settings,
+            push=settings.push if settings.push is not None else policy.push,
+            pull=settings.pull if settings.pull is not None else policy.pull,
+        )
+        super().__init__(worker, model, coded, policy)
         self._outer = policy.outer
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[StartedBlock]]:

@@ -333,11 +333,12 @@ def _started(
     if policy is None:
         policy = worker.client.steps.terms(settings.name).policy
     steps_itself = dense == "local" or isinstance(policy, LocalSteps | ElasticAverage)
-    if steps_itself and (settings.push is not None or settings.pull is not None):
+    coded = settings.push is not None or settings.pull is not None
+    if coded and (dense == "local" or isinstance(policy, ElasticAverage)):
         who = 'dense="local"' if dense == "local" else type(policy).__name__
         raise ValueError(
-            f"push and pull encode gradients that go to the servers and values that come from "
-            f"there at each step; with {who} the worker makes the steps: leave them out"
+            f"push and pull encode gradients, or what own steps have changed, and the values that "
+            f"come back; with {who} no such thing is sent: leave them out"
         )
     if steps_itself and isinstance(optimizer, RuleOptimizer):
         who = 'dense="local"' if dense == "local" else type(policy).__name__

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from paramserve.cli.policies import in_python, policy_of
+from paramserve.codecs import Int4
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -49,6 +50,7 @@ def halves(staleness: int) -> float:
         ),
         ("Async(damping=halves)", Async(damping=halves)),
         ("LocalSteps(every=3, outer=SGD(lr=1.0))", LocalSteps(every=3, outer=SGD(lr=1.0))),
+        ("LocalSteps(every=9, push=Int4(block=32))", LocalSteps(every=9, push=Int4(32))),
         ("Own(bound=7)", Own(7)),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from paramserve.codecs import BFloat16, Int4
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
@@ -21,7 +22,7 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.consistency.registry import build, is_built_in, spec, terms
-from paramserve.errors import UnknownRule
+from paramserve.errors import UnknownCodec, UnknownRule
 from paramserve.rules import Adam
 from paramserve.rules.custom import CustomRule
 
@@ -55,6 +56,15 @@ def travelled(policy: Policy) -> ConsistencySpec:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(spec(policy)), type=ConsistencySpec)
 
 
+def test_policy_with_an_unknown_codec_is_refused_as_that() -> None:
+    told = ConsistencySpec("LocalSteps", {"every": 2, "push": "Morse"}, True)
+    with pytest.raises(UnknownCodec, match="no codec is called 'Morse'"):
+        build(told)
+    told = ConsistencySpec("LocalSteps", {"every": 2, "push": "Int8", "push.block": 3}, True)
+    with pytest.raises(ValueError, match="a power of two"):
+        build(told)
+
+
 # --- on the wire ----------------------------------------------------------------------------------
 
 
@@ -66,6 +76,7 @@ def travelled(policy: Policy) -> ConsistencySpec:
         Own(damping=halves),
         Sync(timeout_s=Adaptive(factor=3.0)),
         LocalSteps(every=7, outer=Adam(lr=0.3)),
+        LocalSteps(every=7, push=Int4(rounding="stochastic"), pull=BFloat16(even_local=True)),
     ],
 )
 def test_policy_is_the_same_after_it_has_travelled(policy: Policy) -> None:
