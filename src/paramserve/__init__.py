@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paramserve.consistency.base import Wait as Wait
     from paramserve.consistency.built_in import Adaptive as Adaptive
     from paramserve.consistency.built_in import Async as Async
+    from paramserve.consistency.built_in import AsyncLocalSteps as AsyncLocalSteps
     from paramserve.consistency.built_in import BoundedStaleness as BoundedStaleness
     from paramserve.consistency.built_in import Buffered as Buffered
     from paramserve.consistency.built_in import DelayCompensated as DelayCompensated
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from paramserve.rules.add import Add as Add
     from paramserve.rules.base import PushInfo as PushInfo
     from paramserve.rules.custom import CustomRule as CustomRule
+    from paramserve.rules.delayed_nesterov import DelayedNesterov as DelayedNesterov
     from paramserve.rules.ftrl import FTRL as FTRL
     from paramserve.rules.sgd import SGD as SGD
     from paramserve.worker import Worker as Worker
@@ -102,7 +104,8 @@ _NAMES = {
     "client.string_keys": "keys_of",
     "core.table.options": "Uniform Normal Constant Zeros MinCount TTL LRU",
     "consistency.built_in": (
-        "Sync Async BoundedStaleness DelayCompensated Buffered LocalSteps ElasticAverage "
+        "Sync Async BoundedStaleness DelayCompensated Buffered LocalSteps "
+        "AsyncLocalSteps ElasticAverage "
         "Adaptive Inverse Exponential Polynomial"
     ),
     "consistency.base": "Policy GroupView Push Pull Apply Buffer Drop Admit Wait",
@@ -111,6 +114,7 @@ _NAMES = {
     "rules.adam": "Adam",
     "rules.custom": "CustomRule",
     "rules.adagrad": "Adagrad RowAdagrad",
+    "rules.delayed_nesterov": "DelayedNesterov",
     "rules.ftrl": "FTRL",
     "rules.base": "PushInfo",
     "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK",

@@ -22,7 +22,7 @@ from paramserve.client.collectives import Collectives, Place
 from paramserve.client.saving import RANDOM
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.errors import warn_user
 from paramserve.messages import DatasetSize, SameSize
 from paramserve.notices import Notices
@@ -373,10 +373,10 @@ class Worker:
         Modules on tables that the model has are found, and their rows go with each step; see
         `paramserve.pytorch.tables`.
 
-        Under `ps.LocalSteps` and `ps.ElasticAverage` the optimizer makes the steps itself, on this
-        worker; it may then be of any class, and one clock is `every` steps. Its state stays here
-        too, is what `state_dict()` gives, and is lost if the worker has to be started again: it
-        goes on with the servers' values and a fresh state.
+        Under `ps.LocalSteps`, `ps.AsyncLocalSteps` and `ps.ElasticAverage` the optimizer makes the
+        steps itself, on this worker; it may then be of any class, and one clock is `every` steps.
+        Its state stays here too, is what `state_dict()` gives, and is lost if the worker has to be
+        started again: it goes on with the servers' values and a fresh state.
 
         Args:
             model: its parameters and buffers make up the result, under their names in it.
@@ -681,7 +681,7 @@ class Worker:
         """Batches of one clock on the first of `groups`, with one for each call of the optimizer:
         what a loader's iteration goes by if the loader was not told."""
         policy = self.client.steps.terms(self.groups[0]).policy
-        return policy.every if isinstance(policy, LocalSteps | ElasticAverage) else 1
+        return policy.every if isinstance(policy, OWN_STEPS) else 1
 
     def sampler(
         self,

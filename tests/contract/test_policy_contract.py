@@ -28,6 +28,7 @@ from paramserve.consistency.base import (
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
+    AsyncLocalSteps,
     BoundedStaleness,
     Buffered,
     DelayCompensated,
@@ -39,7 +40,7 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.consistency.registry import BUILT_IN
-from paramserve.rules import SGD
+from paramserve.rules import SGD, DelayedNesterov
 from paramserve.testing.policy_suite import PolicySuite
 
 
@@ -67,6 +68,8 @@ POLICIES: list[Policy] = [
     Buffered(2, damping=None),
     LocalSteps(every=4),
     LocalSteps(every=2, outer=SGD(lr=1.0), backup=1, timeout_s=0.1),
+    AsyncLocalSteps(every=4, outer=DelayedNesterov(pushes=2)),
+    AsyncLocalSteps(every=2, outer=SGD(lr=0.5), drop_after=3, damping=Inverse(0.5)),
     ElasticAverage(rho=0.5),
     ElasticAverage(rho=0.1, every=10),
 ]

@@ -16,6 +16,7 @@ from paramserve.rules import (
     Adam,
     Add,
     Array,
+    DelayedNesterov,
     Hyper,
     PushInfo,
     RowAdagrad,
@@ -39,6 +40,7 @@ RULES: list[Rule] = [
     Adagrad(lr=0.1),
     Adagrad(lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5, maximize=True),
     FTRL(alpha=0.1, l1=0.01, l2=0.1),
+    DelayedNesterov(lr=0.1, pushes=3, activation=0.2),
 ]
 
 

@@ -10,7 +10,7 @@ from paramserve.client.directory import Directory
 from paramserve.client.steps import Steps
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.errors import Timeout
 from paramserve.messages import GroupPolicy
 
@@ -96,7 +96,7 @@ def _undecided(
 
 
 def _check_changeable(policy: Policy | None) -> None:
-    if isinstance(policy, LocalSteps | ElasticAverage):
+    if isinstance(policy, OWN_STEPS):
         raise ValueError(
             f"{type(policy).__name__} cannot be changed to or from while running: the workers' own "
             "optimizers step otherwise under it. Choose it at the start, with consistency=, or as "

@@ -352,22 +352,54 @@ class LocalSteps(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_codecs(self.push, self.pull)
+        _check_own_steps(self)
         if self.reduce != "mean":
             raise ValueError(
                 "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
                 f"behind them; not {self.reduce!r}"
             )
-        check_count("every of LocalSteps", self.every)
-        outer: object = self.outer
-        if not (isinstance(outer, Rule) and is_built_in(outer)):
-            raise TypeError(
-                f"outer of LocalSteps must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
-            )
 
 
-def _check_codecs(push: object, pull: object) -> None:
-    for what, codec in (("push", push), ("pull", pull)):
+@dataclass(frozen=True)
+class AsyncLocalSteps(Async):
+    """As `LocalSteps`, and no worker waits for another: what a worker's `every` steps have changed
+    is applied when it arrives, and the worker goes on from the values of that moment.
+
+    All else is as for `Async`. Where workers have different speeds, the fast ones make more steps:
+    let them share the data with `shards="dynamic"` of `worker.loader`.
+
+    Args:
+        every: own steps between two pushes, at least 1.
+        outer: the servers' rule. `ps.DelayedNesterov(pushes=workers)` is what its paper found to
+            train as well as `LocalSteps` does; plain momentum amplifies what is stale.
+        push, pull: as of `LocalSteps`.
+    Source: Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv
+        2401.09135). Its number of steps by each worker's speed is not done.
+    """
+
+    on_nonfinite: OnNonFinite = field(default="refuse", kw_only=True)
+    damping: Damping | None = field(default=None, kw_only=True)
+    drop_after: int | None = field(default=None, kw_only=True)
+    momentum: Literal["given", "corrected"] = field(default="given", kw_only=True)
+    every: int
+    outer: Rule
+    push: Codec | None = field(default=None, kw_only=True)
+    pull: Codec | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_own_steps(self)
+
+
+def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
+    name, outer = type(policy).__name__, policy.outer
+    check_count(f"every of {name}", policy.every)
+    known: object = outer
+    if not (isinstance(known, Rule) and is_built_in(known)):
+        raise TypeError(
+            f"outer of {name} must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
+        )
+    for what, codec in (("push", policy.push), ("pull", policy.pull)):
         if codec is not None:
             as_codec(codec, what)
 
@@ -403,3 +435,8 @@ class ElasticAverage(Policy):
 
     def on_push(self, push: Push, group: GroupView) -> OnPush:
         return APPLY
+
+
+OWN_STEPS = (LocalSteps, AsyncLocalSteps, ElasticAverage)
+"""Under these `worker.optimizer` has the workers' own optimizers step, and exchanges after some of
+their steps."""

@@ -19,7 +19,7 @@ from paramserve.codecs.registry import spec as codec_spec
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import DAMPINGS, Adaptive, ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import DAMPINGS, OWN_STEPS, Adaptive
 from paramserve.errors import UnknownCodec, UnknownRule, warn_user
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import BUILT_IN as BUILT_IN_RULES
@@ -66,7 +66,7 @@ def check_table_policy(name: str, policy: Policy, table: bool) -> None:
     Raises:
         ValueError: nothing was applied.
     """
-    if table and (policy.keeps_reads or isinstance(policy, LocalSteps | ElasticAverage)):
+    if table and (policy.keeps_reads or isinstance(policy, OWN_STEPS)):
         raise ValueError(
             f"{type(policy).__name__} cannot be the policy of table {name!r}: it works with copies "
             "of whole parameters, and no worker has a copy of a table. Give a table ps.Async(), "

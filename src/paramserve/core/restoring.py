@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import spec
 from paramserve.core import differences
@@ -204,9 +204,7 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
 
 def _check_changeable(name: str, known: Policy, now: Policy) -> None:
     """Refuse a change between policies under which workers' own optimizers step otherwise."""
-    if not isinstance(known, LocalSteps | ElasticAverage) and not isinstance(
-        now, LocalSteps | ElasticAverage
-    ):
+    if not isinstance(known, OWN_STEPS) and not isinstance(now, OWN_STEPS):
         return
     found = differences.of_policies(spec(known), spec(now))
     raise CheckpointError(

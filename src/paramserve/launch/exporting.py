@@ -19,7 +19,7 @@ from paramserve.checkpoint.tensors import Tensor, layout
 from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, write_parquet
 from paramserve.client.labels import DIM, decoded
 from paramserve.config import LABELS, is_trained
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.core.commit import lead_of
 from paramserve.core.cut_state import GroupRecord
 from paramserve.core.partition import Block
@@ -120,7 +120,7 @@ def optimizer_of(
 
 def _check_servers_step(group: GroupRecord) -> None:
     policy = group.policies[-1][1].name
-    if policy in (LocalSteps.__name__, ElasticAverage.__name__):
+    if policy in [kind.__name__ for kind in OWN_STEPS]:
         raise CheckpointError(
             f"the optimizer {group.name!r} cannot be exported: under {policy} each worker makes "
             "its own steps, and has the state of its optimizer",

@@ -1,4 +1,4 @@
-"""Optimizers that step by themselves and meet on the servers: `ps.LocalSteps`, `ps.ElasticAverage`.
+"""Optimizers that step by themselves and meet on the servers, as `ps.LocalSteps` has it.
 
 A worker's own torch optimizer makes the steps, on the worker's own values. After each `every` of
 them there is one exchange, which is one clock of the group. Who waits for whom is the policy's.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client import BlockPush
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout
 from paramserve.rules.sgd import SGD
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paramserve.core.partition import Block
     from paramserve.worker import Worker
 
-LocalPolicy = LocalSteps | ElasticAverage
+LocalPolicy = LocalSteps | AsyncLocalSteps | ElasticAverage
 B = TypeVar("B", bound=AdoptedBlock)
 
 
@@ -174,7 +174,7 @@ def unscale(params: Sequence[Tensor], factor: float) -> None:
                 param.grad.mul_(factor)
 
 
-# --- LocalSteps --------------------------------------------------------------------------------
+# --- LocalSteps, AsyncLocalSteps ---------------------------------------------------------------
 
 
 class StartedBlock(AdoptedBlock):
@@ -199,10 +199,15 @@ class StartedBlock(AdoptedBlock):
 
 
 class LocalStepping(Local[StartedBlock]):
-    """Own steps of `ps.LocalSteps`: the servers apply the outer rule to the mean difference."""
+    """Own steps of `ps.LocalSteps`, whose servers apply the outer rule to the mean difference, and
+    of `ps.AsyncLocalSteps`, where they apply it to each."""
 
     def __init__(
-        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalSteps
+        self,
+        worker: Worker,
+        model: torch.nn.Module,
+        settings: Settings,
+        policy: LocalSteps | AsyncLocalSteps,
     ) -> None:
         coded = replace(
             settings,
@@ -329,6 +334,6 @@ def local(
     worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
 ) -> LocalStepping | Elastic:
     """What makes the own steps and the exchanges of this policy."""
-    if isinstance(policy, LocalSteps):
-        return LocalStepping(worker, model, settings, policy)
-    return Elastic(worker, model, settings, policy)
+    if isinstance(policy, ElasticAverage):
+        return Elastic(worker, model, settings, policy)
+    return LocalStepping(worker, model, settings, policy)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paramserve.consistency.built_in import ElasticAverage, LocalSteps
+from paramserve.consistency.built_in import OWN_STEPS, ElasticAverage
 from paramserve.pytorch.adopted import Adopted, Settings
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hybrid import Hybrid
@@ -332,7 +332,7 @@ def _started(
     policy = settings.consistency
     if policy is None:
         policy = worker.client.steps.terms(settings.name).policy
-    steps_itself = dense == "local" or isinstance(policy, LocalSteps | ElasticAverage)
+    steps_itself = dense == "local" or isinstance(policy, OWN_STEPS)
     coded = settings.push is not None or settings.pull is not None
     if coded and (dense == "local" or isinstance(policy, ElasticAverage)):
         who = 'dense="local"' if dense == "local" else type(policy).__name__
@@ -350,7 +350,7 @@ def _started(
         hybrid = Hybrid(worker, model, settings)
         hybrid.start(optimizer.param_groups, optimizer.state)
         return hybrid
-    if isinstance(policy, LocalSteps | ElasticAverage):
+    if isinstance(policy, OWN_STEPS):
         own = local(worker, model, settings, policy)
         own.start(optimizer.param_groups, optimizer.state)
         return own

@@ -12,5 +12,6 @@ from paramserve.rules.base import PushInfo as PushInfo
 from paramserve.rules.base import RowRule as RowRule
 from paramserve.rules.base import Rule as Rule
 from paramserve.rules.base import Run as Run
+from paramserve.rules.delayed_nesterov import DelayedNesterov as DelayedNesterov
 from paramserve.rules.ftrl import FTRL as FTRL
 from paramserve.rules.sgd import SGD as SGD

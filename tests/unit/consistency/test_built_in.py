@@ -24,6 +24,7 @@ from paramserve.consistency.base import (
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
+    AsyncLocalSteps,
     BoundedStaleness,
     Buffered,
     DelayCompensated,
@@ -36,7 +37,7 @@ from paramserve.consistency.built_in import (
 )
 from paramserve.consistency.registry import BUILT_IN, build, spec, terms
 from paramserve.errors import UnknownRule
-from paramserve.rules import SGD
+from paramserve.rules import SGD, DelayedNesterov
 from paramserve.testing.policy_suite import PlainGroupView
 
 PUSH = Push(worker=0, clock=3, staleness=0)
@@ -273,6 +274,8 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (Buffered, {"size": 0}, ValueError, "size of Buffered must be at least 1, not 0"),
     (Buffered, {"size": 2.0}, TypeError, "size of Buffered must be an int"),
     (Buffered, {"size": 2, "damping": "Inverse"}, TypeError, "damping must be"),
+    (AsyncLocalSteps, {"every": 0, "outer": SGD(1.0)}, ValueError, "every of AsyncLocalSteps"),
+    (AsyncLocalSteps, {"every": 1, "outer": SGD}, TypeError, "outer of AsyncLocalSteps must be"),
     (LocalSteps, {"every": 0}, ValueError, "every of LocalSteps must be at least 1"),
     (LocalSteps, {"outer": "SGD"}, TypeError, "outer of LocalSteps must be a built-in rule"),
     (LocalSteps, {"backup": -1}, ValueError, "backup of Sync"),
@@ -294,6 +297,7 @@ def test_wrong_argument_is_refused(
 
 
 NEEDED: dict[type[Policy], dict[str, Any]] = {
+    AsyncLocalSteps: {"every": 2, "outer": DelayedNesterov()},
     BoundedStaleness: {"bound": 1},
     Buffered: {"size": 2},
     ElasticAverage: {"rho": 0.5},

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, PushInfo, RowAdagrad, Run
+from paramserve.rules import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Add,
+    DelayedNesterov,
+    PushInfo,
+    RowAdagrad,
+    Run,
+)
 from paramserve.rules.registry import described_by
 
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
@@ -71,6 +81,57 @@ def test_adagrad_out_of_range_is_refused_by_name(named: str, kind: Any) -> None:
 def test_ftrl_out_of_range_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named} of FTRL"):
         FTRL(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pushes": 0}, "pushes of DelayedNesterov must be a whole number"),
+        ({"pushes": 2.5}, "whole number of at least 1, not 2.5"),
+        ({"pushes": 4, "activation": 0.3}, "at most 1 / pushes = 0.25, not 0.3"),
+        ({"momentum": 1.0}, "momentum of DelayedNesterov"),
+    ],
+)
+def test_delayed_nesterov_out_of_range_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        DelayedNesterov(**options)
+
+
+@pytest.mark.parametrize("activation", [0.0, 0.1, 0.25])
+def test_delayed_nesterov_is_algorithm_3_of_its_paper(activation: float) -> None:
+    """Written once more as the paper has it: theta, m, Delta, beta, epsilon, c and N."""
+    epsilon, beta, c, n = 0.7, 0.9, activation, 4
+    random = np.random.default_rng(0)
+    theta = random.standard_normal(7)
+    rule = DelayedNesterov(lr=epsilon, momentum=beta, pushes=n, activation=c)
+    rule.prepare(theta.dtype)
+    value, state = theta.copy(), rule.init_state(7, theta.dtype)
+    m, delta = np.zeros(7), np.zeros(7)
+    for t in range(10):
+        g = random.standard_normal(7)
+        delta = delta + g
+        if (t + 1) % n == 0:
+            m = beta * m + delta / n
+            theta = theta - epsilon * ((1 - c * n + c) * beta * m + g / n)
+            delta = np.zeros(7)
+        else:
+            theta = theta - epsilon * (c * beta * m + g / n)
+        rule.apply(value, g, state, rule.hyper(), [Run(0, 7, t)], PUSH)
+        np.testing.assert_allclose(value, theta, rtol=1e-12)
+
+
+def test_delayed_nesterov_of_one_worker_is_nesterovs_momentum() -> None:
+    values = []
+    for rule in (DelayedNesterov(0.7, 0.9), SGD(0.7, 0.9, nesterov=True)):
+        value = np.ones(5)
+        rule.prepare(value.dtype)
+        state = rule.init_state(5, value.dtype)
+        random = np.random.default_rng(0)
+        for t in range(6):
+            run = [Run(0, 5, t)]
+            rule.apply(value, random.standard_normal(5), state, rule.hyper(), run, PUSH)
+        values.append(value)
+    np.testing.assert_allclose(*values, rtol=1e-12)
 
 
 def test_row_adagrad_for_a_dense_parameter_is_refused() -> None:

@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 
 from paramserve.kernel_cache import Kernels
-from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, Array, PushInfo, Run, kernels
+from paramserve.rules import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Add,
+    Array,
+    DelayedNesterov,
+    PushInfo,
+    Run,
+    kernels,
+)
 from paramserve.rules.built_in import BuiltIn
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 7, 256, 1023, 1024, 1025, 5000]
 BAD = [math.nan, -math.nan, math.inf, -math.inf]
 RULES: list[BuiltIn] = [Add(), SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam(), Adagrad(), FTRL()]
+RULES.append(DelayedNesterov(pushes=2))
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
 
 

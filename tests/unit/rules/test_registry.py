@@ -61,7 +61,8 @@ def test_build_registered_rule_with_tuple_of_any_length() -> None:
 
 def test_build_unknown_name_says_which_are_known() -> None:
     with pytest.raises(
-        UnknownRule, match=r"'Mine'.*Adagrad, Adam, Add, FTRL, RowAdagrad, SGD and.*one of these"
+        UnknownRule,
+        match=r"'Mine'.*Adam, Add, DelayedNesterov, FTRL, RowAdagrad, SGD and.*one of these",
     ):
         build(RuleSpec("Mine"))
 
@@ -110,6 +111,7 @@ def test_built_in_rules_stand_under_their_names() -> None:
         "SGD": "SGD",
         "Adam": "Adam",
         "Adagrad": "Adagrad",
+        "DelayedNesterov": "DelayedNesterov",
         "RowAdagrad": "RowAdagrad",
         "FTRL": "FTRL",
     }
