@@ -681,7 +681,7 @@ class Worker:
         """Batches of one clock on the first of `groups`, with one for each call of the optimizer:
         what a loader's iteration goes by if the loader was not told."""
         policy = self.client.steps.terms(self.groups[0]).policy
-        return policy.every if isinstance(policy, OWN_STEPS) else 1
+        return policy.steps_per_clock if isinstance(policy, OWN_STEPS) else 1
 
     def sampler(
         self,

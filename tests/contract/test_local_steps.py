@@ -1,13 +1,18 @@
-"""Own steps and exchanges without waiting: `ps.AsyncLocalSteps`, against a plain program."""
+"""Own steps: exchanges without waiting and exchanges of fragments, against plain programs, and
+against torchft where that is installed."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
+from tests.contract.ranks import Ranks
 
 import paramserve as ps
 from paramserve import Worker
@@ -113,3 +118,239 @@ def test_what_own_steps_cannot_do_is_refused(
     worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
     with pytest.raises(ValueError, match=told):
         Learner(worker, **options)
+
+
+# --- fragments ------------------------------------------------------------------------------------
+
+
+class Network(torch.nn.Module):
+    """Four layers of equal size: with two fragments, two each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(6, 6, bias=False),
+                torch.nn.Tanh(),
+                torch.nn.Linear(6, 6, bias=False),
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for half in self.halves:
+            inputs = half(inputs)
+        return inputs
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def own_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, at: int) -> None:
+    optimizer.zero_grad()
+    model(batch(rank, at)).square().mean().backward()
+    optimizer.step()
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def network() -> Network:
+    """With the same values on each thread, whose random numbers torch draws from one generator."""
+    model, generator = Network(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(6, 6, generator=generator) / 3.0)
+    return model
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def with_servers(make_cluster: MakeCluster, steps: int, **options: Any) -> list[Any]:
+    """Each rank's values after each own step."""
+
+    def work(worker: Worker) -> list[dict[str, torch.Tensor]]:
+        model, found = network(), []
+        optimizer = worker.optimizer(model, adam(model))
+        for at in range(steps):
+            own_steps(model, optimizer, worker.rank, at)
+            found.append(state_of(model))
+        return found
+
+    cluster = make_cluster(servers=2, workers=2, policy=ps.LocalSteps(**options))
+    ranks = Ranks(cluster, work)
+    for rank in range(2):
+        ranks.start(rank)
+    return [ranks.end()[rank] for rank in range(2)]
+
+
+def same(ours: Any, theirs: Any) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        for at, (mine, wanted) in enumerate(zip(one, other, strict=True)):
+            for name, value in wanted.items():
+                told = f"{name} after step {at + 1}"
+                torch.testing.assert_close(
+                    mine[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, t=told: f"{t}: {m}"
+                )
+
+
+def streaming(steps: int, every: int, fragments: int, delay: int, merge: float) -> list[Any]:
+    """Streaming DiLoCo of two workers as one program."""
+    models = [network() for _ in range(2)]
+    optimizers = [adam(model) for model in models]
+    center = network()
+    outers = [
+        torch.optim.SGD(half.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        for half in (center.halves if fragments == 2 else [center])
+    ]
+    parts = [[m.halves[i] for m in (center, *models)] for i in range(2)]
+    if fragments == 1:
+        parts = [[center, *models]]
+    starts = [[[p.detach().clone() for p in part.parameters()] for part in row] for row in parts]
+    interval, found, coming = every // fragments, [[], []], None
+    for at in range(steps):
+        for rank, model in enumerate(models):
+            own_steps(model, optimizers[rank], rank, at)
+        done = at + 1
+        if done % interval == 0:
+            f = (done // interval - 1) % fragments
+            for i, param in enumerate(parts[f][0].parameters()):
+                ends = [list(parts[f][1 + r].parameters())[i].detach() for r in range(2)]
+                param.grad = torch.stack([starts[f][1 + r][i] - ends[r] for r in range(2)]).mean(0)
+            outers[f].step()
+            coming = (done + delay, f)
+        if coming is not None and coming[0] == done:
+            f, coming = coming[1], None
+            for i, param in enumerate(parts[f][0].parameters()):
+                for r in range(2):
+                    starts[f][1 + r][i] = param.detach().clone()
+                    own = list(parts[f][1 + r].parameters())[i]
+                    own.data = torch.lerp(param.detach(), own.detach(), merge)
+        for rank, model in enumerate(models):
+            found[rank].append(state_of(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "merge"),
+    [(1, 0, 0.0), (1, 2, 0.5), (2, 0, 0.0), (2, 0, 0.25), (2, 1, 0.0), (2, 1, 0.5)],
+)
+def test_fragments_are_exchanged_as_in_a_plain_program(
+    make_cluster: MakeCluster, fragments: int, delay: int, merge: float
+) -> None:
+    options: dict[str, Any] = {"fragments": fragments, "delay": delay, "merge": merge}
+    ours = with_servers(make_cluster, 14, every=4, **options)
+    same(ours, streaming(14, 4, fragments, delay, merge))
+
+
+class Meeting:
+    """What `torchft` wants of a manager: the mean over two threads that make the same calls."""
+
+    _use_async_quorum = False
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60.0)
+        self.given: dict[int, torch.Tensor] = {}
+
+
+class Manager:
+    _use_async_quorum = False
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.commits = meeting, rank, 0
+
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
+        self.meeting.given[self.rank] = tensor.clone()
+        self.meeting.barrier.wait()
+        tensor.copy_(torch.stack([self.meeting.given[rank] for rank in range(2)]).mean(0))
+        self.meeting.barrier.wait()
+        return SimpleNamespace(wait=lambda: None)
+
+    def should_commit(self) -> bool:
+        self.commits += 1
+        return True
+
+    def current_step(self) -> int:
+        return self.commits
+
+    def start_quorum(self) -> None: ...
+    def disallow_state_dict_read(self) -> None: ...
+    def allow_state_dict_read(self) -> None: ...
+    def register_state_dict_fn(self, *arguments: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("fragments", "merge"), [(1, 0.0), (2, 0.0), (2, 0.25)])
+def test_local_steps_are_those_of_torchfts_diloco(
+    make_cluster: MakeCluster, fragments: int, merge: float
+) -> None:
+    """Values after each of 14 steps, with the outer optimizer of DiLoCo: Nesterov 0.9, lr 0.7."""
+    local_sgd = pytest.importorskip("torchft.local_sgd", reason="pip install torchft, the oracle")
+    meeting = Meeting()
+
+    def train(rank: int) -> list[dict[str, torch.Tensor]]:
+        model, found = models[rank], []
+        inner = adam(model)
+        pieces = list(model.halves) if fragments == 2 else [model]
+        outers = [
+            torch.optim.SGD(piece.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            for piece in pieces
+        ]
+        manager: Any = Manager(meeting, rank)
+        options: dict[str, Any] = {"sync_every": 4, "fragment_update_alpha": merge}
+        with local_sgd.DiLoCo(manager, pieces, inner, outers, **options):
+            for at in range(14):
+                own_steps(model, inner, rank, at)
+                found.append(state_of(model))
+        return found
+
+    models = [network() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        theirs = list(threads.map(train, range(2)))
+    same(with_servers(make_cluster, 14, every=4, fragments=fragments, merge=merge), theirs)
+
+
+def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeCluster) -> None:
+    def work(worker: Worker) -> dict[str, torch.Tensor]:
+        model = network()
+        optimizer = worker.optimizer(model, adam(model))
+        for at in range(5):
+            own_steps(model, optimizer, worker.rank, at)
+        ends.append([state_of(model), worker.client.clock("model")])
+        worker.own_steps[0].settle()
+        client = worker.client
+        whole = [client.dense.fetch(block, 0)[0] for block in client.blocks()]
+        return {"whole": np.concatenate(whole), "clock": client.clock("model")}
+
+    ends: list[Any] = []
+    policy = ps.LocalSteps(every=4, fragments=2, delay=1, merge=0.5, outer=ps.SGD(lr=1.0))
+    cluster = make_cluster(workers=1, policy=policy)
+    (found,) = Ranks(cluster, work).start(0).end().values()
+    assert (ends[0][1], found["clock"]) == (2, 3), "one clock for all that is left"
+    own = np.concatenate([value.numpy().reshape(-1) for value in ends[0][0].values()])
+    np.testing.assert_allclose(found["whole"], own, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"every": 4, "fragments": 3}, "must be a multiple of fragments=3"),
+        ({"every": 2, "fragments": 4}, "must be a multiple of fragments=4"),
+        ({"every": 4, "fragments": 2, "delay": 2}, "delay of LocalSteps must be below every"),
+        ({"every": 4, "merge": 1.0}, "merge of LocalSteps must be below 1"),
+        ({"every": 4, "fragments": 0}, "fragments of LocalSteps must be at least 1"),
+    ],
+)
+def test_schedule_that_does_not_go_up_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ps.LocalSteps(**options)
+
+
+def test_more_fragments_than_tensors_are_refused(make_cluster: MakeCluster) -> None:
+    policy = ps.LocalSteps(every=8, fragments=4)
+    worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
+    with pytest.raises(ValueError, match="fragments=4 of LocalSteps, and 'model' has only 2"):
+        Learner(worker)

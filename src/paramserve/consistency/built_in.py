@@ -335,10 +335,18 @@ class LocalSteps(Sync):
     Args:
         every: own steps between two pushes, at least 1.
         outer: the servers' rule. lr=1.0 without momentum is the plain average.
+        fragments: in how many parts the model is exchanged: one of them after each
+            `every / fragments` own steps, in turn, so that each is exchanged once in `every`. That
+            is one clock then, and its peak of bytes is so much smaller.
+        delay: own steps between an exchange's sending and its values' coming into the model, which
+            communication overlaps with; below `every / fragments`.
+        merge: what part of the worker's own values stays when those of an exchange come, at least 0
+            and below 1. With a delay 0.5 keeps half of what the steps meanwhile have learned.
         push, pull: codecs of the differences and of the values that come back, for servers on other
             hosts, where `worker.optimizer` is not given its own.
     Source: local SGD: Stich, ICLR 2019. DiLoCo: Douillard et al., 2023, with Nesterov's momentum
-        0.9 and lr 0.7, the default here.
+        0.9 and lr 0.7, the default here. Fragments, delay and merge: Streaming DiLoCo, Douillard et
+        al., 2025 (arXiv 2501.18512).
     """
 
     reduce: Literal["mean", "sum"] = field(default="mean", kw_only=True)
@@ -347,6 +355,9 @@ class LocalSteps(Sync):
     timeout_s: float | Adaptive | None = field(default=None, kw_only=True)
     every: int = 1
     outer: Rule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    fragments: int = field(default=1, kw_only=True)
+    delay: int = field(default=0, kw_only=True)
+    merge: float = field(default=0.0, kw_only=True)
     push: Codec | None = field(default=None, kw_only=True)
     pull: Codec | None = field(default=None, kw_only=True)
 
@@ -358,6 +369,26 @@ class LocalSteps(Sync):
                 "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
                 f"behind them; not {self.reduce!r}"
             )
+        check_count("fragments of LocalSteps", self.fragments)
+        check_count("delay of LocalSteps", self.delay, least=0)
+        check_number("merge of LocalSteps", self.merge)
+        if self.every % self.fragments:
+            raise ValueError(
+                f"every of LocalSteps must be a multiple of fragments={self.fragments}, each of "
+                f"which is exchanged once in as many own steps, not {self.every}"
+            )
+        if self.delay >= self.steps_per_clock:
+            raise ValueError(
+                f"delay of LocalSteps must be below every / fragments = {self.steps_per_clock}, "
+                f"after which the next exchange is sent, not {self.delay}"
+            )
+        if self.merge >= 1.0:
+            raise ValueError(f"merge of LocalSteps must be below 1, not {self.merge!r}")
+
+    @property
+    def steps_per_clock(self) -> int:
+        """Own steps between two exchanges."""
+        return self.every // self.fragments
 
 
 @dataclass(frozen=True)
@@ -389,6 +420,11 @@ class AsyncLocalSteps(Async):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_own_steps(self)
+
+    @property
+    def steps_per_clock(self) -> int:
+        """Own steps between two exchanges."""
+        return self.every
 
 
 def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
@@ -432,6 +468,11 @@ class ElasticAverage(Policy):
         check_number("rho of ElasticAverage", self.rho, above=0.0)
         check_count("every of ElasticAverage", self.every)
         _check_nonfinite(self.on_nonfinite)
+
+    @property
+    def steps_per_clock(self) -> int:
+        """Own steps between two exchanges."""
+        return self.every
 
     def on_push(self, push: Push, group: GroupView) -> OnPush:
         return APPLY

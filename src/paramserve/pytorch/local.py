@@ -7,7 +7,7 @@ them there is one exchange, which is one clock of the group. Who waits for whom 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +42,7 @@ class Local(Adopted[B]):
     def __init__(
         self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
     ) -> None:
-        self.every = policy.every
+        self.every = policy.steps_per_clock
         super().__init__(worker, model, settings)
         if settings.overlap:
             raise ValueError(
@@ -67,7 +67,7 @@ class Local(Adopted[B]):
         self._worker.own_steps.append(self)
 
     def settle(self) -> None:
-        """Exchange once more if there were own steps since."""
+        """Exchange once more what own steps have changed since."""
         if self.since:
             with torch.no_grad():
                 self._exchange()
@@ -155,12 +155,16 @@ class Local(Adopted[B]):
             NonFinite: this worker's values hold NaN or Inf. Nothing was sent or counted.
         """
 
-    def _send(self, push: Sequence[BlockPush]) -> Ticket:
-        """Push, tick and pull, and count from here. The ticket may still fail."""
+    def _send(self, push: Sequence[BlockPush], pull: Sequence[Block], weight: float) -> Ticket:
+        """Push, tick and pull, and count from here. The ticket may still fail.
+
+        Args:
+            weight: samples behind what is pushed.
+        """
         note = self._schedules.note()
         options: dict[str, Any] = {"note": note} if note else {}
         ticket = self._client.dense.step(
-            self._settings.name, push, pull=self._blocks, weight=self._samples, **options
+            self._settings.name, push, pull=pull, weight=weight, **options
         )
         self.since, self._samples = 0, 0.0
         self._schedules.sent()
@@ -189,6 +193,16 @@ class StartedBlock(AdoptedBlock):
         super().scatter(values)
         torch._foreach_copy_(self._starts, self._params)
 
+    def merge(self, values: npt.NDArray[Any], stays: float) -> None:
+        """As `scatter`, but this part of the parameters' own values stays: the next difference has
+        it, too."""
+        if stays == 0.0:
+            self.scatter(values)
+            return
+        torch._foreach_copy_(self._starts, self._views.of(values)[1])
+        for param, start in zip(self._params, self._starts, strict=True):
+            param.lerp_(start.to(param.device), 1.0 - stays)
+
     def difference(self, client: Client) -> BlockPush:
         """What the own steps have subtracted: start - now, of every parameter."""
         slot = client.dense.gradient_slot(self.block)
@@ -216,17 +230,97 @@ class LocalStepping(Local[StartedBlock]):
         )
         super().__init__(worker, model, coded, policy)
         self._outer = policy.outer
+        self._fragments, self._delay, self._stays = 1, 0, 0.0
+        if isinstance(policy, LocalSteps):
+            self._fragments, self._delay = policy.fragments, policy.delay
+            self._stays = policy.merge
+        self._behind = [0.0] * self._fragments
+        """Samples behind the own steps since each was sent, until the last exchange."""
+        self._changed: set[int] = set()
+        """Fragments that own steps have changed since they were sent."""
+        self._sent: tuple[Ticket, Sequence[StartedBlock]] | None = None
+        """An exchange whose values are not in the model yet."""
+
+    def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
+        """As `Local.start`.
+
+        Raises:
+            ValueError: there are more fragments than tensors.
+        """
+        super().start(groups, state)
+        if len(self._parts) < self._fragments:
+            raise ValueError(
+                f"fragments={self._fragments} of LocalSteps, and {self._settings.name!r} has only "
+                f"{len(self._parts)} tensors to exchange"
+            )
+
+    def settle(self) -> None:
+        """Exchange all that own steps have changed since, whichever fragment's turn it is."""
+        with torch.no_grad():
+            self._arrive()
+            if self._changed:
+                self._exchange_parts(self._changed)
+                self._arrive()
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[StartedBlock]]:
+        whole = self._layouts(index, group)
+        split = self._fragments > 1 and not (self.late and self._parts)
+        layouts = [part for each in whole for part in (self._cut(each) if split else (each,))]
         return [
-            Plan(layout, self._outer, partial(StartedBlock, layout=layout))
-            for layout in self._layouts(index, group)
+            Plan(layout, self._outer, partial(StartedBlock, layout=layout)) for layout in layouts
         ]
 
+    def _cut(self, layout: Layout) -> Iterator[Layout]:
+        """Its tensors in runs, one for each fragment, of about as many values."""
+        sizes = [param.numel() for param in layout.params]
+        total, before, runs = max(sum(sizes), 1), 0, dict[int, list[int]]()
+        for place, size in enumerate(sizes):
+            runs.setdefault(self._fragments * before // total, []).append(place)
+            before += size
+        for places in runs.values():
+            names = tuple(layout.names[place] for place in places)
+            params = tuple(layout.params[place] for place in places)
+            yield layout._replace(names=names, params=params)
+
+    def _stepped(self, groups: Sequence[ParamGroup]) -> None:
+        self._changed.update(range(self._fragments))
+        if self._sent is not None and self.since == self._delay:
+            with torch.no_grad():
+                self._arrive()
+
     def _exchange(self) -> None:
-        push = [part.difference(self._client) for part in self._parts]
-        ticket = self._send(push)
-        self._install(ticket, self._answered(ticket), self._parts)
+        clock = self._client.steps.clocks.get(self._settings.name, 0)
+        self._exchange_parts({clock % self._fragments})
+        if not self._delay:
+            self._arrive()
+
+    def _exchange_parts(self, fragments: set[int]) -> None:
+        """Send what has changed of these fragments, and ask for their values.
+
+        Blocks go by turns, in the order in which they were defined: so does a rank that comes late.
+        """
+        chosen = [
+            part for nth, part in enumerate(self._parts) if nth % self._fragments in fragments
+        ]
+        push = [part.difference(self._client) for part in chosen]
+        behind = [before + self._samples for before in self._behind]
+        weight = max(behind[fragment] for fragment in fragments)
+        ticket = self._send(push, [part.block for part in chosen], weight)
+        self._behind = [0.0 if f in fragments else each for f, each in enumerate(behind)]
+        self._changed -= fragments
+        self._sent = ticket, chosen
+
+    def _arrive(self) -> None:
+        """Wait for the exchange that is on its way, if there is one, and take its values."""
+        if self._sent is None:
+            return
+        (ticket, parts), self._sent = self._sent, None
+        values = self._answered(ticket).values
+        try:
+            for part in parts:
+                part.merge(values[part.block.id], self._stays)
+        finally:
+            ticket.release()
 
 
 # --- ElasticAverage ----------------------------------------------------------------------------
@@ -301,7 +395,7 @@ class Elastic(Local[ElasticBlock]):
         alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
         alphas[None] = 0.0  # in no group any more: neither side moves
         push = [part.own_values(self._client, alphas[part.group]) for part in self._parts]
-        ticket = self._send(push)
+        ticket = self._send(push, self._blocks, self._samples)
         outcome = self._answered(ticket)
         try:
             for part in self._parts:
