@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from paramserve.cli.policies import policy_of
+from paramserve.cli.policies import codec_of, policy_of
+from paramserve.codecs.base import Codec
 from paramserve.consistency.base import Policy
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MODEL_MB = 100.0
+CODED = 1 << 20
+"""Values by which a codec's share is told."""
 POLICIES = ("sync", "async", "bounded:4")
 CALIBRATION_MB = 8.0
 CALIBRATION_STEP_MS = 20.0
@@ -48,6 +51,7 @@ NOT_CALIBRATED = frozenset(
     (
         *("workers", "shards", "out", "search", "seed", "clocks", "spread", "jitter"),
         *("straggler", "slow", "link_gbps", "worker_link_gbps", "latency_us"),
+        *("codec", "local_steps"),
     )
 )
 """Options that `--calibrate` has no use for."""
@@ -95,6 +99,12 @@ class Play(NamedTuple):
     help="sync, async, bounded:4, sync:backup=1, buffered:8, 'Async(damping=Inverse(0.1))'; may "
     "be repeated. [default: sync, async, bounded:4]",
 )
+@click.option(
+    "--codec",
+    metavar="PUSH[,PULL]",
+    help="int8; int4,bfloat16; topk:0.01; 'Int4(block=32)': what encodes gradients, and values.",
+)
+@click.option("--local-steps", type=COUNT, help="As --policy local:COUNT.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
     "--clocks",
@@ -127,6 +137,8 @@ def plan(
     """
     if options["model_mb"] is not None and options["parameters"] is not None:
         raise click.UsageError("give --model-mb or --parameters, not both")
+    if options["local_steps"] is not None:
+        policies += (f"local:{options['local_steps']}",)
     chosen = {
         text: policy_of(text, option="--policy")
         for text in policies or (POLICIES[:1] if calibrate else POLICIES)
@@ -143,7 +155,8 @@ def plan(
     for count in workers or (100,):
         setting = _setting(count, options)
         for text, policy in chosen.items():
-            rows += _rows(text, policy, setting, shards, Play(seed, clocks, search))
+            encoded = _encoded(setting, policy, options["codec"])
+            rows += _rows(text, policy, encoded, shards, Play(seed, clocks, search))
     _print(rows, as_json)
     if out is not None:
         from paramserve.planning.show import draw
@@ -192,6 +205,34 @@ def _setting(workers: int, options: dict[str, Any]) -> Setting:
         return of.Setting(workers, 1, _model_bytes(options, MODEL_MB), network, compute)
     except ValueError as wrong:
         raise click.UsageError(str(wrong)) from None
+
+
+def _encoded(setting: Setting, policy: Policy, codecs: str | None) -> Setting:
+    """What codecs leave of the bytes: those of the option, else those of the policy."""
+    push, pull = getattr(policy, "push", None), getattr(policy, "pull", None)
+    if codecs is not None:
+        given = [codec_of(each) for each in _split(codecs)]
+        if len(given) > 2:
+            raise click.UsageError("--codec takes one codec of pushes and one of pulls")
+        push, pull = given[0], given[1] if len(given) > 1 else None
+    return replace(setting, push_share=_share(push), pull_share=_share(pull))
+
+
+def _split(text: str) -> list[str]:
+    """At commas that are not within brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _share(codec: Codec | None) -> float:
+    """What a codec leaves of float32; at most, where that depends on the values."""
+    return 1.0 if codec is None else codec.size(CODED) / (4 * CODED)
 
 
 def _model_bytes(options: dict[str, Any], default_mb: float) -> float:

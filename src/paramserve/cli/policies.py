@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import BUILT_IN as CODECS
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import BUILT_IN, PARTS
@@ -57,6 +58,26 @@ def policy_of(
         raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
     if not isinstance(found, Policy):
         raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=option)
+    return found
+
+
+def codec_of(text: str, *, option: str = "--codec") -> Codec:
+    """The codec that an option names: int8, topk:0.01, or as in Python, 'Int4(block=32)'.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    name, _, value = text.strip().partition(":")
+    by_short_name = {each.lower(): each for each in CODECS}
+    written = f"{by_short_name[name]}({value})" if name in by_short_name else text
+    try:
+        found = _made(ast.parse(written, mode="eval").body, CODECS)
+        found = found() if isinstance(found, type) else found
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+    if not isinstance(found, Codec):
+        known = ", ".join(by_short_name)
+        raise click.BadParameter(f"{text!r} is no codec; known: {known}", param_hint=option)
     return found
 
 

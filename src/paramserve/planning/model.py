@@ -264,16 +264,29 @@ class Model:
         bundles = bundles if bundles is not None else bundles_of(setting)
         self._each = setting.shards / bundles
         """Shards in a bundle."""
-        self._bytes = setting.model_bytes / bundles
-        self._worker_s = self._bytes / (network.worker_gbps * GBPS)
-        self._server_s = self._bytes / (network.server_gbps * GBPS * self._each)
+        self._every = int(getattr(policy, "steps_per_clock", 1))
+        self._fragments = int(getattr(policy, "fragments", 1))
+        """Of the model, of which each exchange has one."""
+        self._bytes = setting.model_bytes / bundles / self._fragments
+        worker_s = self._bytes / (network.worker_gbps * GBPS)
+        server_s = self._bytes / (network.server_gbps * GBPS * self._each)
+        self._worker_up_s, self._worker_down_s = (
+            worker_s * setting.push_share,
+            worker_s * setting.pull_share,
+        )
+        self._server_in_s, self._server_out_s = (
+            server_s * setting.push_share,
+            server_s * setting.pull_share,
+        )
         self._message_s = costs.message_s * self._each
         """A bundle's servers work side by side: but a worker, and the lead, has all messages."""
         self._pass_s = self._bytes / self._each * costs.byte_s
         self._latency_s = network.latency_s
         # Of a bundle's shards, all but the last one have answered before, unless all wait for a
         # clock's commit.
-        self._before_s = 0.0 if policy.collects else self._worker_s * (1.0 - 1.0 / self._each)
+        self._before_s = 0.0
+        if not policy.collects:
+            self._before_s = self._worker_down_s * (1.0 - 1.0 / self._each)
         cores = None
         if costs.cores is not None:
             cores = Cores(self.clock, costs.cores, costs.contention)
@@ -291,7 +304,6 @@ class Model:
             Shard(number, Processor(self.clock, cores), setting.workers)
             for number in range(bundles)
         ]
-        self._every = int(getattr(policy, "every", 1))
         self._built_in = is_built_in(policy)
         self._answers: dict[tuple[int, int], Admission] = {}
         """By clock and slowest clock, what a built-in policy said to a pull."""
@@ -329,12 +341,13 @@ class Model:
         count, seconds = now.steps - then.steps, now.since_s - then.since_s
         rounds_s = count / seconds  # exchanges a second of all workers
         round_s = workers / rounds_s
-        step_bytes = setting.model_bytes / self._every
+        exchange_bytes = setting.link_bytes / self._fragments
+        step_bytes = exchange_bytes / self._every
         # In a short play the computing of the last steps counts, but not all of their exchange.
         compute = min(1.0, (now.compute_s - then.compute_s) / count / round_s)
         waiting = min(1.0 - compute, (now.waiting_s - then.waiting_s) / count / round_s)
         skipped = (now.skipped - then.skipped) / count
-        pushed_s = rounds_s * setting.model_bytes
+        pushed_s = rounds_s * exchange_bytes
         return Prediction(
             workers=workers,
             shards=shards,
@@ -375,14 +388,15 @@ class Model:
         for step in range(count):
             shard = self._shards[(worker.rank + step) % count]
             start = max(worker.up_at, self.clock.now)
-            worker.up_at = start + self._worker_s
+            worker.up_at = start + self._worker_up_s
             self.clock.at(
                 start + self._latency_s, self._arrive, worker, shard, worker.up_at + self._latency_s
             )
 
     def _back(self, worker: Worker, shard: Shard, whole_at: float, version: int) -> None:
         """An answer begins to reach its worker."""
-        worker.down_at = max(worker.down_at, self.clock.now - self._before_s) + self._worker_s
+        worker.down_at = max(worker.down_at, self.clock.now - self._before_s)
+        worker.down_at += self._worker_down_s
         worker.whole_at = max(worker.whole_at, worker.down_at, whole_at)
         worker.base[shard.number] = version
         worker.answers += 1
@@ -408,7 +422,7 @@ class Model:
 
     def _arrive(self, worker: Worker, shard: Shard, whole_at: float) -> None:
         """Gradients begin to reach a server."""
-        shard.in_at = max(shard.in_at, self.clock.now) + self._server_s
+        shard.in_at = max(shard.in_at, self.clock.now) + self._server_in_s
         # Checked for NaN; then, unless they are collected, applied and the new values copied.
         passes = 1 if self.policy.collects else 3 + self.policy.keeps_reads
         message_s = self.setting.costs.message_s
@@ -456,12 +470,12 @@ class Model:
 
     def _take_link(self, shard: Shard, answers: int) -> float:
         """When answers that leave together, and share the link evenly, will have left."""
-        shard.out_at = max(shard.out_at, self.clock.now) + answers * self._server_s
+        shard.out_at = max(shard.out_at, self.clock.now) + answers * self._server_out_s
         return shard.out_at
 
     def _answer(self, worker: Worker, shard: Shard, left_at: float) -> None:
         now, latency_s = self.clock.now, self._latency_s
-        whole_at = max(left_at, now + self._server_s) + latency_s
+        whole_at = max(left_at, now + self._server_out_s) + latency_s
         version = shard.standing.version
         self.clock.at(now + latency_s, self._back, worker, shard, whole_at, version)
 

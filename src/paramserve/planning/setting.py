@@ -118,7 +118,8 @@ class Setting:
 
     Args:
         workers, shards: how many; each shard is on a server of its own.
-        model_bytes: what each worker pushes, and pulls, in each step.
+        model_bytes: of the values on the servers: what each worker pushes, and pulls, in each step.
+        push_share, pull_share: the part of them that a link carries, where a codec encodes them.
     """
 
     workers: int
@@ -127,21 +128,30 @@ class Setting:
     network: Network = field(default_factory=Network)
     compute: Compute = field(default_factory=Compute)
     costs: Costs = field(default_factory=Costs)
+    push_share: float = 1.0
+    pull_share: float = 1.0
 
     def __post_init__(self) -> None:
+        check_number("push_share", self.push_share, above=0.0)
+        check_number("pull_share", self.pull_share, above=0.0)
         check_count("workers", self.workers)
         check_count("shards", self.shards)
         check_number("model_bytes", self.model_bytes)
 
     @property
+    def link_bytes(self) -> float:
+        """What one worker's link carries in a step, in the direction in which it is more."""
+        return self.model_bytes * max(self.push_share, self.pull_share)
+
+    @property
     def worker_link_s(self) -> float:
-        """What one worker's gradients take over its own link."""
-        return self.model_bytes / (self.network.worker_gbps * GBPS)
+        """What one worker's gradients, or its values, take over its own link."""
+        return self.link_bytes / (self.network.worker_gbps * GBPS)
 
     @property
     def server_link_s(self) -> float:
-        """What all workers' gradients take into one server's link."""
-        into_one = self.workers * self.model_bytes / self.shards
+        """What all workers' gradients take into one server's link, or their values out of it."""
+        into_one = self.workers * self.link_bytes / self.shards
         return into_one / (self.network.server_gbps * GBPS)
 
     @property

@@ -65,7 +65,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def table(rows: Sequence[Row]) -> Table:
     """How fast, one line for each prediction."""
     made = Table(box=SIMPLE, pad_edge=False)
-    made.add_column("workers x shards", no_wrap=True)
+    made.add_column("workers x shards", overflow="fold")
     dropping = any(row.prediction.dropped_share for row in rows)
     for name in ("step", "steps/s", "waiting", "staleness", *["dropped"] * dropping, "limit"):
         made.add_column(name, justify="right", no_wrap=True)
@@ -87,7 +87,7 @@ def table(rows: Sequence[Row]) -> Table:
 def links(rows: Sequence[Row]) -> Table:
     """What goes over the links, and how many shards are needed; one line for each prediction."""
     made = Table(box=SIMPLE, pad_edge=False)
-    made.add_column("a step, each way", no_wrap=True)
+    made.add_column("a step, each way", overflow="fold")
     for name in ("worker link", "use", "server link", "use", "server", "needs"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -127,9 +127,9 @@ ONE_WAY = (
 def arithmetic(setting: Setting) -> str:
     """How long the bytes of one step take in one direction."""
     network = setting.network
-    into_one = setting.workers * setting.model_bytes / setting.shards
+    into_one = setting.workers * setting.link_bytes / setting.shards
     return (
-        f"  {setting.workers} x {in_bytes(setting.model_bytes)} / {setting.shards} = "
+        f"  {setting.workers} x {in_bytes(setting.link_bytes)} / {setting.shards} = "
         f"{in_bytes(into_one)} into each server at {network.server_gbps:g} Gb/s: "
         f"{in_seconds(setting.server_link_s)}; out of each worker at {network.worker_gbps:g} "
         f"Gb/s: {in_seconds(setting.worker_link_s)}; so {in_seconds(setting.one_way_s)}"

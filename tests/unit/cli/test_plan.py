@@ -43,10 +43,29 @@ def test_plan_parameters_and_dtype_make_the_size() -> None:
     assert json.loads(done.output)["predictions"][0]["worker_bytes"] == 2e6
 
 
+def test_plan_codec_and_local_steps_make_the_bytes() -> None:
+    asked = ("--workers", "2", "--model-mb", "4", "--shards", "1", "--no-search", *SHORT, "--json")
+
+    def bytes_of(*options: str) -> list[float]:
+        done = call(*asked, *options)
+        assert done.exit_code == 0, done.output
+        return [each["worker_bytes"] for each in json.loads(done.output)["predictions"]]
+
+    assert bytes_of("--policy", "sync", "--codec", "int8,bfloat16") == [2e6]
+    assert bytes_of("--policy", "sync", "--codec", "bfloat16") == [4e6], "values are whole"
+    one, own = bytes_of("--policy", "sync", "--local-steps", "8", "--codec", "float16,float16")
+    assert (one, own) == (2e6, 2.5e5)
+    policy = "LocalSteps(4, push=Int8(block=256), pull=BFloat16())"
+    assert bytes_of("--policy", policy) == [5e5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--policy", "eventual"), "--policy"),
+        (("--codec", "int5"), "--codec"),
+        (("--codec", "int8,int8,int8"), "one codec of pushes and one of pulls"),
+        (("--calibrate", "--codec", "int8"), "leave out --codec"),
         (("--policy", "bounded:-1"), "--policy"),
         (("--policy", "__import__('os').getcwd()"), "--policy"),
         (("--policy", "sync:backup=4", *SMALL), "--policy"),

@@ -95,6 +95,26 @@ def test_local_steps_exchange_once_for_many() -> None:
     assert found.step_s == pytest.approx(0.0202, rel=0.02)
 
 
+def test_codecs_make_links_faster_and_not_passes_over_memory() -> None:
+    slow = Network(worker_gbps=0.1, server_gbps=0.1, latency_s=0.0)
+    plain = Setting(4, 1, 10 * MB, slow, Compute(0.0), Costs(0.0, 0.0))
+    for push, pull in ((0.25, 0.25), (0.25, 1.0), (1.0, 0.5)):
+        coded = replace(plain, push_share=push, pull_share=pull)
+        assert coded.link_bytes == 10 * MB * max(push, pull)
+        # In Sync both ways add up: all gradients go in, then all values out.
+        wanted = play(plain, Sync(), clocks=4).step_s * (push + pull) / 2
+        assert play(coded, Sync(), clocks=4).step_s == pytest.approx(wanted, rel=0.01)
+    costly = replace(plain, costs=Costs(0.0, 1e-6), push_share=0.01, pull_share=0.01)
+    assert play(costly, Sync(), clocks=4).step_s > 10.0, "the server adds whole values up"
+
+
+def test_fragments_exchange_as_many_bytes_in_smaller_parts() -> None:
+    whole = play(EVEN, LocalSteps(every=8))
+    parts = play(EVEN, LocalSteps(every=8, fragments=4))
+    assert parts.worker_bytes == pytest.approx(whole.worker_bytes)
+    assert parts.step_s == pytest.approx(whole.step_s, rel=0.05)
+
+
 def test_shared_cores_make_servers_and_workers_wait_for_each_other() -> None:
     costs = Costs(1e-3, 0.0)
     setting = Setting(4, 2, MB, Network(latency_s=0.0), Compute(0.0), costs)
