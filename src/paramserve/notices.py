@@ -94,6 +94,15 @@ class Notices:
         )
         print(f"{told}\n", end="", file=sys.stderr, flush=True)
 
+    def others_have_stopped(self, epoch: int) -> None:
+        """A loop over `loader.epochs` ends at its beginning, since all other ranks have returned
+        behind the epoch in which this one died."""
+        told = (
+            f"paramserve: rank {self._client.rank}, started again behind epoch {epoch}, ends its "
+            "loop: all other ranks have returned there"
+        )
+        print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
     def trains_alone(self) -> None:
         """The function has gone through its batches once, and no server knows of it."""
         if not self._told_alone:

@@ -25,6 +25,7 @@ from paramserve.messages import (
     Join,
     Joined,
     Leave,
+    Member,
     Ok,
     OpenCollective,
     PassBy,
@@ -285,10 +286,14 @@ class Connection:
             return False
         return True
 
-    def _states(self) -> dict[int, str]:
-        """Of each rank, as the coordinator knows it; nothing where it cannot be asked."""
+    def members(self) -> Sequence[Member]:
+        """All ranks, as the coordinator knows them; nothing where it cannot be asked."""
         told = self._status()
-        return {each.rank: each.state for each in told.members} if told is not None else {}
+        return told.members if told is not None else ()
+
+    def _states(self) -> dict[int, str]:
+        """Of each rank; as `members`."""
+        return {each.rank: each.state for each in self.members()}
 
     def _status(self) -> Status | None:
         try:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from paramserve.client.company import all_have_stopped
 from paramserve.client.saving import RANDOM
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
@@ -215,6 +216,11 @@ class Loader:
             before = worker.steps_before
             done = min(before // steps, max(epochs - start, 0))
             if done and before == done * steps and not worker.returned_before:
+                group = worker.groups[0]
+                clock = worker.client.steps.resumed.get(group, 0)
+                if all_have_stopped(worker.client, group, clock):
+                    worker.notices.others_have_stopped(start + done - 1)
+                    return iter(())
                 worker.notices.behind_epoch(start + done - 1)
             worker.steps_before -= done * steps
             self._epochs.next += done * -(-self._length // len(self._batches))
