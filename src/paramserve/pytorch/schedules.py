@@ -252,6 +252,10 @@ class Schedules:
         if not told:
             return None
         notes = {rank: max(by_clock.items()) for rank, by_clock in told.items()}
+        if self._rank in notes and not self._same(own := _unpacked(notes[self._rank][1])):
+            # The run goes on from a checkpoint: by its notes, also where another rank is quicker
+            # and has told of a step of this run.
+            notes = {r: n for r, n in notes.items() if _unpacked(n[1]).run == own.run}
         clock = self._client.steps.clocks.get(self._group, 0)
         if self._client.steps.terms(self._group).collects:
             # All ranks are at one clock, and go by the same schedule: the newest is the best.
@@ -262,9 +266,7 @@ class Schedules:
         else:
             rank = min(notes, key=lambda rank: abs(notes[rank][0] - clock))
         at, packed = notes[rank]
-        return (clock - at - 1) * self._steps_per_clock + 1, msgspec.msgpack.decode(
-            packed, type=Note
-        )
+        return (clock - at - 1) * self._steps_per_clock + 1, _unpacked(packed)
 
     def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
         found = self._best()
@@ -347,6 +349,10 @@ class Schedules:
             f"its schedulers are not where they were: {why}. From here on they go on from these "
             "hyper-parameters; where that is wrong, set them from worker.clock"
         )
+
+
+def _unpacked(note: bytes) -> Note:
+    return msgspec.msgpack.decode(note, type=Note)
 
 
 def _shown(rates: Sequence[float]) -> str:
