@@ -156,6 +156,11 @@ class CodecMismatch(DefineMismatch):
     """A rank gives another codec than those before it."""
 
 
+class CollectiveMismatch(ParamServeError):
+    """A rank calls `all_reduce` or `barrier` otherwise than it did before it was started again, or
+    alone after the others have returned: its function would do so again."""
+
+
 class ShapeMismatch(ParamServeError):
     """A gradient or value has another shape than its parameter, or their number is wrong."""
 

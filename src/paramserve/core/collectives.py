@@ -42,7 +42,7 @@ from paramserve.core.membership import (
     RETIRING,
     Membership,
 )
-from paramserve.errors import Overloaded, ParamServeError
+from paramserve.errors import CollectiveMismatch, Overloaded, ParamServeError
 from paramserve.messages import AllReduce, AllReduced, Member, Missing
 
 KEPT_MAX = 10_000
@@ -316,7 +316,7 @@ class Collectives:
             self.withdraw(rank)
             shown = ", ".join(f"rank {each}" for each in ranks[:RANKS_SHOWN_MAX])
             more = " and others" * (len(ranks) > RANKS_SHOWN_MAX)
-            raise ParamServeError(
+            raise CollectiveMismatch(
                 f"rank {rank} called {_in_words(message)} alone: {shown}{more} returned without "
                 "this call, and no other rank is left",
                 fix="make the same calls in the same order on all ranks before any of them returns",
@@ -350,7 +350,7 @@ class Collectives:
             return None
         first = self.number - len(self._ended) + 1
         if message.seen + 1 < first and message.place <= self._forgotten_place:
-            raise ParamServeError(
+            raise CollectiveMismatch(
                 f"rank {member.rank} (incarnation {member.incarnation}) calls a collective at step "
                 f"{message.place} of its program, which the others made before: the results of "
                 f"all before number {first} are kept no longer",
@@ -376,7 +376,7 @@ class Collectives:
         if member.client in left_out.clients or not 0 <= at == last.place_of(member.rank):
             return
         if at < message.place:
-            raise ParamServeError(
+            raise CollectiveMismatch(
                 f"rank {member.rank} (incarnation {member.incarnation}) called "
                 f"{_in_words(message)} at step {message.place} of its program, and has left out "
                 f"one of its calls of before at step {at}: {left_out.what}",
@@ -394,7 +394,7 @@ class Collectives:
         was = ended.what
         if ended.what == _what(message):
             was = f"the next one {ended.place_of(member.rank) - at} steps later"
-        raise ParamServeError(
+        raise CollectiveMismatch(
             f"{where} at step {at} of its program, where the call of before was {was}: a function "
             "that begins again gets the results that its calls had",
             fix="make the calls of before in the same order; where a run goes on from a checkpoint "

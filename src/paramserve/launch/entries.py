@@ -19,6 +19,7 @@ from paramserve.errors import (
     CannotPlace,
     CheckpointError,
     ClientClosed,
+    CollectiveMismatch,
     CoordinatorGone,
     DefineMismatch,
     ParamServeError,
@@ -39,7 +40,7 @@ _OF_CHECKPOINTS = (CheckpointError, UnknownRule)
 """Why a coordinator or server cannot begin: the error is told as it is."""
 COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "ConnectTimeout"})
 """Errors that tell of another process's end."""
-_LASTING = (DefineMismatch, UnknownRule, UnknownCodec)
+_LASTING = (DefineMismatch, CollectiveMismatch, UnknownRule, UnknownCodec)
 """Refusals that the same function would meet again."""
 _OF_ARGUMENTS = ("ValueError", "TypeError")
 """Of these, ours say that nothing was applied and what to correct."""

@@ -472,9 +472,9 @@ def _check_shares(worker: Worker) -> None:
     if before not in (0, now):
         raise ValueError(
             f"the run goes on from a checkpoint of {before} workers with {now}: equal shares of "
-            f"what is left cannot be told from the clocks. Go on with {before} workers; only a "
-            'loader that had shards="dynamic" then goes on with another number. One with '
-            "resume=False begins its epochs anew"
+            "what is left cannot be told from the clocks. Applied: no. To fix: go on with "
+            f'{before} workers; only a loader that had shards="dynamic" then goes on with another '
+            "number; one with resume=False begins its epochs anew"
         )
 
 
