@@ -343,10 +343,10 @@ class Worker:
         found = self.client.saving.find(name)
         return default if found is None else plain.load(found)
 
-    def print0(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+    def print0(self, *values: object, sep: str = " ", end: str = "\n", flush: bool = True) -> None:
         """`print` on rank 0, and nothing on the others."""
         if self.rank == 0:
-            print(*values, sep=sep, end=end, flush=True)
+            print(*values, sep=sep, end=end, flush=flush)
 
     def optimizer(
         self,

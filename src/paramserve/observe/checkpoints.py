@@ -99,7 +99,8 @@ class Rollback(NamedTuple):
         )
         cause, *_ = self.error.failed.splitlines() or [""]
         lost = "1 update is" if self.updates_lost == 1 else f"{self.updates_lost:,} updates are"
-        return f"{cause}: the run goes on from {where}{back}; at least {lost} lost"
+        known = f"at least {lost} lost" if self.updates_lost else "what came since is lost"
+        return f"{cause}: the run goes on from {where}{back}; {known}"
 
 
 def clocks_in_words(clocks: Mapping[str, int]) -> str:
