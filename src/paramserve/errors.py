@@ -148,6 +148,10 @@ class UnknownCodec(ParamServeError):
     """A server or client does not have this codec."""
 
 
+class CodecFailed(ParamServeError):
+    """A codec of the user's own raised, or encoded or decoded what no codec may."""
+
+
 class DefineMismatch(ParamServeError):
     """A name was defined again with another shape, dtype, rule or group."""
 

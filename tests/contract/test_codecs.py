@@ -11,7 +11,7 @@ from tests.contract.conftest import MakeCluster
 
 import paramserve as ps
 from paramserve.client import Client
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.consistency.built_in import Async, Buffered, Sync
@@ -24,6 +24,7 @@ from paramserve.worker import Worker
 SIZE = 40_000
 """float32 elements, which two shards share."""
 CODECS = [BFloat16(), Float16(), Int8(), Int8(rounding="stochastic"), Int4(), Sign(), TopK(0.05)]
+CODECS += [RandomK(0.1), TopK(0.05) | Int4(), RandomK(0.2) | Int8()]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -304,6 +305,7 @@ def test_ranks_have_to_give_the_same_codecs(make_cluster: MakeCluster) -> None:
         (np.zeros(4, np.float32), {"push": Int8(), "rule": None}, "'w' has none"),
         (np.zeros(4, np.int64), {"pull": BFloat16(), "rule": None}, "'w' is int64"),
         (np.zeros(4, np.float32), {"pull": TopK()}, "leaves values out: it is for pushes"),
+        (np.zeros(4, np.float32), {"pull": RandomK() | Int8()}, "ps.RandomK | ps.Int8 leaves"),
     ],
 )
 def test_tensors_that_cannot_be_encoded_are_named(
@@ -336,7 +338,7 @@ def test_encoded_gradient_of_another_length_is_refused(
 
 
 def test_codecs_are_public() -> None:
-    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK):
+    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK):
         assert getattr(ps, codec.__name__) is codec
     assert spec(ps.TopK(0.2)).options["ratio"] == 0.2
 

@@ -56,7 +56,7 @@ def cli() -> None:
     "--rules",
     multiple=True,
     metavar="MODULE:NAME",
-    help="A rule, policy or damping function of your own; repeatable.",
+    help="A rule, policy, damping function or codec of your own; repeatable.",
 )
 @click.option(
     "--engine",
@@ -118,7 +118,7 @@ def run(
 
     if out is not None:
         out = check_out(out, "--save")
-    own_rules, policies = split(given := [load_object(each) for each in rules])
+    own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
     policy = policy_of(consistency, given)
     path, function = load_function(target, script_args)
     try:
@@ -128,6 +128,7 @@ def run(
             on_worker_death=_on_worker_death(on_worker_death),
             rules=own_rules,
             policies=policies,
+            codecs=codecs,
             engine=_engine(engine),
             progress=not quiet,
             resume=resume_from if resume_from is not None else resume,

@@ -70,7 +70,7 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     "--rules",
     multiple=True,
     metavar="MODULE:NAME",
-    help="A rule, policy or damping function of your own; repeatable.",
+    help="A rule, policy, damping function or codec of your own; repeatable.",
 )
 @click.option("--advertise", default="", metavar="HOST", help="How others reach --bind 0.0.0.0.")
 @click.option(
@@ -121,12 +121,13 @@ def serve(
         raise click.UsageError("--checkpoint-every needs --checkpoint")
 
     tls = tls_of(options)
-    own_rules, policies = split(given := [load_object(each) for each in rules])
+    own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("paramserve").setLevel(logging.INFO)
     run(
         rules=own_rules,
         policies=policies,
+        codecs=codecs,
         consistency=policy_of(consistency, given),
         tls=tls,
         checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,

@@ -16,7 +16,7 @@ from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
 from paramserve.client.steps import Steps, offset_of
 from paramserve.codecs.base import Codec
-from paramserve.codecs.registry import as_codec
+from paramserve.codecs.registry import as_codec, own_classes
 from paramserve.codecs.registry import spec as codec_spec
 from paramserve.compiling import load_codecs, load_kernels
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
@@ -67,6 +67,8 @@ class Directory:
         self.names = Names()
         self._connection = connection
         self._steps = steps
+        self._codecs: dict[str, type[Codec]] = {}
+        """Of the user's own, by name: with which this client has defined something."""
         self._control = connection.control
         self._exchange = connection.exchange
         self._lock = connection.lock
@@ -89,7 +91,7 @@ class Directory:
     ) -> Block:
         """See `Client.define`."""
         self._connection.check()
-        codecs = codec_specs(push, pull)
+        codecs = self._codec_specs(push, pull)
         rule = None if rule is None else as_rule(rule)
         described = _spec(rule, group)
         policy = self.policy_spec(consistency)
@@ -131,7 +133,7 @@ class Directory:
         """The block of a call, and the attempt with which this client must define it; 0: it is
         defined."""
         placed = self._control.call(call, Placed, timeout_s=call.wait_s)
-        return self._know(Block(placed.spec)), placed.attempt
+        return self._know(self._block(placed.spec)), placed.attempt
 
     def _define(
         self,
@@ -221,7 +223,7 @@ class Directory:
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._connection.limit(timeout_s)
         whole = bool(getattr(rule, "whole_tensors", False))
-        codecs = codec_specs(push, pull)
+        codecs = self._codec_specs(push, pull)
         call = PlaceBlock(
             0,
             group,
@@ -270,8 +272,27 @@ class Directory:
                     f"define group {call.group!r}; it {timeouts.up_to(limit_s, knob)}"
                 )
 
+    def _block(self, spec: BlockSpec) -> Block:
+        return Block(spec, self._codecs)
+
+    def _codec_specs(
+        self, push: Codec | None, pull: Codec | None
+    ) -> tuple[CodecSpec | None, CodecSpec | None]:
+        """Codecs as they travel; classes of the user's own are known here from now on.
+
+        Raises:
+            TypeError: one is none, or cannot travel.
+        """
+        found = []
+        for what, given in (("push", push), ("pull", pull)):
+            codec = None if given is None else as_codec(given, what)
+            found.append(None if codec is None else codec_spec(codec))
+            if codec is not None:
+                self._codecs |= own_classes(codec, f"{what}=")
+        return found[0], found[1]
+
     def _know(self, block: Block) -> Block:
-        if block.push_codec is not None or block.pull_codec is not None:
+        if block.spec.push is not None or block.spec.pull is not None:
             load_codecs()
         with self._lock:
             self._exchange.check_whole()
@@ -310,7 +331,7 @@ class Directory:
                     raise TypeError(f"a name is a str, got {name!r}")
             names = list(names)
         found = self._look_up(None if names is None else tuple(missing))
-        known = [self._know(Block(spec)) for spec in found]
+        known = [self._know(self._block(spec)) for spec in found]
         for block in known:
             if block.table is not None and names is not None:
                 raise UnknownName(
@@ -395,7 +416,7 @@ class Directory:
         with contextlib.suppress(UnknownName):
             for spec in self._look_up((name,)):
                 if spec.table is not None and spec.group_name == name:
-                    return self._know(Block(spec))
+                    return self._know(self._block(spec))
         known = [block.group_name for block in self.tables()]
         shown = [repr(each) for each in known if not are_labels(each)]
         more = f" and {len(shown) - SHOWN_MAX} more" if shown[SHOWN_MAX:] else ""
@@ -408,7 +429,7 @@ class Directory:
     def tables(self) -> list[Block]:
         """All tables of the cluster, in the order in which they were defined."""
         found = self._look_up(None)
-        return [self._know(Block(spec)) for spec in found if spec.table is not None]
+        return [self._know(self._block(spec)) for spec in found if spec.table is not None]
 
     def _look_up(self, names: tuple[str, ...] | None) -> Sequence[BlockSpec]:
         """Blocks with these names (None: all), as the coordinator knows them."""
@@ -447,17 +468,3 @@ def _seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise ValueError(f"seed has to be an int from 0 to 2**63 - 1, not {seed!r}")
     return seed
-
-
-def codec_specs(
-    push: Codec | None, pull: Codec | None
-) -> tuple[CodecSpec | None, CodecSpec | None]:
-    """Codecs as they travel.
-
-    Raises:
-        TypeError: one is none.
-    """
-    return (
-        None if push is None else codec_spec(as_codec(push, "push")),
-        None if pull is None else codec_spec(as_codec(pull, "pull")),
-    )

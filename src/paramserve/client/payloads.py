@@ -13,6 +13,7 @@ from paramserve.core.block import aligned
 from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
+from paramserve.errors import ProtocolError
 from paramserve.messages import (
     ALIGN,
     Assign,
@@ -160,7 +161,13 @@ class Payloads:
                     self._spread(place, place.keys, landed)
                 elif codec is not None and not exact:
                     part = self._part(shard, place.block, place.arena, place.offset)
-                    codec.decode(landed, part.view(np.float32))
+                    try:
+                        codec.decode(landed, part.view(np.float32))
+                    except ValueError as wrong:
+                        raise ProtocolError(
+                            f"shard {shard} sent values that {codec.called} cannot decode: {wrong}",
+                            fix="run the same version of paramserve everywhere",
+                        ) from None
         elif isinstance(message, Scan):
             link.read_payload([self._records(message)])
         else:

@@ -1,6 +1,18 @@
 """Codecs: how gradients and values are encoded on the wire between hosts."""
 
 from paramserve.codecs.base import Codec
-from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
+from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.sparse import RandomK, TopK
 
-__all__ = ["BFloat16", "Codec", "Float16", "Int4", "Int8", "Sign", "TopK"]
+__all__ = [
+    "BFloat16",
+    "Codec",
+    "CustomCodec",
+    "Float16",
+    "Int4",
+    "Int8",
+    "RandomK",
+    "Sign",
+    "TopK",
+]

@@ -30,10 +30,18 @@ class Codec(ABC):
 
     fixed: ClassVar[bool] = True
     """Whether as many values always take `size` bytes; else they take no more."""
+    pushes_only: ClassVar[bool] = False
+    """Whether so much is left out that only gradients bear it, and no values."""
 
     @property
     def name(self) -> str:
+        """On the wire: the class's."""
         return type(self).__name__
+
+    @property
+    def called(self) -> str:
+        """As users write it, in messages."""
+        return f"ps.{self.name}"
 
     @abstractmethod
     def size(self, count: int) -> int:
@@ -61,11 +69,31 @@ class Codec(ABC):
             ValueError: it does not stand for so many finite values. `out` has any content.
         """
 
+    def __or__(self, second: object) -> Codec:
+        """A chain, which only a codec that chooses values can begin: see `sparse.Sparse`.
+
+        Raises:
+            TypeError: always, with the order that works.
+        """
+        if not isinstance(second, Codec):
+            return NotImplemented
+        encodes = "ps.Int8" if self.pushes_only else self.called
+        raise TypeError(
+            f"{self.called} cannot begin a chain: the first codec chooses values, and the second "
+            f"encodes these, as in ps.TopK(0.01) | {encodes}()"
+        )
+
     def _check_flag(self, name: str) -> None:
         value: Any = getattr(self, name)
         if not isinstance(value, bool):
-            raise TypeError(f"{name} of ps.{self.name} is True or False, not {value!r}")
+            raise TypeError(f"{name} of {self.called} is True or False, not {value!r}")
 
     def __post_init__(self) -> None:
         self._check_flag("feedback")
         self._check_flag("even_local")
+
+
+def check_length(data: Bytes, size: int) -> None:
+    """Raise `ValueError` unless as many bytes came."""
+    if data.size != size:
+        raise ValueError(f"{data.size} bytes came where {size} are needed")

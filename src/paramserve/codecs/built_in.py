@@ -1,14 +1,14 @@
-"""The codecs that are there: 16 bits, 8, 4 and 1 bit with a scale for each block, the largest."""
+"""The codecs of every value: 16 bits; 8, 4 and 1 bit with a scale for each block."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from paramserve.codecs.base import Bytes, Codec, Floats
+from paramserve.codecs.base import Bytes, Codec, Floats, check_length
 from paramserve.codecs.compiled import codec_kernels
 
 SCALE_BYTES = 4
@@ -17,11 +17,6 @@ BLOCK_MIN, BLOCK_MAX = 8, 1 << 16
 FLOAT16_MAX = 65504.0
 TILE = 1 << 14
 """Values that are converted at a time, by way of memory that stays in the cache."""
-
-
-def _check_length(data: Bytes, size: int) -> None:
-    if data.size != size:
-        raise ValueError(f"{data.size} bytes came where {size} are needed")
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class BFloat16(Codec):
         return 2 * values.size
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        _check_length(data, 2 * out.size)
+        check_length(data, 2 * out.size)
         codec_kernels().from_bfloat16(data.view(np.uint16), out.view(np.uint32))
 
 
@@ -80,7 +75,7 @@ class Float16(Codec):
         return 2 * values.size
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        _check_length(data, 2 * out.size)
+        check_length(data, 2 * out.size)
         halves = data.view(np.float16)
         for start in range(0, out.size, TILE):
             tile = out[start : start + TILE]
@@ -122,7 +117,7 @@ class Blockwise(Codec):
         Raises:
             ValueError: they are none.
         """
-        _check_length(data, self.size(count))
+        check_length(data, self.size(count))
         scales, rest = self._parts(data, count)
         if scales.size and not (scales.min() >= 0.0 and scales.max() < math.inf):
             raise ValueError(f"a scale of ps.{self.name} is negative, NaN or Inf")
@@ -212,70 +207,3 @@ class Sign(Blockwise):
     def decode(self, data: Bytes, out: Floats) -> None:
         scales, rest = self._read(data, out.size)
         codec_kernels().from_signs(rest, scales, out, self.block)
-
-
-@dataclass(frozen=True)
-class TopK(Codec):
-    """The largest values by size, exactly, with their places; all others are 0.
-
-    Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017.
-
-    Attributes:
-        ratio: how many of the values, above 0 and at most 1; at least one of each server's part.
-        index: "delta": a place takes one byte where the one before is less than 129 away, two below
-            16,513; "plain": four.
-    """
-
-    ratio: float = 0.01
-    index: Literal["delta", "plain"] = "delta"
-
-    fixed: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        good = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
-        if not (good and 0.0 < self.ratio <= 1.0):
-            raise ValueError(f"ratio of ps.TopK must be above 0 and at most 1, not {self.ratio!r}")
-        if self.index not in ("delta", "plain"):
-            raise ValueError(f'index of ps.TopK is "delta" or "plain", not {self.index!r}')
-
-    def _kept(self, count: int) -> int:
-        return min(count, max(1, math.ceil(self.ratio * count))) if count else 0
-
-    def size(self, count: int) -> int:
-        kept = self._kept(count)
-        return kept * (4 + (5 if self.index == "delta" else 4))
-
-    def encode(self, values: Floats, out: Bytes, seed: int) -> int:
-        kept, kernels = self._kept(values.size), codec_kernels()
-        if not kept:
-            return 0
-        places = np.empty(kept, np.uint32)
-        counts = np.empty(kernels.BINS, np.uint32)
-        kernels.choose_largest(values.view(np.uint32), kept, counts, places)
-        np.take(values, places, out=out[: 4 * kept].view(np.float32))
-        if self.index == "plain":
-            out[4 * kept : 8 * kept].view(np.uint32)[...] = places
-            return 8 * kept
-        written: int = kernels.to_gaps(places, out[4 * kept :])
-        return 4 * kept + written
-
-    def decode(self, data: Bytes, out: Floats) -> None:
-        kept = self._kept(out.size)
-        if data.size < 4 * kept:
-            raise ValueError(f"{data.size} bytes came where {kept} values and their places lie")
-        values, rest = data[: 4 * kept].view(np.float32), data[4 * kept :]
-        if kept and not np.isfinite(values).all():
-            raise ValueError("a value of ps.TopK is NaN or Inf")
-        if self.index == "plain":
-            _check_length(data, 8 * kept)
-            places = rest.view(np.uint32)
-            rising = bool((places[1:] > places[:-1]).all()) if kept else True
-            good = rising and (not kept or int(places[-1]) < out.size)
-        else:
-            places = np.empty(kept, np.uint32)
-            good = codec_kernels().from_gaps(rest, places, out.size) == rest.size
-        if not good:
-            raise ValueError(f"the places of ps.TopK are not {kept} rising ones below {out.size}")
-        out[...] = 0.0
-        out[places] = values

@@ -69,13 +69,18 @@ def from_bfloat16(data: Array, out: Array) -> None:
 
 
 @inlined
-def noise(seed: Any, i: Any) -> Any:
-    """In [-0.5, 0.5), from a hash of 32 bits: murmur3's finalizer (A. Appleby, public domain)."""
+def hashed(seed: Any, i: Any) -> Any:
+    """32 bits: murmur3's finalizer (A. Appleby, public domain)."""
     x = U(U(U(i) * U(0x9E3779B1)) + seed)
     x = U(U(x ^ U(x >> U(16))) * U(0x85EBCA6B))
     x = U(U(x ^ U(x >> U(13))) * U(0xC2B2AE35))
-    x = U(U(x ^ U(x >> U(16))) >> U(8))
-    return np.float32(np.int32(x)) * UNIT - HALF
+    return U(x ^ U(x >> U(16)))
+
+
+@inlined
+def noise(seed: Any, i: Any) -> Any:
+    """In [-0.5, 0.5)."""
+    return np.float32(np.int32(U(hashed(seed, i) >> U(8)))) * UNIT - HALF
 
 
 @inlined
@@ -312,6 +317,28 @@ def from_gaps(data: Array, out: Array, size: int) -> int:
     return at
 
 
+# --- some of all -------------------------------------------------------------------------------
+
+
+@kernel
+def draw_places(count: int, seed: int, chosen: Array) -> None:
+    """`chosen.size` of `count` places, rising; every choice of as many is equally likely.
+
+    Source: Fan, Muller and Rezucha, 1962; Knuth, The Art of Computer Programming, volume 2, 3.4.2,
+    Algorithm S.
+
+    Args:
+        seed: 32 bits.
+        chosen: uint32 [at most count], gets them.
+    """
+    own, at, i = U(seed), 0, 0
+    while at < chosen.size:
+        drawn = np.uint64(hashed(own, i)) * np.uint64(count - i)
+        chosen[at] = U(i)
+        at += 1 if np.int64(drawn >> np.uint64(32)) < chosen.size - at else 0
+        i += 1
+
+
 KERNELS: Kernels = {
     to_bfloat16: (READ_BITS, HALVES),
     from_bfloat16: (READ_HALVES, BITS),
@@ -324,5 +351,6 @@ KERNELS: Kernels = {
     choose_largest: (READ_BITS, INT, BITS, BITS),
     to_gaps: (READ_BITS, BYTES),
     from_gaps: (READ_BYTES, BITS, INT),
+    draw_places: (INT, INT, BITS),
 }
 """All of them, compiled for these arguments: arrays that are only read come as read-only ones."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 from paramserve.codecs.base import Codec
-from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
+from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.sparse import Chain, RandomK, TopK
 from paramserve.config import CodecSpec
 from paramserve.errors import UnknownCodec
+from paramserve.rules.registry import check_frozen, check_signature
 
 BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType(
-    {kind.__name__: kind for kind in (BFloat16, Float16, Int8, Int4, Sign, TopK)}
+    {kind.__name__: kind for kind in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK)}
 )
+CHAIN = Chain.__name__
+PARTS = ("first", "second")
+"""Of a chain."""
+NONE: Mapping[str, type[Codec]] = MappingProxyType({})
+
+Option = int | float | str | bool
 
 
 def as_codec(given: object, what: str) -> Codec:
@@ -23,38 +33,142 @@ def as_codec(given: object, what: str) -> Codec:
     Args:
         what: the argument's name.
     Raises:
-        TypeError: it is none.
+        TypeError: it is none, or of a class that servers could not build.
     """
     if isinstance(given, Codec):
+        own_classes(given, f"{what}=")
         return given
     if isinstance(given, type) and issubclass(given, Codec):
-        raise TypeError(f"{what} takes an object: write {what}=ps.{given.__name__}()")
+        name = f"ps.{given.__name__}" if given in BUILT_IN.values() else given.__name__
+        raise TypeError(f"{what} takes an object: write {what}={name}()")
     known = ", ".join(f"ps.{name}()" for name in BUILT_IN)
     raise TypeError(f"{what} takes a codec, one of {known}, not {given!r}")
 
 
+def parts_of(codec: Codec) -> tuple[Codec, ...]:
+    """The two of a chain; else the codec alone."""
+    return (codec.first, codec.second) if isinstance(codec, Chain) else (codec,)
+
+
+def is_built_in(codec: Codec) -> bool:
+    """Whether a codec is one of ours, which needs no guard."""
+    return all(type(each) in BUILT_IN.values() for each in parts_of(codec))
+
+
+def own_classes(codec: Codec, option: str) -> Mapping[str, type[Codec]]:
+    """The classes in a codec that are not built in, by name.
+
+    Args:
+        option: where it was given, for messages.
+    Raises:
+        TypeError: one cannot be registered.
+    """
+    kinds = [type(each) for each in parts_of(codec)]
+    return check_registered([each for each in kinds if each not in BUILT_IN.values()], option)
+
+
 def spec(codec: Codec) -> CodecSpec:
-    """Describe a codec: its name, and its fields as options."""
-    return CodecSpec(codec.name, {each.name: getattr(codec, each.name) for each in fields(codec)})
+    """Describe a codec: its name, and its fields as options; of a chain each part's name, and its
+    fields behind a dot ("first.ratio").
+
+    Raises:
+        TypeError: a field is no number, bool or str.
+    """
+    options: dict[str, Option] = {}
+    for each in fields(codec):
+        value = getattr(codec, each.name)
+        if isinstance(value, Codec) and isinstance(codec, Chain):
+            options[each.name] = value.name
+            options |= {f"{each.name}.{key}": it for key, it in spec(value).options.items()}
+        elif isinstance(value, bool | int | float | str):
+            options[each.name] = value
+        else:
+            raise TypeError(
+                f"{each.name} of {codec.name} has to be a number, bool or str to travel to "
+                f"servers, not {value!r}"
+            )
+    return CodecSpec(codec.name, options)
 
 
-def build(described: CodecSpec) -> Codec:
+def build(described: CodecSpec, registered: Mapping[str, type[Codec]] = NONE) -> Codec:
     """Make the codec that `spec` described.
 
     Args:
-        described: may come from a peer: only known classes are called, with their own options.
+        described: may come from a peer: only known classes are called, with their own options. A
+            chain is of two codecs, neither of them a chain.
+        registered: classes by name, from the owner of this process. They replace nothing that is
+            built in.
     Raises:
         UnknownCodec: no codec has this name.
         ValueError: the codec does not take these options.
     """
-    kind: Any = BUILT_IN.get(described.name)
+    if described.name == CHAIN:
+        return _chain(described, registered)
+    kind: Any = BUILT_IN.get(described.name) or registered.get(described.name)
     if kind is None:
+        known = ", ".join((*BUILT_IN, *sorted(registered)))
+        name = described.name
         raise UnknownCodec(
-            f"no codec is called {described.name!r} here, known are {', '.join(BUILT_IN)}",
-            fix="run the same version of paramserve everywhere",
+            f"no codec is called {name!r} here, known are {known}",
+            fix=f"start the servers with codecs=[{name}] (paramserve run and serve: --rules "
+            f"module:{name}), and define the parameters with it on each client that steps them",
         )
+    return _made(kind, described.name, described.options)
+
+
+def _made(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
     try:
-        made: Codec = kind(**described.options)
-    except Exception as wrong:
-        raise ValueError(f"{described.name} does not take {described.options}: {wrong}") from wrong
+        made: Codec = kind(**options)
+        Codec.__post_init__(made)
+    except (Exception, SystemExit) as wrong:  # a user's class may raise anything
+        raise ValueError(f"{name} does not take {dict(options)}: {wrong}") from wrong
     return made
+
+
+def _chain(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Codec:
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Option]] = {part: {} for part in PARTS}
+    for name, value in described.options.items():
+        part, dot, option = name.partition(".")
+        (inner[part] if dot and part in inner else own)[option if dot else name] = value
+    for part in PARTS:
+        named = own.get(part)
+        if not isinstance(named, str) or named == CHAIN:
+            raise ValueError(f"a chain's {part} is the name of a codec, and not {named!r}")
+        own[part] = build(CodecSpec(named, inner[part]), registered)
+    return _made(Chain, CHAIN, own)
+
+
+# --- registration ----------------------------------------------------------------------------
+
+_METHODS = ("size", "encode", "decode")
+
+
+def check_registered(classes: Iterable[Any], option: str = "codecs=") -> Mapping[str, type[Codec]]:
+    """The codecs that an owner of servers registers, by name.
+
+    Args:
+        classes: subclasses of `CustomCodec`.
+        option: where they were given, for messages.
+    Raises:
+        TypeError: one of them cannot be a codec, or two have one name; the text says what to do.
+    """
+    found: dict[str, type[Codec]] = {}
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, CustomCodec)):
+            raise TypeError(f"{option} takes classes that derive from ps.CustomCodec, not {kind!r}")
+        name = kind.__name__
+        where = f"{option}: {kind.__qualname__}"
+        check_frozen(where, kind)
+        if inspect.isabstract(kind):
+            lacks = [each for each in _METHODS if each in kind.__abstractmethods__]
+            raise TypeError(f"{where} has no {', '.join(lacks)}: define each, see ps.CustomCodec")
+        for method in _METHODS:
+            signature = inspect.signature(getattr(Codec, method))
+            count = len(signature.parameters) - 1
+            check_signature(where, kind, method, str(signature), count)
+        if name in BUILT_IN or name == CHAIN:
+            raise TypeError(f"{option}: {name!r} is the name of a built-in codec: rename the class")
+        if found.setdefault(name, kind) is not kind:
+            raise TypeError(f"{option}: two codecs are called {name!r}: rename one")
+    return MappingProxyType(found)

@@ -14,7 +14,9 @@ from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import NONE as NO_CODECS
 from paramserve.codecs.registry import build as build_codec
+from paramserve.codecs.registry import check_registered as check_codecs
 from paramserve.codecs.registry import spec as codec_spec
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
@@ -221,32 +223,45 @@ class Registered(NamedTuple):
     rules: Mapping[str, type[Any]] = NO_RULES
     policies: Mapping[str, Any] = NONE
     """Classes of policies, and functions."""
+    codecs: Mapping[str, type[Codec]] = NO_CODECS
 
     @property
     def all(self) -> Mapping[str, Any]:
-        """Both: a policy may have a rule in its fields."""
+        """Rules and policies: a policy may have a rule in its fields."""
         return {**self.rules, **self.policies}
+
+    @property
+    def things(self) -> tuple[Any, ...]:
+        """All of them, as `registered` takes them."""
+        return (*self.rules.values(), *self.policies.values(), *self.codecs.values())
 
 
 def registered(things: Iterable[Any]) -> Registered:
-    """Tell rules from policies and functions, and check each.
+    """Tell rules, policies, functions and codecs from each other, and check each.
 
     Args:
-        things: classes of rules, classes derived from `Policy`, and functions, in any order.
+        things: classes of rules, classes derived from `Policy` or `CustomCodec`, and functions, in
+            any order.
     Raises:
         TypeError: one of them can be none of these, or two have one name; the text says what to
             do.
     """
-    return check(*split(things))
+    rules, policies, codecs = split(things)
+    return check(rules, policies, codecs=codecs)
 
 
-def split(things: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """What can only be for `rules=`, and what is for `policies=`; nothing is checked."""
+def split(things: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What can only be for `rules=`, what is for `policies=`, and what for `codecs=`; nothing is
+    checked."""
     rules: list[Any] = []
-    others: list[Any] = []
+    policies: list[Any] = []
+    codecs: list[Any] = []
     for each in things:
-        (others if _is_of_policies(each) else rules).append(each)
-    return rules, others
+        if isinstance(each, type) and issubclass(each, Codec):
+            codecs.append(each)
+        else:
+            (policies if _is_of_policies(each) else rules).append(each)
+    return rules, policies, codecs
 
 
 def _is_of_policies(thing: Any) -> bool:
@@ -254,9 +269,13 @@ def _is_of_policies(thing: Any) -> bool:
 
 
 def check(
-    rules: Iterable[Any], given: Iterable[Any], consistency: Policy | None = None
+    rules: Iterable[Any],
+    given: Iterable[Any],
+    consistency: Policy | None = None,
+    *,
+    codecs: Iterable[Any] = (),
 ) -> Registered:
-    """As `registered`, of what a user gave as `rules=` and as `policies=`.
+    """As `registered`, of what a user gave as `rules=`, as `policies=` and as `codecs=`.
 
     Args:
         consistency: its class, and rules' classes and functions in its fields, are registered with
@@ -264,13 +283,15 @@ def check(
     Raises:
         TypeError: as `registered`.
     """
-    for option, things in (("rules", rules), ("policies", given)):
+    mine = {"rules": "MyRule", "policies": "MyPolicy", "codecs": "MyCodec"}
+    for option, things in zip(mine, (rules, given, codecs), strict=True):
         if isinstance(things, str) or not isinstance(things, Iterable):
-            name = getattr(things, "__name__", "MyRule" if option == "rules" else "MyPolicy")
+            name = getattr(things, "__name__", mine[option])
             raise TypeError(f"{option}= takes a list, as in {option}=[{name}], not {things!r}")
     classes = list(rules)
     classes += [each for each in _rules_of(consistency) if each not in classes]
-    found = Registered(check_rules(classes), check_registered(given, consistency))
+    policies = check_registered(given, consistency)
+    found = Registered(check_rules(classes), policies, check_codecs(codecs))
     both = sorted(found.rules.keys() & found.policies.keys())
     if both:
         raise TypeError(f"policies=: {both[0]!r} is the name of a rule in rules=: rename one")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.codecs.registry import build as build_codec
+from paramserve.codecs.base import Codec
+from paramserve.codecs.registry import NONE
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
+from paramserve.core.user_codecs import codec_of, why_not_pulled
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import Applied, DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
@@ -71,11 +73,46 @@ def check_whole(spec: BlockSpec) -> None:
         )
 
 
+def _codecs(
+    spec: BlockSpec, registered: Mapping[str, type[Codec]]
+) -> tuple[Codec | None, Codec | None]:
+    """How gradients of a block come, and how values go.
+
+    Raises:
+        UnknownCodec, ParamServeError: there is no such codec here, or not with these options, or
+            not for values. Nothing was applied.
+    """
+    try:
+        push, pull = codec_of(spec.push, registered), codec_of(spec.pull, registered)
+    except ValueError as wrong:
+        raise ParamServeError(
+            f"block {spec.block} in group {spec.group_name!r}: {wrong}", fix="correct the codec"
+        ) from None
+    why = why_not_pulled(pull) if pull is not None else None
+    if why is not None:
+        raise ParamServeError(
+            f"block {spec.block} in group {spec.group_name!r}: {why}",
+            fix="give push= that codec, and pull= another one or none",
+        )
+    return push, pull
+
+
 @final
 class ShardBlock(ShardStorage):
-    """The part of a block that one shard holds."""
+    """The part of a block that one shard holds.
 
-    def __init__(self, spec: BlockSpec, shard: int, rule: Rule | None, attempt: int) -> None:
+    Args:
+        codecs: classes by name that the owner registered, besides the built-in ones.
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        shard: int,
+        rule: Rule | None,
+        attempt: int,
+        codecs: Mapping[str, type[Codec]] = NONE,
+    ) -> None:
         super().__init__(spec, rule, attempt)
         self.low, self.high = spec.cuts[shard], spec.cuts[shard + 1]
         self.size = self.high - self.low
@@ -93,8 +130,7 @@ class ShardBlock(ShardStorage):
         )
         self.alignment = self.dtype.itemsize if self._whole else ALIGN
         """Bytes to whose multiples its part of a client's memory is aligned."""
-        self.push_codec = None if spec.push is None else build_codec(spec.push)
-        self.pull_codec = None if spec.pull is None else build_codec(spec.pull)
+        self.push_codec, self.pull_codec = _codecs(spec, codecs)
         self.rounds = self.pull_codec is not None and self.pull_codec.even_local
         """Whether clients on this host get the values that others decode."""
         self._copies: Copies | None = None
@@ -177,7 +213,8 @@ class ShardBlock(ShardStorage):
         """A gradient that was encoded, [elements on this shard].
 
         Raises:
-            ShapeMismatch: it does not lie there, or stands for none. Nothing was applied.
+            ShapeMismatch: it does not lie there, or stands for none. CodecFailed: the codec is not
+                one of ours, and failed. In both cases nothing was applied.
         """
         whole, start, nbytes = memory.get(header.arena), header.offset, header.extent
         codec, found = self.push_codec, np.empty(self.size, self.dtype)
@@ -204,7 +241,11 @@ class ShardBlock(ShardStorage):
 
     def as_read(self) -> Array:
         """The values as a client on another host gets them, encoded if the block has a codec of
-        pulls."""
+        pulls.
+
+        Raises:
+            CodecFailed: the codec is not one of ours, and failed.
+        """
         if self.pull_codec is None:
             return self.value
         out = aligned(self.pull_codec.size(self.size))
@@ -217,7 +258,7 @@ class ShardBlock(ShardStorage):
         return self.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
 
     def write_rounded(self, out: Array) -> None:
-        """The values as a client on another host decodes them."""
+        """The values as a client on another host decodes them; raises as `as_read`."""
         assert self.pull_codec is not None
         self.pull_codec.decode(self.as_read(), out)
 

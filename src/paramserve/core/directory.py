@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct, structs
 
-from paramserve.codecs.registry import build
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
 from paramserve.core.partition import DTYPES, METADATA, PLAIN_DTYPES, borders, cut, size_of
-from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError
+from paramserve.core.user_codecs import codec_of, why_not_pulled
+from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError, UnknownCodec
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
 
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
@@ -346,29 +347,25 @@ def _mismatch(
 
 
 def why_not_encoded(call: PlaceBlock) -> str | None:
-    """Why these tensors cannot be encoded as a define asks; None: they can be.
-
-    Raises:
-        UnknownCodec: there is no such codec.
-    """
+    """Why these tensors cannot be encoded as a define asks; None: they can be, if the servers know
+    the codecs."""
     if call.push is None and call.pull is None:
         return None
     names = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
-    try:
-        pull = None if call.pull is None else build(call.pull)
-        if call.push is not None:
-            build(call.push)
-    except ValueError as error:
-        return str(error)
+    pull = None
+    with contextlib.suppress(UnknownCodec):  # the servers may know it, and else refuse it
+        try:
+            pull = codec_of(call.pull)
+            codec_of(call.push)
+        except ValueError as error:
+            return str(error)
     if call.table is not None:
         return f"{names} is a table, whose rows are not encoded"
     if call.dtype != "float32":
         return f"a codec encodes float32, and {names} is {call.dtype}"
     if call.push is not None and call.rule is None:
         return f"a codec of pushes is for tensors with a rule, and {names} has none"
-    if pull is not None and not pull.fixed:
-        return f"{pull!r} leaves values out: it is for pushes, and not for pulls"
-    return None
+    return why_not_pulled(pull) if pull is not None else None
 
 
 def _check(call: PlaceBlock) -> None:

@@ -6,8 +6,8 @@ are element-wise, so a range may begin in the middle of a tensor; for the others
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from paramserve.codecs.base import Codec
-from paramserve.codecs.registry import build as build_codec
 from paramserve.config import RuleSpec
+from paramserve.core.user_codecs import codec_of
 from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
 SPLIT_BYTES_MIN = 64 << 10
@@ -74,9 +74,14 @@ def _nearest(offsets: Sequence[int], ideal: float) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """A block as its clients see it: the tensors that were defined together."""
+    """A block as its clients see it: the tensors that were defined together.
+
+    Attributes:
+        codecs: the classes of the user's own that this client knows, by name.
+    """
 
     spec: BlockSpec
+    codecs: Mapping[str, type[Codec]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def id(self) -> int:
@@ -109,13 +114,17 @@ class Block:
 
     @cached_property
     def push_codec(self) -> Codec | None:
-        """How its gradients are encoded between hosts."""
-        return None if self.spec.push is None else build_codec(self.spec.push)
+        """How its gradients are encoded between hosts.
+
+        Raises:
+            UnknownCodec: by a codec of the user's own that this client does not know.
+        """
+        return codec_of(self.spec.push, self.codecs)
 
     @cached_property
     def pull_codec(self) -> Codec | None:
-        """How values that steps read are encoded between hosts."""
-        return None if self.spec.pull is None else build_codec(self.spec.pull)
+        """How values that steps read are encoded between hosts; raises as `push_codec`."""
+        return codec_of(self.spec.pull, self.codecs)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

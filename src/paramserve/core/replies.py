@@ -14,7 +14,14 @@ from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import Answer, Request
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.parts import padded
-from paramserve.errors import Applied, Overloaded, ParamServeError, ShapeMismatch, UnknownName
+from paramserve.errors import (
+    Applied,
+    CodecFailed,
+    Overloaded,
+    ParamServeError,
+    ShapeMismatch,
+    UnknownName,
+)
 from paramserve.messages import (
     ALIGN,
     Assign,
@@ -114,7 +121,7 @@ class Replies:
             exact: whether no newer values may replace these if the answer is lost: of a
                 synchronous clock, whose worker may have sent the next step before it reads them.
         Returns:
-            The answer; a refusal if there is no memory for them.
+            The answer; a refusal if there is no memory for them, or a user's codec fails.
         """
         step, memory = request.message, request.memory
         assert type(step) is Step
@@ -136,8 +143,11 @@ class Replies:
                 elif place.block not in written:
                     np.copyto(memory.at(place.arena, place.offset, block), block.value)
             return Answer(done, laid(inline, self._allocate) if inline else None, exact)
-        except MemoryError:
+        except (MemoryError, CodecFailed) as error:
             applied: Applied = "yes" if step.push and not done.skipped else "no"
+            if isinstance(error, CodecFailed):
+                error.applied = applied
+                return Answer(refusal(step.seq, error))
             return Answer(refusal(step.seq, no_memory(self._shard, "the values read", applied)))
 
     def fetch(

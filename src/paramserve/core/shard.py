@@ -109,6 +109,7 @@ class Shard:
         resend_s: after which a message to another shard is sent again.
         rules: classes by name that the owner registered, besides the built-in ones.
         policies: the same for policies, and functions.
+        codecs: the same for codecs.
         allocate: gives memory [bytes] for the values of a reply that travel in it.
         cut_memory: of copies for cuts.
     """
@@ -124,6 +125,7 @@ class Shard:
         resend_s: float,
         rules: Mapping[str, type[Any]] = NONE,
         policies: Mapping[str, Any] = NONE,
+        codecs: Mapping[str, type[Any]] = NONE,
         allocate: Callable[[int], Bytes] = fresh,
         cut_memory: CutMemory | None = None,
     ) -> None:
@@ -137,6 +139,7 @@ class Shard:
         self._resend_s = resend_s
         self.rules = rules
         self.policies = policies
+        self.codecs = codecs
         self._replies = Replies(number, limits.payload_bytes_max, allocate)
         self._outbox = deque[GroupEffect]()
         """What the groups' machines want done, within one event."""
@@ -576,7 +579,7 @@ class Shard:
         try:
             if spec.table is not None and rule is not None:
                 return KeyedBlock(spec, self.shards, rule, attempt)
-            return ShardBlock(spec, self.number, rule, attempt)
+            return ShardBlock(spec, self.number, rule, attempt, self.codecs)
         except MemoryError:
             size = sum(spec.cuts[self.number + 1 :][:1]) - sum(spec.cuts[self.number :][:1])
             what = f"{size} elements of {spec.dtype}" if spec.table is None else "a table"

@@ -39,6 +39,7 @@ class Cluster:
         rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
         policies: classes of your own policies, and functions for `damping=`, that the servers may
             run; see `ps.Policy`.
+        codecs: classes of your own codecs that the servers may run; see `ps.CustomCodec`.
         seed: of workers that join by its handle; a random one if None.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
@@ -58,6 +59,7 @@ class Cluster:
         name: str | None = None,
         rules: Sequence[type[Any]] = (),
         policies: Sequence[Any] = (),
+        codecs: Sequence[type[Any]] = (),
         seed: int | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
@@ -69,6 +71,7 @@ class Cluster:
             workers,
             rules=rules,
             policies=policies,
+            codecs=codecs,
         )
         plan = Plan(
             servers=servers,

@@ -233,6 +233,7 @@ def for_servers(
     *,
     rules: Sequence[type[Any]],
     policies: Sequence[Any],
+    codecs: Sequence[type[Any]] = (),
 ) -> ForServers:
     """Check a policy and what is registered, and make them ready to travel.
 
@@ -246,16 +247,20 @@ def for_servers(
             pickled; the text says which and why.
         ValueError: the policy cannot work with this many workers, or with its options.
     """
-    described, registered = checked(consistency, workers, rules, policies)
-    return ForServers(described, _pack(tuple(registered.all.values())))
+    described, registered = checked(consistency, workers, rules, policies, codecs)
+    return ForServers(described, _pack(registered.things))
 
 
 def checked(
-    consistency: Policy, workers: int, rules: Sequence[type[Any]], policies: Sequence[Any]
+    consistency: Policy,
+    workers: int,
+    rules: Sequence[type[Any]],
+    policies: Sequence[Any],
+    codecs: Sequence[type[Any]],
 ) -> tuple[ConsistencySpec, Registered]:
     """A policy as it travels, and all that servers may run with it; raises as `for_servers`."""
     described = spec(consistency)
-    registered = check(rules, policies, consistency)
+    registered = check(rules, policies, consistency, codecs=codecs)
     build(described, registered.all)
     if workers:
         consistency.check(workers)

@@ -543,6 +543,7 @@ def serve(
     consistency: Policy | None = None,
     rules: Sequence[type[Any]] = (),
     policies: Sequence[Any] = (),
+    codecs: Sequence[type[Any]] = (),
     tls: TLS | None = None,
     advertise: str = "",
     restart_s: float | None = None,
@@ -568,6 +569,7 @@ def serve(
         rules: classes of your own rules that this server may run.
         policies: classes of your own policies, and functions for `damping=`, that it may run. All
             servers of a cluster need the same ones.
+        codecs: classes of your own codecs, likewise.
         tls: certificates; None: no TLS.
         advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
         restart_s: how long a worker that died may take to come again and go on where it was, under
@@ -597,7 +599,7 @@ def serve(
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
-    described, registered = checked(policy, workers, rules, policies)
+    described, registered = checked(policy, workers, rules, policies, codecs)
     _check_numbers(servers, workers, ends=until_done and join is None)
     _check_advertise(advertise)
     split_place(bind)

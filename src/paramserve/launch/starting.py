@@ -85,6 +85,7 @@ class _Arguments:
     timeout_s: float | None
     rules: Sequence[type[Any]]
     policies: Sequence[Any]
+    codecs: Sequence[type[Any]]
     deadlines: Deadlines | None
     limits: Limits | None
     save_tables: str | os.PathLike[str] | None
@@ -147,6 +148,7 @@ def start(
     timeout_s: float | None = None,
     rules: Sequence[type[Any]] = (),
     policies: Sequence[Any] = (),
+    codecs: Sequence[type[Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
@@ -187,6 +189,7 @@ def run(
     timeout_s: float | None = None,
     rules: Sequence[type[Any]] = (),
     policies: Sequence[Any] = (),
+    codecs: Sequence[type[Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
@@ -227,6 +230,7 @@ def run(
         timeout_s: the whole run's; None: no limit.
         rules: your own rules' classes that the servers may run; see `ps.CustomRule`.
         policies: your own policies' classes, and functions for `damping=`; see `ps.Policy`.
+        codecs: your own codecs' classes; see `ps.CustomCodec`.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
@@ -328,6 +332,7 @@ def _job(given: _Arguments) -> Job:
         workers,
         rules=given.rules,
         policies=given.policies,
+        codecs=given.codecs,
     )
     factors = check_weights(given.worker_weight, workers, given.consistency)
     engine = check_engine(given.engine)

@@ -45,6 +45,7 @@ def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
         resend_s=config.deadlines.resend_s,
         rules=registered.rules,
         policies=registered.all,
+        codecs=registered.codecs,
         allocate=Buffers(config.limits.buffers_bytes_max).take,
         cut_memory=PreparedMemory(),
     )

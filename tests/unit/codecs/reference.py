@@ -87,9 +87,43 @@ def top(values: Floats, kept: int, index: str) -> bytes:
     return taken + bytes(gaps)
 
 
-def encoded(codec: Any, values: Floats) -> bytes:
+def murmur(seed: int, number: int) -> int:
+    """The finalizer of murmur3, 32 bits, by Python's whole numbers."""
+    x = (number * 0x9E3779B1 + seed) % 2**32
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def drawn(count: int, kept: int, seed: int) -> list[int]:
+    """Knuth's Algorithm S: each place is taken with the chance (still wanted) / (still left)."""
+    places: list[int] = []
+    for place in range(count):
+        wanted, left = kept - len(places), count - place
+        if murmur(seed, place) * left // 2**32 < wanted:
+            places.append(place)
+    return places
+
+
+def random(values: Floats, kept: int, seed: int) -> bytes:
+    if not values.size:
+        return b""
+    taken = np.array([values[i] for i in drawn(values.size, kept, seed)], "<f4")
+    return taken.tobytes() + struct.pack("<I", seed)
+
+
+def chain(codec: Any, values: Floats, seed: int) -> bytes:
+    """What the second codec makes of the chosen values, then the places as the first has them."""
+    whole = encoded(codec.first, values, seed)
+    end = 4 * int(np.ceil(codec.first.ratio * values.size))
+    return encoded(codec.second, np.frombuffer(whole[:end], np.float32), seed) + whole[end:]
+
+
+def encoded(codec: Any, values: Floats, seed: int = 0) -> bytes:
     """What a codec's bytes have to be."""
     match codec.name:
+        case "Chain":
+            return chain(codec, values, seed)
         case "BFloat16":
             return bfloat16(values)
         case "Float16":
@@ -101,4 +135,6 @@ def encoded(codec: Any, values: Floats) -> bytes:
         case "Sign":
             return signs(values, codec.block)
     kept = int(np.ceil(codec.ratio * values.size)) if values.size else 0
+    if codec.name == "RandomK":
+        return random(values, kept, seed)
     return top(values, kept, codec.index)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.codecs import reference
 
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
 from paramserve.codecs.registry import BUILT_IN, as_codec, build, spec
 from paramserve.compiling import load_codecs
 from paramserve.config import CodecSpec
@@ -33,6 +33,12 @@ CODECS = [
     TopK(0.01),
     TopK(0.3, "plain"),
     TopK(1.0),
+    RandomK(0.1),
+    RandomK(1.0, feedback=False),
+    TopK(0.1) | Int4(),
+    TopK(0.2, "plain") | BFloat16(),
+    RandomK(0.3) | Int8(16),
+    RandomK(0.5) | Sign(8),
 ]
 DRAWN = [Int8(rounding="stochastic"), Int4(rounding="stochastic")]
 SIZES = [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 5003]
@@ -77,7 +83,8 @@ def normal(size: int, scale: float = 1.0) -> Floats:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_bytes_are_those_of_the_reference(codec: Codec, size: int) -> None:
     for values in (normal(size), normal(size, 1e-3), np.zeros(size, np.float32)):
-        assert encode(codec, values).tobytes() == reference.encoded(codec, values)
+        for seed in (0, 0xFFFFFFFF):
+            assert encode(codec, values, seed).tobytes() == reference.encoded(codec, values, seed)
 
 
 EXTREMES = [0.0, -0.0, TINY, -TINY, 1e-38, 6e-8, 65504.0, 65520.0, 1.0, MAX, -MAX]
@@ -92,7 +99,7 @@ def test_any_finite_values(values: list[float]) -> None:
     array = np.array(values, np.float32)
     for codec in CODECS:
         data = encode(codec, array)
-        if not isinstance(codec, Sign):  # a mean of doubles, in another order
+        if "Sign" not in repr(codec):  # a mean of doubles, in another order
             assert data.tobytes() == reference.encoded(codec, array), codec
         decode(codec, data, array.size)
     for codec in DRAWN:
@@ -153,7 +160,7 @@ def test_bytes_of_another_length_are_refused(codec: Codec) -> None:
     longer = aligned(data.size + 8)
     longer[: data.size] = data
     for wrong in (data[: data.size // 2 & ~7], data[:0], longer):
-        with pytest.raises(ValueError, match=r"bytes came|places of ps.TopK"):
+        with pytest.raises(ValueError, match=r"bytes came|places of ps.TopK|scale of ps"):
             decode(codec, wrong, 700)
 
 
@@ -210,6 +217,7 @@ def test_any_bytes_are_decoded_or_refused(data: bytes, count: int) -> None:
         (lambda: TopK(1.5), "ratio of ps.TopK"),
         (lambda: TopK(True), "ratio of ps.TopK"),
         (lambda: TopK(index="x"), 'index of ps.TopK is "delta" or "plain"'),
+        (lambda: RandomK(0), "ratio of ps.RandomK must be above 0"),
         (lambda: Int8(100), "block of ps.Int8 is a power of two from 8 to 65536, not 100"),
         (lambda: Int8(4), "block of ps.Int8"),
         (lambda: Int4(True), "block of ps.Int4"),
@@ -240,4 +248,5 @@ def test_what_is_no_codec_is_refused() -> None:
         as_codec(Int8, "push")
     with pytest.raises(TypeError, match=r"push takes a codec, one of ps.BFloat16\(\), .*'int8'"):
         as_codec("int8", "push")
-    assert set(BUILT_IN) == {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK"}
+    named = {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK", "RandomK"}
+    assert set(BUILT_IN) == named

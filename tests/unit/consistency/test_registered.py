@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from paramserve.codecs import CustomCodec
 from paramserve.consistency.base import APPLY, Admission, GroupView, OnPush, Policy, Pull, Push
 from paramserve.consistency.built_in import Async, BoundedStaleness
 from paramserve.consistency.registry import check, check_registered, registered, split
@@ -30,21 +31,64 @@ class Namesake(Rule):
     name: ClassVar[str] = "Own"
 
 
+@dataclass(frozen=True)
+class Codec(CustomCodec):
+    def size(self, count: int) -> int:
+        return count
+
+    def encode(self, values: Any, out: Any, seed: int) -> int:
+        return 0
+
+    def decode(self, data: Any, out: Any) -> None: ...
+
+
 def halves(staleness: int) -> float:
     return 0.5
 
 
 def test_registered_tells_rules_from_policies_and_functions() -> None:
-    found = registered([halves, Rule, Own])
+    found = registered([halves, Codec, Rule, Own])
     assert (dict(found.rules), dict(found.policies)) == (
         {"Rule": Rule},
         {"halves": halves, "Own": Own},
     )
     assert found.all == {"Rule": Rule, "halves": halves, "Own": Own}
+    assert found.codecs == {"Codec": Codec}
+    assert registered(found.things) == found
+
+
+def test_codecs_that_can_be_none_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Lacking(CustomCodec):
+        def size(self, count: int) -> int:
+            return count
+
+    class Thawed(Codec):
+        pass
+
+    @dataclass(frozen=True)
+    class Fewer(Codec):
+        def encode(self, values: Any) -> int:  # type: ignore[override]
+            return 0
+
+    built_in = dataclass(frozen=True)(type("TopK", (Codec,), {}))
+    twice = dataclass(frozen=True)(type("Codec", (Codec,), {}))
+    for given, told in (
+        ([Rule], "codecs= takes classes that derive from ps.CustomCodec"),
+        ([Codec()], "codecs= takes classes that derive"),
+        ([Lacking], "codecs=: .*Lacking has no encode, decode: define each"),
+        ([Thawed], "Thawed has to be a frozen dataclass"),
+        ([Fewer], "Fewer.encode has to be a method encode"),
+        ([built_in], "'TopK' is the name of a built-in codec"),
+        ([Codec, twice], "two codecs are called 'Codec'"),
+        (Codec, r"codecs= takes a list, as in codecs=\[Codec\]"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            check((), (), codecs=given)  # type: ignore[arg-type]
 
 
 def test_split_checks_nothing() -> None:
-    assert split([3, Own, Rule]) == ([3, Rule], [Own])
+    assert split([3, Own, Rule, Codec]) == ([3, Rule], [Own], [Codec])
 
 
 def test_check_adds_the_class_and_the_functions_of_the_policy() -> None:
