@@ -84,6 +84,16 @@ def noise(seed: Any, i: Any) -> Any:
 
 
 @inlined
+def drawn(value: Any, factor: Any, levels: Any, seed: Any, i: Any) -> Any:
+    """A level, rounded up or down at random. The largest value has `levels` to within a rounding
+    error, which noise of almost 0.5 would make the next one: that has another sign."""
+    y = value * factor + noise(seed, i)
+    y = levels if y > levels else y
+    y = -levels if y < -levels else y
+    return np.int32(reinterpreted(y + MAGIC))
+
+
+@inlined
 def largest_of(values: Array) -> Any:
     """The largest size of an element."""
     most = ZERO
@@ -111,8 +121,8 @@ def scale_of(largest: Any, levels: Any, factor: Any) -> Any:
 
 
 @kernel
-def to_int8(values: Array, scales: Array, out: Array, block: int, drawn: int, seed: int) -> None:
-    """One scale for each block, and one byte for each value; with `drawn` rounded at random."""
+def to_int8(values: Array, scales: Array, out: Array, block: int, random: int, seed: int) -> None:
+    """One scale for each block, and one byte for each value; with `random` rounded at random."""
     levels = np.float32(127.0)
     for number in range(scales.size):
         start = number * block
@@ -120,11 +130,10 @@ def to_int8(values: Array, scales: Array, out: Array, block: int, drawn: int, se
         largest = largest_of(given)
         factor = steps_of(largest, levels)
         scales[number] = scale_of(largest, levels, factor)
-        if drawn:
+        if random:
             own = U(seed + start)
             for i in range(given.size):
-                y = given[i] * factor + noise(own, i)
-                bytes_of[i] = np.uint8(np.int32(reinterpreted(y + MAGIC)))
+                bytes_of[i] = np.uint8(drawn(given[i], factor, levels, own, i))
         else:
             for i in range(given.size):
                 bytes_of[i] = np.uint8(np.int32(reinterpreted(given[i] * factor + MAGIC)))
@@ -147,12 +156,11 @@ def nibble(value: Any, factor: Any) -> Any:
 
 @inlined
 def drawn_nibble(value: Any, factor: Any, seed: Any, i: Any) -> Any:
-    y = value * factor + noise(seed, i)
-    return np.int32(np.int32(reinterpreted(y + MAGIC)) & np.int32(15))
+    return np.int32(drawn(value, factor, np.float32(7.0), seed, i) & np.int32(15))
 
 
 @kernel
-def to_int4(values: Array, scales: Array, out: Array, block: int, drawn: int, seed: int) -> None:
+def to_int4(values: Array, scales: Array, out: Array, block: int, random: int, seed: int) -> None:
     """One scale for each block, and one byte for two values, the first one's in the low bits."""
     levels = np.float32(7.0)
     for number in range(scales.size):
@@ -161,7 +169,7 @@ def to_int4(values: Array, scales: Array, out: Array, block: int, drawn: int, se
         largest, own, pairs = largest_of(given), U(seed + start), given.size // 2
         factor = steps_of(largest, levels)
         scales[number] = scale_of(largest, levels, factor)
-        if drawn:
+        if random:
             for i in range(pairs):
                 low = drawn_nibble(given[2 * i], factor, own, 2 * i)
                 high = drawn_nibble(given[2 * i + 1], factor, own, 2 * i + 1)
@@ -172,7 +180,7 @@ def to_int4(values: Array, scales: Array, out: Array, block: int, drawn: int, se
                 bytes_of[i] = np.uint8(low | np.int32(high << 4))
         if given.size % 2:
             last, alone = given.size - 1, nibble(given[-1], factor)
-            if drawn:
+            if random:
                 alone = drawn_nibble(given[-1], factor, own, last)
             bytes_of[pairs] = np.uint8(alone)
 
@@ -333,9 +341,9 @@ def draw_places(count: int, seed: int, chosen: Array) -> None:
     """
     own, at, i = U(seed), 0, 0
     while at < chosen.size:
-        drawn = np.uint64(hashed(own, i)) * np.uint64(count - i)
+        left = np.uint64(hashed(own, i)) * np.uint64(count - i)
         chosen[at] = U(i)
-        at += 1 if np.int64(drawn >> np.uint64(32)) < chosen.size - at else 0
+        at += 1 if np.int64(left >> np.uint64(32)) < chosen.size - at else 0
         i += 1
 
 
