@@ -23,8 +23,8 @@ class CustomCodec(Codec):
         ...     def size(self, count):
         ...         return count
         ...     def encode(self, values, out, seed):
-        ...         whole = np.clip(np.rint(values / self.step), -127, 127)
-        ...         out[:] = whole.astype(np.int8).view(np.uint8)
+        ...         inside = np.clip(values, -127 * self.step, 127 * self.step)
+        ...         out[:] = np.rint(inside / self.step).astype(np.int8).view(np.uint8)
         ...         return values.size
         ...     def decode(self, data, out):
         ...         out[:] = data.view(np.int8) * np.float32(self.step)
