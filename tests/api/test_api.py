@@ -12,6 +12,7 @@ import pytest
 import paramserve
 from paramserve import errors
 from paramserve.codecs.base import Codec
+from paramserve.codecs.sparse import Sparse
 from paramserve.consistency.base import Policy
 from paramserve.rules.base import RowRule, Rule
 from paramserve.rules.built_in import BuiltIn
@@ -31,7 +32,7 @@ CLIENT = {
     *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
     *("drain", "close", "closed", "timeout_s", "rank"),
 }
-CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec)
+CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse)
 """A method may be documented where its contract is."""
 
 

@@ -27,6 +27,7 @@ TABLES = ROOT / "docs" / "tables.md"
 NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 RECOMMENDERS = ROOT / "docs" / "recommenders.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+COMPRESSION = ROOT / "docs" / "compression.md"
 CONVERT = ROOT / "docs" / "convert.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
@@ -163,7 +164,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS],
+    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, COMPRESSION],
     ids=lambda page: page.stem,
 )
 def test_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
