@@ -7,7 +7,7 @@ is why it may be unpickled here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -360,8 +360,8 @@ class Worker:
         buffers: str = "rank0",
         consistency: Policy | None = None,
         dense: str = "servers",
-        push: Codec | None = None,
-        pull: Codec | None = None,
+        push: Codec | Mapping[str, Codec | None] | None = None,
+        pull: Codec | Mapping[str, Codec | None] | None = None,
     ) -> torch.optim.Optimizer:
         """Let an optimizer step on the servers; rank 0's model defines all ranks' values.
 
@@ -410,7 +410,9 @@ class Worker:
                 `paramserve.pytorch.hybrid`.
             push: how gradients, or what the steps of `ps.LocalSteps` have changed, are encoded on
                 their way to servers on other hosts, as in `push=ps.Int8()`; of parameters in
-                float32, the same on all ranks. None: they are not, or as `LocalSteps` says.
+                float32, the same on all ranks. A dict has codecs by patterns of names, as in
+                `push={"*.bias": None, "*": ps.Int4()}`: the first that matches counts, and what
+                none matches is not encoded. None: nothing is, or as `LocalSteps` says.
             pull: the same for values, as in `pull=ps.BFloat16()`: the model has rounded ones then,
                 and the servers and the result whole ones.
         Returns:

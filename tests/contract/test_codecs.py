@@ -350,6 +350,12 @@ def test_model_that_is_trained_with_codecs(make_cluster: MakeCluster, policy: An
     for push in (BFloat16(), Int8(), Int4(), TopK(0.05)):
         found = loss_with(make_cluster, policy, push=push, pull=BFloat16())
         assert found < 1.1 * plain + 0.005, push
+    by_name = {"*.weight": TopK(0.05) | Int4(), "2.*": None, "*": Int8()}
+    found = loss_with(make_cluster, policy, push=by_name, pull={"0.*": BFloat16()})
+    assert found < 1.1 * plain + 0.005
+    told = r"matches no parameter of the optimizer; it has '0.weight"
+    with pytest.raises(ValueError, match=told):
+        loss_with(make_cluster, policy, push={"3.*": Int8()})
     with pytest.raises(TypeError, match="push takes a codec"):
         loss_with(make_cluster, policy, push="int8")
     for other in ({"consistency": ps.ElasticAverage(0.5)}, {"dense": "local"}):
@@ -389,12 +395,50 @@ def loss_with(make_cluster: MakeCluster, policy: Any, **options: Any) -> float:
         loss = torch.nn.functional.mse_loss(model(inputs), wanted)
         loss.backward()
         optimizer.step()
-    (block,) = worker.client.blocks()
-    if block.spec.pull is not None:
+    block, *more = worker.client.blocks()
+    if block.spec.pull is not None and not more:
         values = model[0].weight.detach().numpy().reshape(-1)
         np.testing.assert_array_equal(rounded(BFloat16(), values), values)
         whole = worker.client.dense.fetch(block, 0)[0]
         assert (rounded(BFloat16(), whole) != whole).any()
-    if block.spec.push is not None and block.push_codec.feedback:
+    codec = block.push_codec
+    if codec is not None and codec.feedback:
         assert np.abs(residual(worker.client, block)).max() > 0.0
     return float(loss.detach())
+
+
+def test_patterns_make_blocks_and_all_ranks_have_to_give_the_same(
+    make_cluster: MakeCluster,
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def step(client: Client, **codecs: Any) -> None:
+        worker = Worker(client, seed=1)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 200), torch.nn.Linear(200, 1))
+        own = torch.optim.SGD(
+            [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1}],
+            lr=0.05,
+        )
+        optimizer = worker.optimizer(model, own, **codecs)
+        model(torch.ones(3, 20)).sum().backward()
+        optimizer.step()
+
+    codecs: dict[str, Any] = {
+        "push": {"*.weight": Int4(), "1.*": Int8()},
+        "pull": {"0.weight": BFloat16()},
+    }
+    cluster = make_cluster("tcp", servers=2, workers=3, policy=Async())
+    clients = [cluster.client(rank=rank) for rank in range(3)]
+    for client in clients[:2]:
+        step(client, **codecs)
+        blocks = client.blocks()
+        names = {tuple(p.name for p in b.pieces): (b.push_codec, b.pull_codec) for b in blocks}
+        assert names == {
+            ("0.weight",): (Int4(), BFloat16()),
+            ("0.bias",): (None, None),
+            ("1.weight",): (Int4(), None),
+            ("1.bias",): (Int8(), None),
+        }
+    with pytest.raises(CodecMismatch, match=r"with the codec of pushes Int4\(.*\), now none came"):
+        step(clients[2], push={"1.*": Int4()}, pull=codecs["pull"])

@@ -243,7 +243,8 @@ class Directory:
                 raise DefineMismatch(
                     f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
                     f"is defined with {found.known}, now {found.came} came",
-                    fix="build the same model on all ranks, and wrap it on all or on none",
+                    fix="build the same model on all ranks, wrap it on all or on none, and give "
+                    "the same codecs",
                 )
 
     def _check_kind(self, call: PlaceBlock) -> None:

@@ -17,8 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from paramserve.codecs.base import Codec
-from paramserve.codecs.registry import as_codec
 from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
 from paramserve.errors import warn_user
@@ -30,9 +28,11 @@ from paramserve.pytorch.block import (
     aliases_of,
     lay_out,
     names_of,
+    parameter_name,
     sharing,
 )
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
+from paramserve.pytorch.codecs import Codecs, CodecsByName, split_by_codec
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
@@ -60,8 +60,8 @@ class Settings:
     clip_norm: float | None
     buffers: str
     consistency: Policy | None = None
-    push: Codec | None = None
-    pull: Codec | None = None
+    push: Codecs | None = None
+    pull: Codecs | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -77,9 +77,8 @@ class Settings:
                 "consistency must be a policy, as in ps.Sync(), or None for the run's, not "
                 f"{self.consistency!r}"
             )
-        for what, codec in (("push", self.push), ("pull", self.pull)):
-            if codec is not None:
-                as_codec(codec, what)
+        CodecsByName.of(self.push, "push")
+        CodecsByName.of(self.pull, "pull")
         if self.weight is not None and not callable(self.weight):
             self.weight_now(None)
 
@@ -162,6 +161,8 @@ class Adopted(ABC, Generic[B]):
         self._client = worker.client
         self._model = model
         self._settings = settings
+        self._push_codecs = CodecsByName.of(settings.push, "push")
+        self._pull_codecs = CodecsByName.of(settings.pull, "pull")
         self._names = names_of(model)
         self.tables = Tables(worker.client, model, worker.rank, apart=apart)
         self._parts: list[B] = []
@@ -194,6 +195,7 @@ class Adopted(ABC, Generic[B]):
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """Check everything, then define on rank 0 or wait for it, and take the values."""
         settings, worker = self._settings, self._worker
+        self._check_codecs(groups)
         plans = [each for index, group in enumerate(groups) for each in self._plan(index, group)]
         found = self.tables.find(groups)
         taken = self._takes(plans)
@@ -224,6 +226,21 @@ class Adopted(ABC, Generic[B]):
         worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
+
+    def _check_codecs(self, groups: Sequence[ParamGroup]) -> None:
+        """Refuse patterns of codecs that no parameter needs.
+
+        Raises:
+            ValueError: nothing was defined.
+        """
+        names = [
+            parameter_name(self._names, index, place, param)
+            for index, group in enumerate(groups)
+            for place, param in enumerate(group["params"])
+            if not isinstance(param, Rows)
+        ]
+        self._push_codecs.check(names)
+        self._pull_codecs.check(names)
 
     def _check_trains(self, groups: Sequence[ParamGroup], tables: bool) -> None:
         """Refuse an optimizer whose steps would change nothing.
@@ -467,6 +484,7 @@ class Adopted(ABC, Generic[B]):
         served = self._served()
         left_out = {id(each) for each in dense if is_frozen(each) or id(each) in served}
         layouts = lay_out(self._names, index, dense, left_out)
+        layouts = split_by_codec(layouts, self._push_codecs, self._pull_codecs)
         if not (self.late and self._parts):
             return layouts
         return [each for layout in layouts for each in self._as_others_have(layout)]
@@ -489,8 +507,8 @@ class Adopted(ABC, Generic[B]):
                     consistency=consistency,
                     nth=nth,
                     aliases=aliases_of(self._model, layout.names),
-                    push=self._settings.push,
-                    pull=self._settings.pull,
+                    push=layout.push,
+                    pull=layout.pull,
                 )
             else:
                 block = client.directory.await_block(
@@ -500,8 +518,8 @@ class Adopted(ABC, Generic[B]):
                     group=name,
                     consistency=consistency,
                     nth=nth,
-                    push=self._settings.push,
-                    pull=self._settings.pull,
+                    push=layout.push,
+                    pull=layout.pull,
                 )
             parts.append(part(block))
         self._parts += parts

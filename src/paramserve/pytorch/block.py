@@ -5,7 +5,7 @@ A `Layout` says how the parameters of one dtype lie one after the other in a fla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client
+    from paramserve.codecs.base import Codec
     from paramserve.core.partition import Block
 
 
@@ -33,13 +34,18 @@ _SHARES_WORK_MAX = 100_000
 
 
 class Layout(NamedTuple):
-    """One block to be: tensors of one parameter group and dtype, end to end in this order."""
+    """One block to be: tensors of one parameter group and dtype, and with the same codecs, end to
+    end in this order."""
 
     group: int
     """Index of the parameter group."""
     dtype: torch.dtype
     names: tuple[str, ...]
     params: tuple[Tensor, ...]
+    push: Codec | None = None
+    """How its gradients are encoded between hosts."""
+    pull: Codec | None = None
+    """The same of its values."""
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
@@ -98,12 +104,20 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
     return {id(param): name for name, param in model.named_parameters()}
 
 
+def parameter_name(names: Mapping[int, str], index: int, place: int, param: Tensor) -> str:
+    """What a parameter is called on the servers: one that the model does not have is
+    `extra.<group>.<place in the group>`.
+
+    Args:
+        names: from `names_of`.
+    """
+    return names.get(id(param), f"extra.{index}.{place}")
+
+
 def lay_out(
     names: dict[int, str], index: int, params: Sequence[Tensor], left_out: Collection[int] = ()
 ) -> list[Layout]:
     """Split a parameter group into blocks, one for each dtype.
-
-    A parameter that the model does not have is called `extra.<group>.<place in the group>`.
 
     Args:
         names: from `names_of`.
@@ -113,7 +127,7 @@ def lay_out(
         TypeError: a parameter's dtype or kind is not supported.
     """
     named = [
-        (names.get(id(p), f"extra.{index}.{i}"), p)
+        (parameter_name(names, index, i, p), p)
         for i, p in enumerate(params)
         if id(p) not in left_out
     ]

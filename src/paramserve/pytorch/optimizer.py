@@ -32,9 +32,9 @@ from paramserve.rules.base import Rule
 from paramserve.rules.torch_kinds import kind_of
 
 if TYPE_CHECKING:
-    from paramserve.codecs.base import Codec
     from paramserve.consistency.base import Policy
     from paramserve.observe.history import StepRecord
+    from paramserve.pytorch.codecs import Codecs
     from paramserve.worker import Worker
 
 
@@ -271,8 +271,8 @@ def adopt(
     buffers: str = "rank0",
     consistency: Policy | None = None,
     dense: str = "servers",
-    push: Codec | None = None,
-    pull: Codec | None = None,
+    push: Codecs | None = None,
+    pull: Codecs | None = None,
 ) -> Optimizer:
     """See `Worker.optimizer`."""
     optimizer = _as_optimizer(model, given)
