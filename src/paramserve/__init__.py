@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paramserve.codecs import Float16 as Float16
     from paramserve.codecs import Int4 as Int4
     from paramserve.codecs import Int8 as Int8
+    from paramserve.codecs import PowerSGD as PowerSGD
     from paramserve.codecs import RandomK as RandomK
     from paramserve.codecs import Sign as Sign
     from paramserve.codecs import TopK as TopK
@@ -119,7 +120,7 @@ _NAMES = {
     "rules.delayed_nesterov": "DelayedNesterov",
     "rules.ftrl": "FTRL",
     "rules.base": "PushInfo",
-    "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK RandomK CustomCodec",
+    "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK RandomK PowerSGD CustomCodec",
     "engine.local": "Local",
     "engine.on_ray": "OnRay Needs",
     "launch.roster": "Restart",

@@ -11,14 +11,16 @@ from tests.contract.conftest import MakeCluster
 
 import paramserve as ps
 from paramserve.client import Client
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
+from paramserve.client.names import as_tensors
+from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, PowerSGD, RandomK, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.consistency.built_in import Async, Buffered, Sync
 from paramserve.core.partition import Block
 from paramserve.errors import CodecMismatch, NonFinite, ParamServeError, ShapeMismatch
-from paramserve.messages import Gradient, Step
+from paramserve.messages import Gradient, Piece, PlaceBlock, Step
 from paramserve.rules import SGD, Add
+from paramserve.rules.registry import described_by
 from paramserve.worker import Worker
 
 SIZE = 40_000
@@ -306,6 +308,7 @@ def test_ranks_have_to_give_the_same_codecs(make_cluster: MakeCluster) -> None:
         (np.zeros(4, np.int64), {"pull": BFloat16(), "rule": None}, "'w' is int64"),
         (np.zeros(4, np.float32), {"pull": TopK()}, "leaves values out: it is for pushes"),
         (np.zeros(4, np.float32), {"pull": RandomK() | Int8()}, "ps.RandomK | ps.Int8 leaves"),
+        (np.zeros((9, 9), np.float32), {"pull": PowerSGD(1)}, "ps.PowerSGD leaves values out"),
     ],
 )
 def test_tensors_that_cannot_be_encoded_are_named(
@@ -338,7 +341,7 @@ def test_encoded_gradient_of_another_length_is_refused(
 
 
 def test_codecs_are_public() -> None:
-    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK):
+    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD):
         assert getattr(ps, codec.__name__) is codec
     assert spec(ps.TopK(0.2)).options["ratio"] == 0.2
 
@@ -442,3 +445,47 @@ def test_patterns_make_blocks_and_all_ranks_have_to_give_the_same(
         }
     with pytest.raises(CodecMismatch, match=r"with the codec of pushes Int4\(.*\), now none came"):
         step(clients[2], push={"1.*": Int4()}, pull=codecs["pull"])
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "inprocess"])
+def test_matrices_are_whole_on_one_server_and_sent_as_thin_ones(
+    make_cluster: MakeCluster, kind: str, policy: Any
+) -> None:
+    """On the same host with a codec that encodes there, too: parts of arenas begin with tensors."""
+    cluster = make_cluster(kind, servers=3, workers=1, policy=policy)
+    client = cluster.client(rank=0)
+    shapes = {"a": (120, 71), "b": (3,), "c": (0, 5), "d": (101, 83), "e": (2, 40, 50), "f": (1,)}
+    start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    codec = PowerSGD(2, even_local=kind != "tcp")
+    block = client.define(start, rule=Add(), push=codec)
+    assert set(block.spec.cuts) <= set(block.starts)
+    assert len(set(block.spec.cuts)) == 4
+    given = [normal(seed, block.size) for seed in range(5)]
+    for gradient in given:
+        named = zip(shapes.items(), block.starts, strict=False)
+        pushed = {n: gradient[at : at + int(np.prod(s))].reshape(s) for (n, s), at in named}
+        client.push_pull(pushed, tick=True)
+    left = residual(client, block)
+    found = np.concatenate([each.reshape(-1) for each in client.pull(list(shapes)).values()])
+    np.testing.assert_allclose(found, sum_of(given) - left, atol=1e-4)
+    thin = 4 * (2 * (120 + 71) + 3 + 2 * (101 + 83) + 4000 + 1)  # "e" would not become smaller
+    assert client.steps.encoder is not None
+    assert client.steps.encoder.sent_bytes == 5 * thin
+    assert (left[block.starts[1] : block.starts[2]] == 0).all()
+    assert np.linalg.norm(left[: block.starts[1]]) > 1
+
+
+def test_tensor_that_is_cut_is_refused_for_a_codec_of_whole_ones(make_cluster: MakeCluster) -> None:
+    """A client that is not ours does not say that they have to be whole."""
+    client = make_cluster(servers=2, workers=1).client(rank=0)
+
+    value = np.zeros((200, 200), np.float32)
+    described = spec(PowerSGD(1))
+    call = PlaceBlock(
+        0, "g", "float32", described_by(Add()), (Piece("w", (200, 200)),), True, 5.0, push=described
+    )
+    block, attempt = client.directory._place(call)
+    with pytest.raises(ShapeMismatch, match="its rule or codec needs whole tensors"):
+        client.directory._define(block, attempt, 5.0, as_tensors("w", value))
+    client.define("w", value, rule=Add(), group="g", push=PowerSGD(1))

@@ -108,7 +108,7 @@ class Directory:
                     )
         pieces = tuple(Piece(tensor.name, tensor.array.shape) for tensor in values)
         limit = self._connection.limit(timeout_s)
-        whole = bool(getattr(rule, "whole_tensors", False))
+        whole = _needs_whole(rule, push)
         call = PlaceBlock(
             0,
             group,
@@ -222,7 +222,7 @@ class Directory:
             load_kernels(kind, rule)
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._connection.limit(timeout_s)
-        whole = bool(getattr(rule, "whole_tensors", False))
+        whole = _needs_whole(rule, push)
         codecs = self._codec_specs(push, pull)
         call = PlaceBlock(
             0,
@@ -435,6 +435,12 @@ class Directory:
         """Blocks with these names (None: all), as the coordinator knows them."""
         timeout_s = self._connection.timeout_s
         return self._control.call(Lookup(0, names, 0.0), Found, timeout_s=timeout_s).blocks
+
+
+def _needs_whole(rule: Rule | None, push: Codec | None) -> bool:
+    """Whether no tensor may be cut over two servers."""
+    by_codec = push is not None and push.whole_tensors
+    return by_codec or bool(getattr(rule, "whole_tensors", False))
 
 
 def _spec(rule: Rule | None, group: str) -> RuleSpec | None:

@@ -97,9 +97,10 @@ class Encoder:
             gradient[start:stop] = 0.0
         ranges = [block.range(shard) for shard in range(len(block.spec.cuts) - 1)]
         offsets, total = [], 0
-        for low, high in ranges:
+        codecs = block.push_codecs
+        for each, (low, high) in zip(codecs, ranges, strict=True):
             offsets.append(total)
-            total += -(-codec.size(high - low) // ALIGN) * ALIGN
+            total += -(-each.size(high - low) // ALIGN) * ALIGN
         taken += self._take([total])
         into = taken[-1]
         with self._lock:
@@ -107,10 +108,11 @@ class Encoder:
             given, change = self._to_encode(block, codec, gradient, inactive)
             headers = []
             for shard, (low, high) in enumerate(ranges):
-                out = into.bytes[offsets[shard] : offsets[shard] + codec.size(high - low)]
-                written = codec.encode(given[low:high], out, self._seed(block, number, shard))
+                each = codecs[shard]
+                out = into.bytes[offsets[shard] : offsets[shard] + each.size(high - low)]
+                written = each.encode(given[low:high], out, self._seed(block, number, shard))
                 if change is not None and high > low:
-                    codec.decode(out[:written], change[low:high])
+                    each.decode(out[:written], change[low:high])
                 place = into.offset + offsets[shard]
                 headers.append(
                     Gradient(block.id, into.arena, place, push.active, push.hyper, written)

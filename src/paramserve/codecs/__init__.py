@@ -3,6 +3,7 @@
 from paramserve.codecs.base import Codec
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.low_rank import PowerSGD
 from paramserve.codecs.sparse import RandomK, TopK
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Float16",
     "Int4",
     "Int8",
+    "PowerSGD",
     "RandomK",
     "Sign",
     "TopK",

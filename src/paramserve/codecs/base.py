@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,6 +33,9 @@ class Codec(ABC):
     """Whether as many values always take `size` bytes; else they take no more."""
     pushes_only: ClassVar[bool] = False
     """Whether so much is left out that only gradients bear it, and no values."""
+    whole_tensors: ClassVar[bool] = False
+    """Whether it looks at whole tensors: then none is cut over two servers, and `bound` tells their
+    shapes. Such a codec is for pushes."""
 
     @property
     def name(self) -> str:
@@ -68,6 +72,11 @@ class Codec(ABC):
         Raises:
             ValueError: it does not stand for so many finite values. `out` has any content.
         """
+
+    def bound(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        """The codec of a server's part of the values, which is tensors of these shapes, end to end.
+        Only asked of a codec with `whole_tensors`."""
+        return self
 
     def __or__(self, second: object) -> Codec:
         """A chain, which only a codec that chooses values can begin: see `sparse.Sparse`.

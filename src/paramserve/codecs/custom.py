@@ -34,6 +34,8 @@ class CustomCodec(Codec):
     Attributes:
         fixed: whether `encode` always writes `size` bytes; if not, set it to False: then the codec
             is for pushes only, and ends no chain.
+        whole_tensors: whether it looks at whole tensors: then no tensor is cut over two servers,
+            and `bound(shapes)` returns the codec of a server's part. Such a codec is for pushes.
         feedback: as of all codecs; `feedback: bool = field(default=False, kw_only=True)` in the
             class is for a codec whose mean is right.
     """

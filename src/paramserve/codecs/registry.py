@@ -11,14 +11,14 @@ from typing import Any
 from paramserve.codecs.base import Codec
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.low_rank import PowerSGD
 from paramserve.codecs.sparse import Chain, RandomK, TopK
 from paramserve.config import CodecSpec
 from paramserve.errors import UnknownCodec
 from paramserve.rules.registry import check_frozen, check_signature
 
-BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType(
-    {kind.__name__: kind for kind in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK)}
-)
+_KINDS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
+BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 CHAIN = Chain.__name__
 PARTS = ("first", "second")
 """Of a chain."""

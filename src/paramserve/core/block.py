@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import NONE
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, size_of
+from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory
 from paramserve.core.shard_storage import Keep, ShardStorage
@@ -59,7 +59,7 @@ def check_spec(spec: BlockSpec, shards: int) -> None:
 
 
 def check_whole(spec: BlockSpec) -> None:
-    """Refuse cuts within a tensor, for a rule that needs each one whole.
+    """Refuse cuts within a tensor, for a rule or a codec that needs each one whole.
 
     Raises:
         ShapeMismatch: nothing was applied.
@@ -68,8 +68,9 @@ def check_whole(spec: BlockSpec) -> None:
         raise ShapeMismatch(
             f"{', '.join(repr(piece.name) for piece in spec.pieces[:3])} in group "
             f"{spec.group_name!r} lies with parts of a tensor on several servers, and its rule "
-            "needs whole tensors",
-            fix="give a rule that was registered on the servers the same whole_tensors here",
+            "or codec needs whole tensors",
+            fix="give a rule or codec that was registered on the servers the same whole_tensors "
+            "here",
         )
 
 
@@ -128,15 +129,18 @@ class ShardBlock(ShardStorage):
         self._pieces = Pieces(
             spec.pieces, self.low, self.high, separate=separate, shaped=self._whole
         )
-        self.alignment = self.dtype.itemsize if self._whole else ALIGN
-        """Bytes to whose multiples its part of a client's memory is aligned."""
         self.push_codec, self.pull_codec = _codecs(spec, codecs)
+        whole = self._whole or (self.push_codec is not None and self.push_codec.whole_tensors)
+        self.alignment = self.dtype.itemsize if whole else ALIGN
+        """Bytes to whose multiples its part of a client's memory is aligned."""
         self.rounds = self.pull_codec is not None and self.pull_codec.even_local
         """Whether clients on this host get the values that others decode."""
         self._copies: Copies | None = None
         self._scratch: Array | None = None
-        if self._whole:
+        if whole:
             check_whole(spec)
+        if self.push_codec is not None:
+            self.push_codec = bound(self.push_codec, spec.pieces, self.low, self.high)
         if rule is not None:
             with guarded(self._about("cannot start"), rule):
                 if self.may_fail:  # for ours, the server has done it

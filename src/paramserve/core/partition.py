@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -72,6 +73,19 @@ def _nearest(offsets: Sequence[int], ideal: float) -> int:
     return min(offsets, key=lambda offset: abs(offset - ideal))
 
 
+def bound(codec: Codec, pieces: Sequence[Piece], low: int, high: int) -> Codec:
+    """A codec of the elements [low, high) of tensors laid end to end; one that looks at whole
+    tensors knows the shapes of those that are there, but for empty ones."""
+    if not codec.whole_tensors:
+        return codec
+    inside = [
+        piece.shape
+        for piece, (start, stop) in zip(pieces, pairwise(borders(pieces)), strict=True)
+        if low <= start < stop <= high
+    ]
+    return codec.bound(inside)
+
+
 @dataclass(frozen=True)
 class Block:
     """A block as its clients see it: the tensors that were defined together.
@@ -120,6 +134,18 @@ class Block:
             UnknownCodec: by a codec of the user's own that this client does not know.
         """
         return codec_of(self.spec.push, self.codecs)
+
+    @cached_property
+    def push_codecs(self) -> tuple[Codec, ...]:
+        """By shard: `push_codec` of the tensors there.
+
+        Raises:
+            UnknownCodec: as `push_codec`. CodecFailed: it is not one of ours, and failed.
+        """
+        codec = self.push_codec
+        assert codec is not None
+        shards = range(len(self.spec.cuts) - 1)
+        return tuple(bound(codec, self.pieces, *self.range(shard)) for shard in shards)
 
     @cached_property
     def pull_codec(self) -> Codec | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ def why_not_pulled(codec: Codec) -> str | None:
     """Why values cannot come encoded so; None: they can."""
     if codec.pushes_only:
         return f"{codec.called} leaves values out: it is for pushes, and not for pulls"
+    if codec.whole_tensors:
+        return f"{codec.called} looks at whole tensors: it is for pushes, and not for pulls"
     if not codec.fixed:
         return f"{codec.called} takes more or fewer bytes by what it encodes: it is for pushes only"
     return None
@@ -50,7 +52,7 @@ class Guarded(Codec):
     codec: Codec
 
     def __post_init__(self) -> None:
-        for name in ("fixed", "pushes_only"):
+        for name in ("fixed", "pushes_only", "whole_tensors"):
             object.__setattr__(self, name, bool(getattr(self.codec, name)))
 
     @property
@@ -63,6 +65,13 @@ class Guarded(Codec):
 
     def __repr__(self) -> str:
         return repr(self.codec)
+
+    def bound(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        with self._guarded("bound"):
+            codec: Any = self.codec.bound(shapes)
+            if not isinstance(codec, Codec):
+                raise TypeError(f"bound returned {type(codec).__name__}, and no codec")
+        return replace(self, codec=codec)
 
     def size(self, count: int) -> int:
         with self._guarded("size"):

@@ -112,11 +112,11 @@ class Reconnect(Struct, frozen=True, array_like=True, tag="reconnect"):
 class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     """Give these tensors a block, or find the one that has exactly them.
 
-    `define` False: wait until another client defines it. `whole_tensors`: the rule needs each
-    tensor whole on one shard. `table`: what is placed is a table; its name is the group's and the
-    only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in this
-    order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push` and
-    `pull`: as of `BlockSpec`.
+    `define` False: wait until another client defines it. `whole_tensors`: the rule or a codec needs
+    each tensor whole on one shard. `table`: what is placed is a table; its name is the group's and
+    the only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in
+    this order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push`
+    and `pull`: as of `BlockSpec`.
     """
 
     call: int

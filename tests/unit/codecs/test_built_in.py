@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.codecs import reference
 
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
+from paramserve.codecs import (
+    BFloat16,
+    Codec,
+    Float16,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
 from paramserve.codecs.registry import BUILT_IN, as_codec, build, spec
 from paramserve.compiling import load_codecs
 from paramserve.config import CodecSpec
@@ -247,7 +257,7 @@ def test_options_are_checked(make: Any, told: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *DRAWN, Int8(feedback=False)], ids=repr)
+@pytest.mark.parametrize("codec", [*CODECS, *DRAWN, Int8(feedback=False), PowerSGD(2, 3)], ids=repr)
 def test_codecs_travel_by_name(codec: Codec) -> None:
     assert build(spec(codec)) == codec
 
@@ -261,5 +271,5 @@ def test_what_is_no_codec_is_refused() -> None:
         as_codec(Int8, "push")
     with pytest.raises(TypeError, match=r"push takes a codec, one of ps.BFloat16\(\), .*'int8'"):
         as_codec("int8", "push")
-    named = {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK", "RandomK"}
+    named = {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK", "RandomK", "PowerSGD"}
     assert set(BUILT_IN) == named

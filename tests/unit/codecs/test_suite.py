@@ -16,6 +16,7 @@ from paramserve.codecs import (
     Float16,
     Int4,
     Int8,
+    PowerSGD,
     RandomK,
     Sign,
     TopK,
@@ -105,6 +106,12 @@ class TestTopKOfInt4(CodecSuite):
 
 class TestRandomKOfInt8(TestTopKOfInt4):
     codec = RandomK(0.1) | Int8(8)
+
+
+class TestPowerSGD(CodecSuite):
+    """Without shapes; with them see `test_low_rank`."""
+
+    codec = PowerSGD(1)
 
 
 class TestRandomKOfSign(CodecSuite):
