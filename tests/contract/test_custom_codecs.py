@@ -131,7 +131,37 @@ class Int8Again(CustomCodec):
     def decode(self, data: Any, out: Any) -> None: ...
 
 
-ALL = (Steps, Fails, Packed, SaysNonsense)
+@dataclass(frozen=True)
+class Means(CustomCodec):
+    """One value for each tensor: its mean. `shapes` says how long each is, as text."""
+
+    shapes: str = ""
+    fails: bool = False
+
+    whole_tensors: ClassVar[bool] = True
+
+    def bound(self, shapes: Any) -> Any:
+        if self.fails:
+            return None
+        return Means(",".join(str(int(np.prod(shape))) for shape in shapes))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(each) for each in self.shapes.split(",") if each]
+
+    def size(self, count: int) -> int:
+        return 4 * len(self.lengths)
+
+    def encode(self, values: Any, out: Any, seed: int) -> int:
+        parts = np.split(values, np.cumsum(self.lengths)[:-1]) if self.lengths else []
+        out.view(np.float32)[:] = [part.mean() for part in parts]
+        return int(out.size)
+
+    def decode(self, data: Any, out: Any) -> None:
+        out[:] = np.repeat(data.view(np.float32), self.lengths)
+
+
+ALL = (Steps, Fails, Packed, SaysNonsense, Means)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -159,6 +189,23 @@ def test_own_codec_encodes_with_feedback(
     assert left is not None
     assert np.linalg.norm(left) > 0.01
     np.testing.assert_allclose(client.pull("w"), np.sum(given, 0) - left, atol=3e-5)
+
+
+def test_own_codec_of_whole_tensors_is_told_their_shapes(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("tcp", servers=2, workers=1, registers=ALL)
+    client = cluster.client(rank=0)
+    start = {name: np.zeros((100 + at, 100), np.float32) for at, name in enumerate("abc")}
+    codec = Means(feedback=False)
+    block = client.define(start, rule=Add(), push=codec)
+    assert block.spec.cuts[1] in block.starts[1:3]
+    given = {name: normal(1)[: value.size].reshape(value.shape) for name, value in start.items()}
+    client.push(given).result()
+    for name, found in client.pull(list(start)).items():
+        np.testing.assert_allclose(found, given[name].mean(), atol=1e-6)
+    with pytest.raises(ParamServeError, match="Means looks at whole tensors: it is for pushes"):
+        client.define("v", start["a"], rule=Add(), pull=codec)
+    with pytest.raises(CodecFailed, match=r"Means failed in bound: .* returned NoneType"):
+        client.define("v", start["a"], rule=Add(), push=Means(fails=True))
 
 
 def test_own_codec_of_pulls(make_cluster: MakeCluster) -> None:
