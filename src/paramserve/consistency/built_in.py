@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import as_codec
+from paramserve.codecs.registry import is_built_in as is_built_in_codec
 from paramserve.config import check_count, check_number
 from paramserve.consistency.base import (
     ADMIT,
@@ -436,8 +437,11 @@ def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
             f"outer of {name} must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
         )
     for what, codec in (("push", policy.push), ("pull", policy.pull)):
-        if codec is not None:
-            as_codec(codec, what)
+        if codec is not None and not is_built_in_codec(as_codec(codec, what)):
+            raise TypeError(
+                f"{what} of {name} is a built-in codec: give one of your own to "
+                f"worker.optimizer(..., {what}=), and register it with codecs=, not {codec!r}"
+            )
 
 
 @dataclass(frozen=True)
