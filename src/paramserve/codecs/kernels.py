@@ -17,7 +17,7 @@ from numba import types
 
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.intrinsics import inlined, reinterpreted
+from paramserve.rules.intrinsics import borrowed, inlined, reinterpreted
 from paramserve.rules.kernels import INT, kernel
 
 U = np.uint32
@@ -362,3 +362,159 @@ KERNELS: Kernels = {
     draw_places: (INT, INT, BITS),
 }
 """All of them, compiled for these arguments: arrays that are only read come as read-only ones."""
+
+
+# --- rows of tables and their keys -----------------------------------------------------------
+#
+# Each row is encoded by itself, as a tensor of `dim` values would be: its blocks begin with it, and
+# so do its bytes. The scales of all rows come first.
+
+_to_int8, _from_int8 = inlined(to_int8), inlined(from_int8)
+_to_int4, _from_int4 = inlined(to_int4), inlined(from_int4)
+_to_signs, _from_signs = inlined(to_signs), inlined(from_signs)
+
+
+@kernel
+def rows_to_int8(
+    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+) -> None:
+    values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
+    blocks = -(-dim // block)
+    for row in range(values.size // dim):
+        at, first = row * dim, row * blocks
+        given, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int8(given, own, out[at : at + dim], block, drawn, seed + at)
+
+
+@kernel
+def rows_from_int8(data: Array, scales: Array, out: Array, dim: int, block: int) -> None:
+    data, scales, out = borrowed(data), borrowed(scales), borrowed(out)
+    blocks = -(-dim // block)
+    for row in range(out.size // dim):
+        at, first = row * dim, row * blocks
+        own = scales[first : first + blocks]
+        _from_int8(data[at : at + dim], own, out[at : at + dim], block)
+
+
+@kernel
+def rows_to_int4(
+    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+) -> None:
+    values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
+    blocks, width = -(-dim // block), -(-dim // 2)
+    for row in range(values.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        given, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int4(given, own, out[byte : byte + width], block, drawn, seed + at)
+
+
+@kernel
+def rows_from_int4(data: Array, scales: Array, out: Array, dim: int, block: int) -> None:
+    data, scales, out = borrowed(data), borrowed(scales), borrowed(out)
+    blocks, width = -(-dim // block), -(-dim // 2)
+    for row in range(out.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        own = scales[first : first + blocks]
+        _from_int4(data[byte : byte + width], own, out[at : at + dim], block)
+
+
+@kernel
+def rows_to_signs(values: Array, scales: Array, out: Array, dim: int, block: int) -> None:
+    blocks, width = -(-dim // block), -(-dim // 8)
+    for row in range(values.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        given, own = values[at : at + dim], scales[first : first + blocks]
+        _to_signs(given, own, out[byte : byte + width], block)
+
+
+@kernel
+def rows_from_signs(data: Array, scales: Array, out: Array, dim: int, block: int) -> None:
+    data, scales, out = borrowed(data), borrowed(scales), borrowed(out)
+    blocks, width = -(-dim // block), -(-dim // 8)
+    for row in range(out.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        own = scales[first : first + blocks]
+        _from_signs(data[byte : byte + width], own, out[at : at + dim], block)
+
+
+Q = np.uint64
+SEVEN, LOW_SEVEN, MORE = Q(7), Q(127), Q(128)
+LAST_SHIFT = Q(63)
+"""Of the tenth byte of a gap, which has one bit left."""
+KEY_MAX = Q(0xFFFFFFFFFFFFFFFF)
+
+
+@kernel
+def key_gaps_bytes(keys: Array, least: int) -> int:
+    """What `to_key_gaps` writes."""
+    before, nbytes, next_to = Q(0), 0, Q(least)
+    for i in range(keys.size):
+        gap = keys[i] if i == 0 else keys[i] - before - next_to
+        before = keys[i]
+        nbytes += 1
+        while gap >= MORE:
+            gap >>= SEVEN
+            nbytes += 1
+    return nbytes
+
+
+@kernel
+def to_key_gaps(keys: Array, out: Array, least: int) -> int:
+    """Rising keys as the first one, and the distances between them less the least that there may
+    be, coded as by `to_gaps`; up to ten bytes each. The bytes that were written."""
+    before, at, next_to = Q(0), 0, Q(least)
+    for i in range(keys.size):
+        gap = keys[i] if i == 0 else keys[i] - before - next_to
+        before = keys[i]
+        while gap >= MORE:
+            out[at] = np.uint8((gap & LOW_SEVEN) | MORE)
+            gap >>= SEVEN
+            at += 1
+        out[at] = np.uint8(gap)
+        at += 1
+    return at
+
+
+@kernel
+def from_key_gaps(data: Array, out: Array, least: int) -> int:
+    """The keys that bytes stand for; how many bytes that took, or -1 if they stand for no such
+    keys: they end within one, a number is not written in the shortest way, or passes 64 bits."""
+    before, at, next_to = Q(0), 0, Q(least)
+    for i in range(out.size):
+        gap, shift = Q(0), Q(0)
+        while True:
+            if at >= data.size:
+                return -1
+            byte = Q(data[at])
+            at += 1
+            if (shift == LAST_SHIFT and byte > Q(1)) or (shift > Q(0) and byte == Q(0)):
+                return -1
+            gap |= (byte & LOW_SEVEN) << shift
+            if byte < MORE:
+                break
+            shift += SEVEN
+        if i > 0:
+            room = KEY_MAX - before
+            if room < next_to or gap > room - next_to:
+                return -1
+            gap += before + next_to
+        before = gap
+        out[i] = gap
+    return at
+
+
+READ_KEYS = types.Array(types.uint64, 1, "C", readonly=True)
+ENCODES_ROWS = (READ_FLOATS, FLOATS, BYTES, INT, INT)
+DECODES_ROWS = (READ_BYTES, READ_FLOATS, FLOATS, INT, INT)
+KERNELS = {
+    **KERNELS,
+    rows_to_int8: (*ENCODES_ROWS, INT, INT),
+    rows_from_int8: DECODES_ROWS,
+    rows_to_int4: (*ENCODES_ROWS, INT, INT),
+    rows_from_int4: DECODES_ROWS,
+    rows_to_signs: ENCODES_ROWS,
+    rows_from_signs: DECODES_ROWS,
+    key_gaps_bytes: (READ_KEYS, INT),
+    to_key_gaps: (READ_KEYS, BYTES, INT),
+    from_key_gaps: (READ_BYTES, types.Array(types.uint64, 1, "C"), INT),
+}
