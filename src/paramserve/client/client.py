@@ -46,6 +46,7 @@ class Client:
         steps: how far it is in each group, and by whose terms it steps.
         directory: what is defined, as it knows it.
         dense: pushes and reads by block, as `paramserve.pytorch` makes them.
+        reads: of tables' rows.
         saving: what its worker saves for the next incarnation.
         load_tables: files of the rows that tables begin with, by name; the client that defines such
             a table loads it, before any other one finds it.
@@ -71,6 +72,7 @@ class Client:
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)
+        self.reads = self._keyed.reads
         self.load_tables: Mapping[str, str] = {}
         self.saving = Saving(connection, self.steps)
         self._groups = Groups(connection, self.steps, self.directory)
@@ -283,6 +285,8 @@ class Client:
         seed: int = 0,
         consistency: Policy | None = None,
         labels: bool | int = False,
+        push: Codec | None = None,
+        pull: Codec | None = None,
         timeout_s: float | None = None,
     ) -> Table:
         """A keyed table: made by the first who asks for it with a `dim` and a rule, found by all
@@ -308,10 +312,19 @@ class Client:
                 at most, then the least recently sent go; True: as many as the `LRU` has rows, or 10
                 million. They are a table of their own, `<name> (labels)`, of 192 bytes a string
                 with its index, which `max_bytes` bounds once more.
+            push: how gradients are encoded on their way to servers on other hosts, each row by
+                itself, as in `push=ps.Int8()`: `ps.BFloat16`, `ps.Float16`, `ps.Int8`, `ps.Int4` or
+                `ps.Sign`. `ps.Int8` and `ps.Int4` round at random, so that the mean is right, and
+                no residual is kept: `rounding` and `feedback` of the codec say nothing here.
+            pull: the same for rows that are pulled, as in `pull=ps.BFloat16()`: they come rounded
+                to the nearest. What is read otherwise (`scan`, files, checkpoints) does not, nor
+                what `job.table` reads. With either codec, keys travel as their distances.
         Returns:
             The table; the same object for the same name.
         Raises:
             DefineMismatch: defined before with other options, or the name is a group of tensors'.
+            CodecMismatch: defined before with other codecs.
+            ParamServeError: a codec that is not for rows.
             UnknownName: there is no such table, and no `dim` was given.
             UnknownRule: the servers were not started with the rule or the policy.
             ValueError, TypeError: an option. In all cases nothing was applied.
@@ -336,6 +349,8 @@ class Client:
             seed=seed,
             consistency=consistency,
             labels=most,
+            push=push,
+            pull=pull,
             timeout_s=timeout_s,
             fill=self._fill if most or name in self.load_tables else None,
         )

@@ -380,6 +380,8 @@ class Directory:
         consistency: Policy | None,
         timeout_s: float | None,
         labels: int = 0,
+        push: Codec | None = None,
+        pull: Codec | None = None,
         fill: Callable[[Block], None] | None = None,
     ) -> Block:
         """See `Client.table`: the block of a table that is on all servers.
@@ -389,6 +391,7 @@ class Directory:
             fill: puts the first rows, before another client finds the table; one that waits for it
                 does so for `Deadlines.busy_s`.
         """
+        codecs = codec_specs(push, pull)
         rule = None if rule is None else as_rule(rule)
         spec = TableSpec(dim, dtype, _seed(seed), options.to_spec(), labels)
         described = _described(name, rule, spec, options)
@@ -400,7 +403,18 @@ class Directory:
             wait_s = max(limit, self._connection.deadlines.busy_s)
         pieces = (Piece(name, (spec.dim,)),)
         call = PlaceBlock(
-            0, name, "float32", described, pieces, True, wait_s, False, policy, table=spec
+            0,
+            name,
+            "float32",
+            described,
+            pieces,
+            True,
+            wait_s,
+            False,
+            policy,
+            table=spec,
+            push=codecs[0],
+            pull=codecs[1],
         )
         block, attempt = self._place(call)
         if attempt:

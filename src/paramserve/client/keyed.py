@@ -17,6 +17,7 @@ from paramserve.client.connection import Connection
 from paramserve.client.exchange import done
 from paramserve.client.labels import DIM, Labels, labels_kept, labels_options
 from paramserve.client.names import as_keys, as_rows
+from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_push
 from paramserve.client.step_parts import (
@@ -53,6 +54,7 @@ class Keyed:
 
     Attributes:
         reads: of rows.
+        encoder: of gradients, where a table has codecs.
 
     Args:
         client: that the tables are got from, for their users.
@@ -60,6 +62,7 @@ class Keyed:
 
     def __init__(self, connection: Connection, steps: Steps, client: Any) -> None:
         self.reads = RowReads(connection, steps)
+        self.encoder = RowEncoder(connection.rank, connection.exchange)
         self._connection = connection
         self._steps = steps
         self._exchange = connection.exchange
@@ -301,7 +304,12 @@ class Keyed:
         if push.bad >= 0 and self._steps.refuses(block):
             self._exchange.give_back([push.slot])
             raise self._bad_row(block, int(keys[push.bad]))
-        return push
+        codecs = block.row_codecs
+        if codecs is None or push.bad >= 0:
+            return push
+        if self._exchange.shared and not codecs.push_even_local:
+            return push
+        return self.encoder.encoded(push)
 
     def _bad_row(self, block: Block, key: int) -> NonFinite:
         rank = self._connection.rank

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.core.block import aligned
+from paramserve.codecs.keys import order_of
 from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
+from paramserve.core.request_memory import aligned
+from paramserve.core.table.encoded import RowCodecs
 from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
@@ -31,6 +33,11 @@ from paramserve.messages import (
 from paramserve.transport.arena import Arena
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class ExactKeys(Keys, frozen=True, array_like=True):
+    """Keys of a read whose rows come as they are, where their table has a codec of pulls, too. To a
+    shard it is `Keys`, which is told so where they are coded."""
 
 
 class GivesPayload(Protocol):
@@ -118,13 +125,29 @@ class Payloads:
                 if block.pull_codec is not None and not exact:
                     nbytes = block.pull_codec.size(high - low)
             else:
-                assert block.table is not None
-                nbytes = 4 * block.table.dim * keys.rows
-                lying = self._arenas[keys.arena].memory[keys.offset : keys.offset + 8 * keys.rows]
+                nbytes, memory = self._answer_bytes(block, keys), self._arenas[keys.arena].memory
+                lying = memory[keys.offset : keys.offset + 8 * keys.rows]
+                if block.row_codecs is not None and keys.rows:
+                    lying = self._coded_keys(block.row_codecs, keys, memory)
                 keys = structs.replace(keys, arena=0, offset=payload.add(lying))
             pull.append(structs.replace(place, arena=0, offset=end, keys=keys))
             end += -(-nbytes // ALIGN) * ALIGN
         return tuple(pull)
+
+    def _answer_bytes(self, block: Block, keys: Keys) -> int:
+        """Of rows that come in an answer's frame."""
+        assert block.table is not None
+        if block.row_codecs is None:
+            return 4 * block.table.dim * keys.rows
+        return block.row_codecs.answer_bytes(keys.rows, exact=type(keys) is ExactKeys)
+
+    def _coded_keys(self, codecs: RowCodecs, asked: Keys, memory: Bytes) -> Bytes:
+        """The keys of a read as they travel. They and the places of their rows, which the answer
+        follows, are put in that order where they lie."""
+        keys, places = keys_at(memory, asked.offset, asked.rows)
+        order = order_of(keys)
+        keys[...], places[...] = keys[order], places[order]
+        return codecs.asked(keys, exact=type(asked) is ExactKeys)
 
     def _pushed(self, shard: int, header: Gradient) -> Bytes:
         table = self._blocks[header.block].table
@@ -133,7 +156,9 @@ class Payloads:
             return self._arenas[header.arena].memory[header.offset : end]
         if table is None:
             return self._part(shard, header.block, header.arena, header.offset)
-        end = header.offset + gradient_bytes(header.extent, table.dim)
+        extent = header.extent
+        nbytes = -extent if extent < 0 else gradient_bytes(extent, table.dim)
+        end = header.offset + nbytes
         return self._arenas[header.arena].memory[header.offset : end]
 
     def _records(self, message: Scan | Put) -> Bytes:
@@ -183,15 +208,32 @@ class Payloads:
             return aligned(block.pull_codec.size(high - low))
         if place.keys is None:
             return self._part(shard, place.block, place.arena, place.offset)
-        table = block.table
-        assert table is not None
-        return np.empty(4 * table.dim * place.keys.rows, np.uint8)
+        return aligned(self._answer_bytes(block, place.keys))
 
     def _spread(self, place: ReadTarget, keys: Keys, rows: Bytes) -> None:
         """Rows that came in the order of their keys, to their places."""
-        table = self._blocks[place.block].table
+        block = self._blocks[place.block]
+        table = block.table
         assert table is not None
+        if block.row_codecs is not None and type(keys) is not ExactKeys:
+            rows = self._decoded(block, block.row_codecs, keys.rows, rows)
         _, places = keys_at(self._arenas[keys.arena].memory, keys.offset, keys.rows)
         memory = self._arenas[place.arena].memory
         values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)
         values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
+
+    def _decoded(self, block: Block, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:
+        """Rows that came encoded, as the bytes of float32.
+
+        Raises:
+            ProtocolError: they are none.
+        """
+        rows = np.empty(count * codecs.dim, np.float32)
+        try:
+            codecs.read_answer(data, rows)
+        except ValueError as error:
+            raise ProtocolError(
+                f"what a server sent as rows of table {block.group_name!r} is none: {error}",
+                fix="run the same version of paramserve everywhere",
+            ) from error
+        return rows.view(np.uint8)

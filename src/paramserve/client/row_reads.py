@@ -59,6 +59,7 @@ class RowRead(Struct, eq=False, weakref=True):
         numbers: which of the wanted keys each key is that was not found here; None: `wanted` are
             just these.
         found: what of the keys was found here.
+        exact: whether the rows come as they are, whatever codec of pulls the table has.
     """
 
     _reads: RowReads
@@ -74,6 +75,7 @@ class RowRead(Struct, eq=False, weakref=True):
     _pushed: list[Array] = []
     """Keys that this client has pushed to since then, if copies are to be kept."""
     _pushed_size: int = 0
+    exact: bool = False
 
     def drop(self) -> None:
         """Forget this prefetch, if no pull has read it; its memory goes back."""
@@ -126,9 +128,15 @@ class ReadVersions:
 
 
 class RowReads:
-    """What a client reads of tables, has asked for ahead, and keeps copies of."""
+    """What a client reads of tables, has asked for ahead, and keeps copies of.
+
+    Attributes:
+        exact: whether all rows come as they are, whatever codecs of pulls the tables have; may be
+            changed.
+    """
 
     def __init__(self, connection: Connection, steps: Steps) -> None:
+        self.exact = False
         self._connection = connection
         self._steps = steps
         self._exchange = connection.exchange
@@ -142,7 +150,15 @@ class RowReads:
 
     # --- one read --------------------------------------------------------------------------------
 
-    def pull(self, block: Block, keys: Array, *, create: bool, timeout_s: float | None) -> Array:
+    def pull(
+        self,
+        block: Block,
+        keys: Array,
+        *,
+        create: bool,
+        timeout_s: float | None,
+        exact: bool = False,
+    ) -> Array:
         """Rows of keys, int64 [n], as float32 [n, dim]; see `Table.pull`."""
         if self._connection.closed:
             self._connection.check()
@@ -150,20 +166,22 @@ class RowReads:
         if not keys.size:
             return np.empty((0, block.table.dim), np.float32)
         with self._lock:
-            ahead = self._ahead(block, keys, create) if self._prefetched else None
+            ahead = None
+            if self._prefetched and not exact:
+                ahead = self._ahead(block, keys, create)
             if ahead is None:
-                read, places = self._look(block, keys, create), None
+                read, places = self._look(block, keys, create, exact), None
                 self._begin([read], timeout_s)
             else:
                 read, places = ahead
         rows = self._finish(read, timeout_s)
         return rows if places is None else rows[places]
 
-    def _look(self, block: Block, keys: Array, create: bool) -> RowRead:
-        """A read that is not sent yet, of what is not found here."""
+    def _look(self, block: Block, keys: Array, create: bool, exact: bool = False) -> RowRead:
+        """A read that is not sent yet, of what is not found here: copies are what came."""
         clock = self._steps.clocks.get(block.group_name, 0)
-        read = RowRead(self, block, keys, create, clock, keys)
-        cache = self._cache(block) if self._caches else None
+        read = RowRead(self, block, keys, create, clock, keys, exact=exact or self.exact)
+        cache = self._cache(block) if self._caches and not exact else None
         if cache is not None:
             read.found = cache.find(keys, read.clock)
             read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
@@ -191,7 +209,9 @@ class RowReads:
         parts: list[StepParts] = []
         try:
             for read in asked:
-                read.pull = lay_pull(self._exchange, read.block, read.wanted, create=read.create)
+                read.pull = lay_pull(
+                    self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
+                )
                 parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         except BaseException:
             self._exchange.give_back([slot for each in parts for slot in each.read_slots])
@@ -212,6 +232,10 @@ class RowReads:
                     self._steps.forget(read.ticket)
                 raise
             asked = owned(self._exchange, read.pull)
+            codecs = read.block.row_codecs
+            local = self._exchange.shared and not read.exact
+            if codecs is not None and local and codecs.pull_even_local:
+                codecs.round(asked)
             assert read.ticket.operation is not None
             replies = read.ticket.operation.replies
             versions = []

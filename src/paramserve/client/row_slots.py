@@ -15,6 +15,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.links import Links, Slot
+from paramserve.client.payloads import ExactKeys
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
 from paramserve.messages import Gradient, Keys, ReadTarget
@@ -111,11 +112,14 @@ def lay_push(
     return RowPush(block, tuple(headers), slot, bad)
 
 
-def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPull:
+def lay_pull(
+    links: Links, block: Block, keys: Array, *, create: bool, exact: bool = False
+) -> RowPull:
     """Take memory for a read of some rows, and write the keys for each shard.
 
     Args:
         keys: int64 [n].
+        exact: whether the rows come as they are, whatever codec of pulls the table has.
     """
     assert block.table is not None
     shards, dim, total = links.count, block.table.dim, keys.size
@@ -123,8 +127,9 @@ def lay_pull(links: Links, block: Block, keys: Array, *, create: bool) -> RowPul
     (slot,) = links.take_each([nbytes])
     arena, offset = slot.arena, slot.offset
     places: list[ReadTarget] = []
+    kind = ExactKeys if exact else Keys
     for count, at in routing.lay_keys(keys, shards, slot.words):
-        asked = Keys(count, arena, offset + at, total, create)
+        asked = kind(count, arena, offset + at, total, create)
         places += [ReadTarget(block.id, arena, offset + start, asked)]
     return RowPull(block, tuple(places), slot, start, (total, dim))
 

@@ -182,7 +182,8 @@ class Steps(ClientClocks):
         if late and self._rank != NO_RANK:
             self.membership.came_late(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
-        if block.spec.push is not None and self.encoder is None:
+        coded = block.spec.push is not None and block.table is None
+        if coded and self.encoder is None:
             self.encoder = Encoder(self._rank, self._exchange.take_each)
 
     def undefined(self, block: Block) -> None:

@@ -149,7 +149,12 @@ class Table:
         )
 
     def pull(
-        self, keys: npt.ArrayLike, *, create: bool = True, timeout_s: float | None = None
+        self,
+        keys: npt.ArrayLike,
+        *,
+        create: bool = True,
+        exact: bool = False,
+        timeout_s: float | None = None,
     ) -> Array:
         """Read rows.
 
@@ -157,6 +162,8 @@ class Table:
             keys: integers or strings (see `ps.keys_of`) of any shape; they may repeat.
             create: whether keys without a row get one, if the table admits them; False: they read
                 as their initial value and leave no trace, as for an evaluation.
+            exact: ask the servers for the rows as they have them: no codec of pulls rounds them,
+                and none is a copy kept here or was prefetched.
         Returns:
             float32 [*keys.shape, dim], yours to keep.
         Raises:
@@ -167,7 +174,7 @@ class Table:
         flat, shape = as_keys(keys, self.name, self.keys_of if create else None)
         if self._unasked and create:
             self._compare_with_labels(flat)
-        found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s)
+        found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s, exact=exact)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
     def push(

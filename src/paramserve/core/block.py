@@ -13,7 +13,7 @@ from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import NONE
 from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
-from paramserve.core.request_memory import Bytes, Memory
+from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.user_codecs import codec_of, why_not_pulled
 from paramserve.core.user_rules import Copies, guarded
@@ -24,11 +24,6 @@ from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 
 Array = npt.NDArray[Any]
-
-
-def aligned(size: int) -> Bytes:
-    """New memory [size] of any content, at an address that is a multiple of 8."""
-    return np.empty(-(-size // 8), np.uint64).view(np.uint8)[:size]
 
 
 def check_spec(spec: BlockSpec, shards: int) -> None:

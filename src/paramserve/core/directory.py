@@ -12,7 +12,9 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct, structs
 
-from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.codecs.base import Codec
+from paramserve.codecs.rows import why_not_rows
+from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
@@ -347,21 +349,30 @@ def _mismatch(
     return kind(f"{names} in group {entry.spec.group_name!r} {there} {told}", fix=fix)
 
 
+def _known(described: CodecSpec | None) -> Codec | None:
+    """A codec that is built in; None: only the servers may know it, and else refuse it."""
+    with contextlib.suppress(UnknownCodec):
+        return codec_of(described)
+    return None
+
+
 def why_not_encoded(call: PlaceBlock) -> str | None:
-    """Why these tensors cannot be encoded as a define asks; None: they can be, if the servers know
-    the codecs."""
+    """Why these tensors or rows cannot be encoded as a define asks; None: they can be, if the
+    servers know the codecs."""
     if call.push is None and call.pull is None:
         return None
     names = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
-    pull = None
-    with contextlib.suppress(UnknownCodec):  # the servers may know it, and else refuse it
-        try:
-            pull = codec_of(call.pull)
-            codec_of(call.push)
-        except ValueError as error:
-            return str(error)
+    try:
+        push, pull = _known(call.push), _known(call.pull)
+    except ValueError as error:
+        return str(error)
     if call.table is not None:
-        return f"{names} is a table, whose rows are not encoded"
+        for described, codec in ((call.push, push), (call.pull, pull)):
+            if described is not None and codec is None:
+                return f"{described.name} is a codec of your own, and rows of a table take none"
+            if codec is not None and (wrong := why_not_rows(codec)):
+                return wrong
+        return None
     if call.dtype != "float32":
         return f"a codec encodes float32, and {names} is {call.dtype}"
     if call.push is not None and call.rule is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from paramserve.codecs.base import Codec
 from paramserve.config import RuleSpec
+from paramserve.core.table.encoded import RowCodecs, row_codecs
 from paramserve.core.user_codecs import codec_of
 from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
@@ -151,6 +152,11 @@ class Block:
     def pull_codec(self) -> Codec | None:
         """How values that steps read are encoded between hosts; raises as `push_codec`."""
         return codec_of(self.spec.pull, self.codecs)
+
+    @cached_property
+    def row_codecs(self) -> RowCodecs | None:
+        """How its rows are encoded between hosts, where it is a table with a codec."""
+        return row_codecs(self.spec)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -133,9 +133,7 @@ class Replies:
                     if place.arena:
                         block.read(memory, place)
                     else:
-                        rows = np.empty(block.read_bytes(place) // 4, np.float32)
-                        block.read(memory, place, rows)
-                        inline.append((place.offset, rows))
+                        inline.append((place.offset, block.answer(memory, place)))
                 elif not place.arena:
                     inline.append((place.offset, block.as_read()))
                 elif block.rounds:

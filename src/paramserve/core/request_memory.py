@@ -15,6 +15,11 @@ VIEWS_MAX = 4096
 """Arrays that are kept for one client. A step has two for each block and slot."""
 
 
+def aligned(size: int) -> Bytes:
+    """New memory [size] of any content, at an address that is a multiple of 8."""
+    return np.empty(-(-size // 8), np.uint64).view(np.uint8)[:size]
+
+
 class Placed(Protocol):
     """What has a part in a request's memory."""
 

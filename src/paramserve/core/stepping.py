@@ -76,7 +76,7 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
         if type(block) is KeyedBlock:
             block.check_place(memory, place)
             if not place.arena:
-                answered.append((place.offset, block.read_bytes(place)))
+                answered.append((place.offset, block.read_bytes(memory, place)))
         elif place.arena:
             memory.at(place.arena, place.offset, block)
         else:

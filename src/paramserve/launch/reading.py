@@ -46,9 +46,10 @@ class Snapshot(NamedTuple):
 
 
 class Reader:
-    """Reads whole groups through a client. May be used from any thread."""
+    """Reads whole groups through a client, and rows as they are. May be used from any thread."""
 
     def __init__(self, client: Client) -> None:
+        client.reads.exact = True
         self.client = client
 
     def blocks(self) -> dict[str, list[Block]]:

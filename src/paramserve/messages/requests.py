@@ -18,8 +18,9 @@ class Gradient(Struct, frozen=True, array_like=True):
     """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined.
 
     Of a table, `extent` rows: at the place lie their keys, int64 [rows], each once, and then their
-    gradients, float32 [rows, dim]; both padded to `ALIGN`. Of tensors, the gradient is encoded by
-    the block's codec for pushes into `extent` bytes; 0: it lies there as it is.
+    gradients, float32 [rows, dim]; both padded to `ALIGN`. Below 0: they are encoded by the table's
+    codecs into `-extent` bytes, as `core.table.encoded` says. Of tensors, the gradient is encoded
+    by the block's codec for pushes into `extent` bytes; 0: it lies there as it is.
     """
 
     block: int
@@ -36,7 +37,7 @@ class Keys(Struct, frozen=True, array_like=True):
     At the place lie the keys, int64 [rows], and then the places, int32 [rows], each the number of
     a row of the array; both padded to `ALIGN`. `total`: rows of that array. With `create`, a key
     without a row gets one, if the table lets it. In arena 0 lie only the keys, and the rows come
-    back in their order.
+    back in their order; of a table with codecs, as `core.table.encoded` says.
     """
 
     rows: int

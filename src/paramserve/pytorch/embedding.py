@@ -314,10 +314,10 @@ class KeyedModule(nn.Module):
         found = (keys == self.padding_idx).nonzero()
         return int(found) if len(found) else None
 
-    def _pull(self, keys: Tensor, *, create: bool) -> Tensor:
+    def _pull(self, keys: Tensor, *, create: bool, exact: bool = False) -> Tensor:
         if not len(keys):
             return torch.empty(0, self.embedding_dim)
-        return torch.from_numpy(self._table.pull(keys.numpy(), create=create))
+        return torch.from_numpy(self._table.pull(keys.numpy(), create=create, exact=exact))
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class KeyedModule(nn.Module):
         values = torch.empty(count, self.embedding_dim, dtype=self.rows.dtype)
         for start in range(0, count, READ_ROWS):
             keys = torch.arange(start, min(start + READ_ROWS, count))
-            values[start : start + READ_ROWS] = self._pull(keys, create=False)
+            values[start : start + READ_ROWS] = self._pull(keys, create=False, exact=True)
         if padding is not None:
             values[padding] = 0
         return values.to(self.rows.device)

@@ -46,7 +46,7 @@ class FakeTable:
     def keys_of(self, strings: Any) -> np.ndarray:
         return hashed(strings, f"keys of table {self.name!r}")
 
-    def pull(self, keys: np.ndarray, *, create: bool = True) -> np.ndarray:
+    def pull(self, keys: np.ndarray, *, create: bool = True, exact: bool = False) -> np.ndarray:
         assert keys.dtype == np.int64
         assert len(keys), "an empty pull is a message for nothing"
         self.pulls.append((keys.tolist(), create))

@@ -13,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from paramserve.core.request_memory import Memory
+from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
 from paramserve.core.table import parts, routing
 from paramserve.core.table.changes import Changed, RowChanges
+from paramserve.core.table.encoded import HEAD_BYTES, row_codecs
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
-from paramserve.messages import BlockSpec, Gradient, Put, ReadTarget, Scan, TableReport
+from paramserve.messages import BlockSpec, Gradient, Keys, Put, ReadTarget, Scan, TableReport
 from paramserve.rules.base import Hyper, PushInfo, RowRule, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
@@ -77,6 +78,8 @@ class KeyedBlock(ShardStorage):
         self.table = spec.table
         self.dim = spec.table.dim
         self._of = f" rows of table {self.names}"
+        self.codecs = row_codecs(spec)
+        """Of rows that travel in frames."""
         self.clock = 0
         self.collects = False
         self.unadmitted = 0
@@ -146,11 +149,36 @@ class KeyedBlock(ShardStorage):
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
         offset, rows, dim = header.offset, header.extent, self.dim
+        if rows < 0 and self.codecs is not None:
+            whole = self._encoded(memory.get(header.arena), offset, -rows)
+            try:
+                return self.codecs.read_gradient(whole)
+            except ValueError as error:
+                raise self._not_encoded("gradients", error) from error
         nbytes = parts.gradient_bytes(rows, dim) if rows >= 0 else -1
         whole = parts.within(
             memory.get(header.arena), offset, nbytes, "gradients of ", rows, self._of
         )
         return parts.gradient_at(whole, offset, rows, dim)
+
+    def _encoded(self, memory: Bytes | None, offset: int, nbytes: int) -> Bytes:
+        """Encoded bytes that lie in a request's memory, 8-byte aligned.
+
+        Raises:
+            ShapeMismatch: they do not lie there. Nothing was applied.
+        """
+        whole = parts.within(memory, offset, nbytes, "", nbytes, f" bytes of{self._of}")
+        data = whole[offset : offset + nbytes]
+        if data.ctypes.data % 8:
+            data, lying = aligned(nbytes), data
+            data[...] = lying
+        return data
+
+    def _not_encoded(self, what: str, why: ValueError) -> ShapeMismatch:
+        return ShapeMismatch(
+            f"what came as {what} of{self._of} is none: {why}",
+            fix="send what the table's codecs have made of rows, whose keys rise",
+        )
 
     def largest(self, gradient: RowGradient, active: Sequence[int] | None) -> float:
         """The largest size of an element; inf if one is NaN or Inf."""
@@ -286,10 +314,13 @@ class KeyedBlock(ShardStorage):
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def read_bytes(self, place: ReadTarget) -> int:
+    def read_bytes(self, memory: Memory, place: ReadTarget) -> int:
         """What a read that `check_place` has found good takes of its answer's payload."""
         assert place.keys is not None
-        return 4 * self.dim * place.keys.rows
+        if self.codecs is None:
+            return 4 * self.dim * place.keys.rows
+        exact = self._asked(memory, place.keys)[1]
+        return self.codecs.answer_bytes(place.keys.rows, exact=exact)
 
     def check_place(self, memory: Memory, place: ReadTarget) -> None:
         """Refuse a read whose keys or places do not lie in its memory; nothing is written.
@@ -319,6 +350,8 @@ class KeyedBlock(ShardStorage):
             raise ShapeMismatch(
                 f"a read of table {self.names} names no keys", fix="name the keys of the rows"
             )
+        if asked.arena == 0 and self.codecs is not None:
+            return self._asked(memory, asked)[0], None
         if asked.arena == 0:
             nbytes = parts.padded(8 * asked.rows)
             whole = parts.within(
@@ -330,6 +363,28 @@ class KeyedBlock(ShardStorage):
             memory.get(asked.arena), asked.offset, nbytes, "keys of ", asked.rows, self._of
         )
         return parts.keys_at(whole, asked.offset, asked.rows)
+
+    def _asked(self, memory: Memory, asked: Keys) -> tuple[Array, bool]:
+        """The keys of a read in a frame, and whether its rows are to come exact; as `_keys`."""
+        assert self.codecs is not None
+        if not asked.rows:  # there may be no payload
+            return np.empty(0, np.int64), True
+        whole = memory.get(0)
+        self._encoded(whole, asked.offset, HEAD_BYTES)
+        assert whole is not None
+        try:
+            return self.codecs.read_asked(whole[asked.offset :], asked.rows)
+        except ValueError as error:
+            raise self._not_encoded("keys", error) from error
+
+    def answer(self, memory: Memory, place: ReadTarget) -> Array:
+        """The rows of the keys asked for, in order, as they travel in an answer."""
+        assert place.keys is not None
+        rows = np.empty(self.dim * place.keys.rows, np.float32)
+        self.read(memory, place, rows)
+        if self.codecs is None or self._asked(memory, place.keys)[1]:
+            return rows
+        return self.codecs.answer(rows)
 
     def read(self, memory: Memory, place: ReadTarget, inline: Array | None = None) -> None:
         """Write the rows of the keys asked for to their places, or in order to `inline`.
