@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,17 @@ from tests.contract.table_model import server_of
 from tests.contract.test_tables_links import PATIENT, Cuts
 from tests.unit.codecs import reference
 
+from paramserve.checkpoint.folder import Folder
+from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client, Table
 from paramserve.client.table import TablePush
 from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
+from paramserve.config import CheckpointPlan
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.table.encoded import RowCodecs
-from paramserve.core.table.options import Normal, Zeros
+from paramserve.core.table.options import LRU, MinCount, Normal, Zeros
 from paramserve.errors import (
     CodecMismatch,
     DefineMismatch,
@@ -266,6 +271,88 @@ def test_rows_go_on_over_the_next_connection(make_cluster: MakeCluster) -> None:
                 np.testing.assert_array_equal(table.pull(keys), float(number + 1))
         client.drain()
     np.testing.assert_array_equal(table.pull(keys), 30.0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_push_whose_encoding_ends_early_is_not_sent(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Of two tables, the second one's: nothing of either is applied, and no memory stays taken."""
+    client = make_cluster("tcp", servers=2).client()
+    tables = [client.table(n, dim=DIM, rule=Add(), init=Zeros(), push=Int8()) for n in "ab"]
+    pushes = [TablePush(table, KEYS, np.ones((KEYS.size, DIM))) for table in tables]
+    client.push_tables(pushes).result()
+    exchange, calls = client.connection.exchange, []
+    free, own = exchange._pool.in_use, RowCodecs.write_gradient
+
+    def ends(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise error
+        own(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCodecs, "write_gradient", ends)
+        with pytest.raises(error):
+            client.push_tables(pushes)
+    assert exchange._pool.in_use == free
+    client.push_tables(pushes).result()
+    for table in tables:
+        np.testing.assert_allclose(table.pull(KEYS), 2.0)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_checkpoint_has_whole_rows_and_the_codecs(
+    make_cluster: MakeCluster, tmp_path: Path, servers: int
+) -> None:
+    codecs: dict[str, Any] = {"push": Int8(), "pull": Int4(8)}
+    folder = str(tmp_path)
+    plan = CheckpointPlan(folder=folder, run="test")
+    cluster = make_cluster("tcp", servers=2, workers=1, policy=Async(), checkpoints=plan)
+    table = users(cluster.client(rank=0), **codecs)
+    table.push(KEYS, normal(1, KEYS.size)).result()
+    exact, rounded = table.pull(KEYS, exact=True), table.pull(KEYS)
+    cluster.checkpoint()
+    made = Folder(LocalFolder(tmp_path)).manifests()[0][0].name
+    plan = CheckpointPlan(resume_folder=folder, resume=made)
+    resumed = make_cluster("tcp", servers=servers, workers=1, policy=Async(), checkpoints=plan)
+    client = resumed.client(rank=0)
+    with pytest.raises(CodecMismatch, match=r"is in the checkpoint with the codec of pushes Int8"):
+        users(client)
+    again = users(client, **codecs)
+    assert again.block.spec.push == spec(Int8())
+    np.testing.assert_array_equal(again.pull(KEYS, exact=True), exact)
+    np.testing.assert_array_equal(again.pull(KEYS), rounded)
+    again.push(KEYS, normal(2, KEYS.size)).result()
+    moved = again.pull(KEYS, exact=True) - exact - normal(2, KEYS.size)
+    assert (np.abs(moved) <= levels(Int8(), normal(2, KEYS.size)) + 1e-4).all()
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+def test_tables_with_options_of_their_own(make_cluster: MakeCluster, policy: Any) -> None:
+    """Rows that are kept in 16 bits, admitted at their second push, and of which some go."""
+    client = make_cluster("tcp", servers=2, workers=1, policy=policy).client(rank=0)
+    table = users(
+        client,
+        push=BFloat16(),
+        pull=BFloat16(),
+        dtype="bfloat16",
+        admit=MinCount(2),
+        evict=LRU(rows=8),
+        consistency=policy,
+        labels=True,
+    )
+    names = [f"user {number}" for number in range(6)]
+    for _ in range(3):
+        client.push_tables([TablePush(table, table.keys_of(names), np.ones((6, DIM)))]).result()
+    np.testing.assert_array_equal(table.pull(names), 2.0)
+    assert table.labels(table.keys_of(names)) == names
+    for first in range(0, 60, 2):
+        for _ in range(2):
+            keys = [first, first + 1]
+            client.push_tables([TablePush(table, keys, np.ones((2, DIM)))]).result()
+    assert len(table) <= 16
+    np.testing.assert_array_equal(table.pull([58, 59, 3], create=False)[:, 0], [1.0, 1.0, 0.0])
 
 
 # --- what travels -----------------------------------------------------------------------------

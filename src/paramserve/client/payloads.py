@@ -125,29 +125,18 @@ class Payloads:
                 if block.pull_codec is not None and not exact:
                     nbytes = block.pull_codec.size(high - low)
             else:
-                nbytes, memory = self._answer_bytes(block, keys), self._arenas[keys.arena].memory
+                assert block.table is not None
+                codecs, memory = block.row_codecs, self._arenas[keys.arena].memory
+                nbytes = 4 * block.table.dim * keys.rows
                 lying = memory[keys.offset : keys.offset + 8 * keys.rows]
-                if block.row_codecs is not None and keys.rows:
-                    lying = self._coded_keys(block.row_codecs, keys, memory)
+                if codecs is not None:
+                    nbytes = codecs.answer_bytes(keys.rows, exact=type(keys) is ExactKeys)
+                    if keys.rows:
+                        lying = _coded_keys(codecs, keys, memory)
                 keys = structs.replace(keys, arena=0, offset=payload.add(lying))
             pull.append(structs.replace(place, arena=0, offset=end, keys=keys))
             end += -(-nbytes // ALIGN) * ALIGN
         return tuple(pull)
-
-    def _answer_bytes(self, block: Block, keys: Keys) -> int:
-        """Of rows that come in an answer's frame."""
-        assert block.table is not None
-        if block.row_codecs is None:
-            return 4 * block.table.dim * keys.rows
-        return block.row_codecs.answer_bytes(keys.rows, exact=type(keys) is ExactKeys)
-
-    def _coded_keys(self, codecs: RowCodecs, asked: Keys, memory: Bytes) -> Bytes:
-        """The keys of a read as they travel. They and the places of their rows, which the answer
-        follows, are put in that order where they lie."""
-        keys, places = keys_at(memory, asked.offset, asked.rows)
-        order = order_of(keys)
-        keys[...], places[...] = keys[order], places[order]
-        return codecs.asked(keys, exact=type(asked) is ExactKeys)
 
     def _pushed(self, shard: int, header: Gradient) -> Bytes:
         table = self._blocks[header.block].table
@@ -208,7 +197,12 @@ class Payloads:
             return aligned(block.pull_codec.size(high - low))
         if place.keys is None:
             return self._part(shard, place.block, place.arena, place.offset)
-        return aligned(self._answer_bytes(block, place.keys))
+        codecs, table = block.row_codecs, block.table
+        if codecs is not None:
+            exact = type(place.keys) is ExactKeys
+            return aligned(codecs.answer_bytes(place.keys.rows, exact=exact))
+        assert table is not None
+        return np.empty(4 * table.dim * place.keys.rows, np.uint8)
 
     def _spread(self, place: ReadTarget, keys: Keys, rows: Bytes) -> None:
         """Rows that came in the order of their keys, to their places."""
@@ -216,24 +210,34 @@ class Payloads:
         table = block.table
         assert table is not None
         if block.row_codecs is not None and type(keys) is not ExactKeys:
-            rows = self._decoded(block, block.row_codecs, keys.rows, rows)
+            rows = _decoded(block.group_name, block.row_codecs, keys.rows, rows)
         _, places = keys_at(self._arenas[keys.arena].memory, keys.offset, keys.rows)
         memory = self._arenas[place.arena].memory
         values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)
         values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
 
-    def _decoded(self, block: Block, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:
-        """Rows that came encoded, as the bytes of float32.
 
-        Raises:
-            ProtocolError: they are none.
-        """
-        rows = np.empty(count * codecs.dim, np.float32)
-        try:
-            codecs.read_answer(data, rows)
-        except ValueError as error:
-            raise ProtocolError(
-                f"what a server sent as rows of table {block.group_name!r} is none: {error}",
-                fix="run the same version of paramserve everywhere",
-            ) from error
-        return rows.view(np.uint8)
+def _coded_keys(codecs: RowCodecs, asked: Keys, memory: Bytes) -> Bytes:
+    """The keys of a read as they travel. They and the places of their rows, which the answer
+    follows, are put in that order where they lie."""
+    keys, places = keys_at(memory, asked.offset, asked.rows)
+    order = order_of(keys)
+    keys[...], places[...] = keys[order], places[order]
+    return codecs.asked(keys, exact=type(asked) is ExactKeys)
+
+
+def _decoded(table: str, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:
+    """Rows that came encoded, as the bytes of float32.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    rows = np.empty(count * codecs.dim, np.float32)
+    try:
+        codecs.read_answer(data, rows)
+    except ValueError as error:
+        raise ProtocolError(
+            f"what a server sent as rows of table {table!r} is none: {error}",
+            fix="run the same version of paramserve everywhere",
+        ) from error
+    return rows.view(np.uint8)
