@@ -391,7 +391,7 @@ class Directory:
             fill: puts the first rows, before another client finds the table; one that waits for it
                 does so for `Deadlines.busy_s`.
         """
-        codecs = codec_specs(push, pull)
+        codecs = self._codec_specs(push, pull)
         rule = None if rule is None else as_rule(rule)
         spec = TableSpec(dim, dtype, _seed(seed), options.to_spec(), labels)
         described = _described(name, rule, spec, options)
