@@ -1,0 +1,319 @@
+"""Gradients that codecs encode, in a simulated cluster: nothing of them is lost or counts twice.
+
+Beside the blocks of `Counting`, whose values tell which pushes are in them, each push has gradients
+for blocks with a codec. A shard applies all gradients of a step or none. So the counting blocks say
+which gradients a shard has applied, and what the blocks with a codec hold there must be the sum of
+these less what each client has left out, its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from paramserve.client.encoding import Encoded, Encoder
+from paramserve.client.links import Slot
+from paramserve.client.step_parts import BlockPush, StepParts
+from paramserve.codecs.base import Codec
+from paramserve.codecs.built_in import Int4, Int8, Sign, TopK
+from paramserve.codecs.registry import spec
+from paramserve.compiling import load_codecs
+from paramserve.core.block import ShardBlock
+from paramserve.core.client_session import Operation
+from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.core.table.block import KeyedBlock
+from paramserve.messages import Done, Joined, Piece, PlaceBlock
+from paramserve.rules import Add
+from paramserve.rules.compiled import compiled
+from paramserve.testing.checkers import Violation
+from paramserve.testing.client import GroupStep
+from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.history import Part, Row
+from paramserve.testing.scripts import ScriptedClient, SimulatedReader, SimulatedWorker
+from paramserve.testing.simulated import SimulatedCluster, rerun
+
+Floats = npt.NDArray[np.float32]
+Exact = npt.NDArray[np.float64]
+
+CODECS: tuple[Callable[..., Codec], ...] = (
+    lambda **options: Int8(16, **options),
+    lambda **options: Int8(rounding="stochastic", **options),
+    lambda **options: Int4(8, **options),
+    lambda **options: Sign(32, **options),
+    lambda **options: TopK(0.02, **options),
+    lambda **options: TopK(0.3, index="plain", **options),
+)
+LARGEST = 8
+"""Of a gradient's elements, which are whole numbers."""
+ROUNDING = 1e-6
+"""How far a sum may be off for each gradient in it, in parts of `LARGEST`: ten times what float32
+rounds. A residual that is lost or counted twice is off by far more: the finest codec leaves out up
+to 1/254 of the largest.
+"""
+
+
+class EncodedCounting(Counting):
+    """Counting blocks, and blocks with a codec beside them.
+
+    Attributes:
+        codecs: by name of the block.
+    """
+
+    rule = Add()
+
+    def __init__(self, writers: int) -> None:
+        super().__init__(writers)
+        self.codecs: dict[str, Codec] = {}
+        elements = SPLIT_BYTES_MIN // 4
+        self.encoded: dict[str, tuple[Piece, ...]] = {
+            "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
+            "split": (Piece("split.a", (3, 100)), Piece("split.b", (elements,))),
+        }
+        self.blocks |= self.encoded
+
+    def prepare(self) -> None:
+        super().prepare()
+        load_codecs()
+        compiled().prepare(np.dtype(np.float32))
+        self.rule.prepare(np.dtype(np.float32))
+
+    def draw(self, seed: int) -> None:
+        """Choose the codecs of a run."""
+        random = Random(f"codecs {seed}")
+        even_local = random.random() < 0.7
+        for name in self.encoded:
+            self.codecs[name] = random.choice(CODECS)(even_local=even_local)
+
+    def gradient(self, block: Block, push: Pushed) -> tuple[Floats, tuple[int, ...] | None]:
+        """The gradient of one push for a block with a codec: [size], and its active pieces."""
+        drawn = np.random.default_rng((block.id, push.writer, push.number))
+        values = drawn.integers(-LARGEST, LARGEST, block.size, endpoint=True).astype(np.float32)
+        active = ((0,), (1,), None, None, None)[drawn.integers(5)]
+        if active is not None:
+            (gone,) = {0, 1} - set(active)
+            values[block.starts[gone] : block.starts[gone + 1]] = 0.0
+        return values, active
+
+    def parts(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Row]]:
+        return [] if _is_encoded(block) else super().parts(block, shard, shards)
+
+    def masks(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        return [] if _is_encoded(block) else super().masks(block, shard, shards)
+
+    def sizes(self) -> list[int]:
+        counting = [each for name, each in self.blocks.items() if name not in self.encoded]
+        sizes = [size_of(pieces) * self.dtype.itemsize for pieces in counting]
+        return sizes + [size_of(pieces) * 4 for pieces in self.encoded.values()]
+
+
+def _is_encoded(block: ShardBlock | KeyedBlock) -> bool:
+    return isinstance(block, ShardBlock) and block.spec.push is not None
+
+
+class WatchedEncoder(Encoder):
+    """The shipping encoder, which remembers what it cannot know the end of.
+
+    Attributes:
+        open: gradients that are on their way, and the changes of the residual that they made.
+        unsure: those whose client was told that it is not known what was applied, with the shards
+            that have not said so.
+        pushes: by gradient, the number of its push.
+    """
+
+    def __init__(self, rank: int, take: Callable[[Sequence[int]], list[Slot]]) -> None:
+        super().__init__(rank, take)
+        self.open: dict[Encoded, Floats] = {}
+        self.unsure: list[tuple[Encoded, Floats, frozenset[int]]] = []
+        self.pushes: dict[Encoded, int] = {}
+        self.planned: dict[BlockPush, int] = {}
+
+    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot]) -> Encoded:
+        encoded = super().encode(push, slot, taken)
+        self.pushes[encoded] = self.planned.pop(push)
+        return encoded
+
+    def sent(self, encoded: Sequence[Encoded]) -> None:
+        for each in encoded:
+            if each.change is not None:
+                self.open[each] = each.change.copy()
+        super().sent(encoded)
+
+    def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
+        for each in encoded:
+            change = self.open.pop(each, None)
+            if change is not None and operation.error is not None:
+                told = {s for s, r in operation.replies.items() if isinstance(r, Done)}
+                untold = frozenset(set(range(len(each.headers))) - told)
+                self.unsure.append((each, change, untold))
+        super().answered(encoded, operation)
+
+
+class EncodedClient(ScriptedClient):
+    """A client that pushes to blocks with a codec whenever it pushes to the widest counting one."""
+
+    @property
+    def every(self) -> list[Any]:
+        """All counting blocks: of the others each push is beside one of these."""
+        return [each for each in self.blocks.values() if each.push_codec is None]
+
+    @property
+    def encoded(self) -> EncodedCounting:
+        """What it pushes."""
+        assert isinstance(self.cluster.workload, EncodedCounting)
+        return self.cluster.workload
+
+    @property
+    def encoder(self) -> WatchedEncoder | None:
+        """None: it has never come as far as to have one."""
+        steps = getattr(self, "steps", None)
+        encoder = None if steps is None else steps.encoder
+        assert encoder is None or isinstance(encoder, WatchedEncoder)
+        return encoder
+
+    def _begin_steps(self, joined: Joined) -> None:
+        super()._begin_steps(joined)
+        self.steps.encoder = WatchedEncoder(self.rank, self.exchange.take_each)
+
+    def _placing(self, name: str) -> PlaceBlock:
+        placing = super()._placing(name)
+        if name not in self.encoded.encoded:
+            return placing
+        push = spec(self.encoded.codecs[name])
+        return structs.replace(placing, dtype="float32", push=push)
+
+    def _parts(self, step: GroupStep) -> StepParts:
+        parts = super()._parts(step)
+        widest = self.blocks["wide"]
+        if step.which is None or widest not in step.push:
+            return parts
+        assert self.encoder is not None
+        more: list[tuple[BlockPush, Slot]] = []
+        for name in self.encoded.encoded:
+            block = self.blocks[name]
+            slot = self.exchange.take(block.nbytes)
+            values = slot.array(block)
+            values[:], active = self.encoded.gradient(block, step.which)
+            push = BlockPush(block, values, active)
+            self.encoder.planned[push] = step.which.number
+            more.append((push, slot))
+        return structs.replace(parts, pushes=[*more, *parts.pushes])
+
+
+class EncodedWorker(EncodedClient, SimulatedWorker):
+    """Steps through its clocks, with gradients that are encoded."""
+
+
+class EncodedReader(EncodedClient, SimulatedReader):
+    """Belongs to no rank, and pushes gradients that are encoded."""
+
+
+class SimulatedEncoded(SimulatedCluster):
+    """A simulated cluster whose clients push gradients that codecs encode, by the seed.
+
+    Its policies may not multiply gradients by anything: `Sync(reduce="sum")`, `Async()` and
+    `BoundedStaleness`.
+    """
+
+    worker_type = EncodedWorker
+    reader_type = EncodedReader
+    workload_type = EncodedCounting
+    replayed_by = "encoded.replay"
+
+    def _new_workload(self) -> Counting:
+        workload = super()._new_workload()
+        assert isinstance(workload, EncodedCounting)
+        assert type(workload.rule) is Add, "a policy multiplies gradients"
+        workload.draw(self.seed)
+        return workload
+
+    def check(self) -> None:
+        super().check()
+        wrong = sums_are_those_of_the_gradients(self)
+        if wrong:
+            codecs = ", ".join(map(repr, self._encoding.codecs.values()))
+            found = [f"sums_are_those_of_the_gradients: {text}" for text in wrong]
+            raise Violation("\n  ".join([f"{self.again}, with {codecs}", *found]))
+
+    @property
+    def _encoding(self) -> EncodedCounting:
+        assert isinstance(self.workload, EncodedCounting)
+        return self.workload
+
+
+def sums_are_those_of_the_gradients(cluster: SimulatedEncoded) -> list[str]:
+    """What a shard holds is the sum of the gradients that it has applied, less the residuals of all
+    clients, of those that have died, too.
+
+    The residual of a client that died has what it had sent, which may not have been applied; of one
+    that was fenced not what may have been. Here it is known which gradients these were.
+    """
+    wrong = []
+    widest = [each for each in cluster.blocks.values() if each.pieces[0].name == "wide"]
+    for block in cluster.blocks.values():
+        for server in cluster.servers if block.push_codec is not None else ():
+            found = server.shard.blocks.get(block.id)
+            if isinstance(found, ShardBlock) and found.size:
+                wrong += _judge(cluster, block, widest[0], server.number, found)
+    return wrong
+
+
+def _judge(
+    cluster: SimulatedEncoded, block: Block, widest: Block, shard: int, held: ShardBlock
+) -> list[str]:
+    """What is wrong with the values of one block on one shard."""
+    low, high = block.range(shard)
+    pushes = cluster.history.final[Part(widest.id, shard)].pushes
+    wanted, applied = np.zeros(high - low, np.float64), 0
+    for call in cluster.history.calls:
+        there = call.push is not None and pushes[call.writer] >> call.push & 1
+        if there and widest.id in call.blocks and call.push is not None:
+            push = Pushed(call.writer, call.rank, call.push, call.clock)
+            wanted += cluster._encoding.gradient(block, push)[0][low:high]
+            applied += 1
+    for client in cluster.clients:
+        assert isinstance(client, EncodedClient)
+        if client.encoder is not None:
+            wanted -= _residual(client, client.encoder, block, shard, pushes[client.writer])
+    off = np.abs(held.value - wanted)
+    allowed = ROUNDING * LARGEST * max(applied, 1)
+    if not (off > allowed).any():
+        return []
+    at = int(off.argmax())
+    return [
+        f"block {block.id} on shard {shard}: element {low + at} is {held.value[at]}, and {applied} "
+        f"gradients less the residuals are {wanted[at]}"
+    ]
+
+
+def _residual(
+    client: EncodedClient, encoder: WatchedEncoder, block: Block, shard: int, applied: int
+) -> Exact:
+    """What a client has left out of the gradients that a shard has applied."""
+    low, high = block.range(shard)
+    left = np.zeros(high - low, np.float64)
+    residual = encoder.residual(block)
+    if residual is not None:
+        left += residual[low:high]
+    for each, change in encoder.open.items():
+        if each.block.id == block.id and not applied >> encoder.pushes[each] & 1:
+            left -= change[low:high]
+    if client.writer in client.cluster.history.ended:
+        for each, change, untold in encoder.unsure:
+            there = applied >> encoder.pushes[each] & 1
+            if each.block.id == block.id and shard in untold and there:
+                left += change[low:high]
+    return left
+
+
+def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
+    """Run one seed with gradients that are encoded again; else as `paramserve.testing.replay`."""
+    return rerun(SimulatedEncoded, seed, log, **options)

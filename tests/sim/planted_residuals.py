@@ -1,0 +1,115 @@
+"""Bugs that error feedback could have, each as a small change of the client's encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from paramserve.client import encoding
+from paramserve.client.encoding import Encoded, Encoder
+from paramserve.client.steps import Prepared
+from paramserve.core.client_session import ClientSession, Operation
+from paramserve.messages import Done, ShardRequest
+from paramserve.testing.encoded import EncodedClient, WatchedEncoder
+
+
+def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gradient left out is added to the residual once more when it is sent again."""
+    to_resend = ClientSession.to_resend
+
+    def counts(session: ClientSession) -> list[ShardRequest]:
+        for each in session.unanswered:
+            answered: Any = each.operation.on_complete
+            for sent in getattr(answered, "args", ()):
+                if isinstance(sent, Prepared) and sent.encoded:
+                    Encoder.sent(answered.func.__self__.encoder, sent.encoded)
+        return to_resend(session)
+
+    monkeypatch.setattr(ClientSession, "to_resend", counts)
+
+
+def kept_on_a_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual has what a gradient left out that the shard has dropped or skipped."""
+    monkeypatch.setattr(encoding, "_applied", lambda reply: isinstance(reply, Done))
+
+
+def kept_on_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual has what a gradient left out that the shard has refused."""
+
+    def applied(reply: Any) -> bool:
+        return reply is None or not reply.skipped
+
+    monkeypatch.setattr(encoding, "_applied", applied)
+
+
+def lost_on_a_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that was dropped takes all of the residual with it."""
+    answered = Encoder.answered
+
+    def loses(encoder: Encoder, encoded: Sequence[Encoded], operation: Operation) -> None:
+        answered(encoder, encoded, operation)
+        if any(reply.skipped for reply in operation.replies.values()):
+            for each in encoded:
+                encoder._residuals[each.block.id].fill(0.0)
+
+    monkeypatch.setattr(Encoder, "answered", loses)
+
+
+def taken_back_on_all_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one shard has dropped counts as dropped by all."""
+    answered = Encoder.answered
+
+    def takes_back(encoder: Encoder, encoded: Sequence[Encoded], operation: Operation) -> None:
+        if any(reply.skipped for reply in operation.replies.values()):
+            replies, operation.replies = operation.replies, {}
+            answered(encoder, encoded, operation)
+            operation.replies = replies
+        else:
+            answered(encoder, encoded, operation)
+
+    monkeypatch.setattr(Encoder, "answered", takes_back)
+
+
+def taken_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not applied is taken back twice."""
+    answered = Encoder.answered
+
+    def twice(encoder: Encoder, encoded: Sequence[Encoded], operation: Operation) -> None:
+        changes = [None if each.change is None else each.change.copy() for each in encoded]
+        answered(encoder, encoded, operation)
+        for each, change in zip(encoded, changes, strict=True):
+            each.change = change
+        answered(encoder, encoded, operation)
+
+    monkeypatch.setattr(Encoder, "answered", twice)
+
+
+def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is started again begins with the residual of the incarnation that died, which
+    has what that sent last, applied or not."""
+    begin = EncodedClient._begin_steps
+
+    def inherits(client: EncodedClient, joined: Any) -> None:
+        begin(client, joined)
+        for other in client.cluster.clients:
+            assert isinstance(other, EncodedClient)
+            dead = other.encoder
+            if other is not client and other.rank == client.rank and dead is not None:
+                assert isinstance(client.steps.encoder, WatchedEncoder)
+                copies = {block: left.copy() for block, left in dead._residuals.items()}
+                client.steps.encoder._residuals |= copies
+
+    monkeypatch.setattr(EncodedClient, "_begin_steps", inherits)
+
+
+ALL: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    counted_again_when_sent_again,
+    kept_on_a_drop,
+    kept_on_a_refusal,
+    lost_on_a_drop,
+    taken_back_on_all_shards,
+    taken_back_twice,
+    inherited_from_the_dead,
+)
