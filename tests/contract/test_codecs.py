@@ -12,7 +12,18 @@ from tests.contract.conftest import MakeCluster
 import paramserve as ps
 from paramserve.client import Client
 from paramserve.client.names import as_tensors
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, PowerSGD, RandomK, Sign, TopK
+from paramserve.codecs import (
+    BFloat16,
+    Codec,
+    Feedback,
+    Float16,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.consistency.built_in import Async, Buffered, Sync
@@ -298,6 +309,12 @@ def test_ranks_have_to_give_the_same_codecs(make_cluster: MakeCluster) -> None:
     with pytest.raises(CodecMismatch, match=r"with the codec of pushes Int8.*now none came"):
         other.define("w", value, rule=Add())
     other.define("w", value, rule=Add(), push=Int8())
+    less = Int8(feedback=Feedback(decay=0.5))
+    one.define("v", value, rule=Add(), push=less)
+    told = r"pushes Int8\(feedback_decay=0.5\), now Int8\(feedback_decay=0.25\) came"
+    with pytest.raises(CodecMismatch, match=told):
+        other.define("v", value, rule=Add(), push=Int8(feedback=Feedback(decay=0.25)))
+    other.define("v", value, rule=Add(), push=less)
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,13 @@ def taken_back_on_all_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not applied is taken back twice."""
-    answered = Encoder.answered
+    take_back = Encoder._take_back
 
-    def twice(encoder: Encoder, encoded: Sequence[Encoded], operation: Operation) -> None:
-        changes = [None if each.change is None else each.change.copy() for each in encoded]
-        answered(encoder, encoded, operation)
-        for each, change in zip(encoded, changes, strict=True):
-            each.change = change
-        answered(encoder, encoded, operation)
+    def twice(encoder: Encoder, *given: Any) -> None:
+        take_back(encoder, *given)
+        take_back(encoder, *given)
 
-    monkeypatch.setattr(Encoder, "answered", twice)
+    monkeypatch.setattr(Encoder, "_take_back", twice)
 
 
 def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:

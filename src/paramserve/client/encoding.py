@@ -6,6 +6,10 @@ changes no residual: then it is as if it had not been pushed. So of all gradient
 the sum is that of the gradients less the residual. A residual changes when the call is certain to
 be sent, since one that is interrupted before sends nothing.
 
+`Feedback` lets go of a part of the residual each time that it is added to a gradient. A push that
+was not applied has let go of nothing either, and the pushes that were sent behind it have let go
+of less: they had what it left out, which is taken back.
+
 Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
 Fixes SignSGD, 2019.
 """
@@ -17,14 +21,14 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush, check_push
-from paramserve.codecs.base import Codec
+from paramserve.codecs.base import Codec, Feedback
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.messages import ALIGN, Done, Gradient
@@ -41,6 +45,8 @@ class Encoded:
         headers: by shard.
         slot: where its bytes lie.
         change: of the residual, [block.size]; None: the codec has none, or it is over.
+        inactive: elements of pieces without a gradient, as (start, stop).
+        kept: the part of the residual that was added to it; the rest is let go.
         counted: whether the residual has it.
     """
 
@@ -48,7 +54,23 @@ class Encoded:
     headers: tuple[Gradient, ...]
     slot: Slot
     change: Floats | None
+    inactive: Sequence[tuple[int, int]] = ()
+    kept: float = 1.0
     counted: bool = False
+
+
+class SentBytes(NamedTuple):
+    """What a group's gradients took on the wire, and what is left out of them by now.
+
+    Attributes:
+        sent: bytes of the gradients that were encoded.
+        plain: of the same, as they were.
+        residual_norm: L2 norm of what was left out; 0 where a codec has no feedback.
+    """
+
+    sent: int
+    plain: int
+    residual_norm: float
 
 
 class Encoder:
@@ -66,7 +88,13 @@ class Encoder:
         """Of the same gradients, as they were."""
         self._rank = rank
         self._take = take
+        self._groups: dict[str, tuple[int, int]] = {}
+        """The same two of each group."""
+        self._group_of: dict[int, str] = {}
+        """By block that has a residual."""
         self._residuals: dict[int, Floats] = {}
+        self._unanswered: dict[int, list[Encoded]] = {}
+        """By block: what the residual has, in the order in which it was sent."""
         self._free: dict[int, list[Floats]] = {}
         """By block: memory for one more change, or for what is to be encoded."""
         self._pushes: dict[int, int] = {}
@@ -105,7 +133,7 @@ class Encoder:
         into = taken[-1]
         with self._lock:
             number = self._pushes[block.id] = self._pushes.get(block.id, 0) + 1
-            given, change = self._to_encode(block, codec, gradient, inactive)
+            given, change, kept = self._to_encode(block, codec, gradient, inactive)
             headers = []
             for shard, (low, high) in enumerate(ranges):
                 each = codecs[shard]
@@ -118,31 +146,50 @@ class Encoder:
                     Gradient(block.id, into.arena, place, push.active, push.hyper, written)
                 )
             if change is not None:
-                np.subtract(gradient, change, out=change)
+                if kept == 1.0:
+                    np.subtract(gradient, change, out=change)
+                else:
+                    np.subtract(given, change, out=change)
+                    change -= self._residuals[block.id]
                 for start, stop in inactive:
                     change[start:stop] = 0.0
                 self._free[block.id].append(given)
-        return Encoded(block, tuple(headers), into, change)
+        return Encoded(block, tuple(headers), into, change, inactive, kept)
 
     def _to_encode(
         self, block: Block, codec: Codec, gradient: Floats, inactive: Sequence[tuple[int, int]]
-    ) -> tuple[Floats, Floats | None]:
-        """The gradient with the residual, and memory for what was decoded of it."""
+    ) -> tuple[Floats, Floats | None, float]:
+        """The gradient with the residual, memory for what was decoded of it, and how much of the
+        residual was added."""
         if not codec.feedback:
-            return gradient, None
+            return gradient, None, 1.0
         residual = self._residuals.get(block.id)
         if residual is None:
             residual = self._residuals[block.id] = np.zeros(block.size, np.float32)
-        given, change = self._memory(block), self._memory(block)
+            self._group_of[block.id] = block.group_name
+        given, change, kept = self._memory(block), self._memory(block), 1.0
+        if isinstance(codec.feedback, Feedback):
+            np.copyto(given, residual)
+            for start, stop in inactive:
+                given[start:stop] = 0.0
+            kept = _kept(codec.feedback, given)
         with np.errstate(over="ignore"):
-            np.add(gradient, residual, out=given)
+            if kept == 1.0:
+                np.add(gradient, residual, out=given)
+            else:
+                given *= np.float32(kept)
+                given += gradient
         for start, stop in inactive:
             given[start:stop] = 0.0
         largest: Callable[[Floats], float] = compiled().largest
         if largest(given) == math.inf:  # what was left out is too large to be added: it is lost
             residual.fill(0.0)
+            for each in self._unanswered.get(block.id, ()):
+                assert each.change is not None
+                each.change.fill(0.0)
             np.copyto(given, gradient)
-        return given, change
+            kept = 1.0
+        return given, change, kept
 
     def _seed(self, block: Block, number: int, shard: int) -> int:
         return zlib.crc32(b"%d %d %d %d" % (self._rank, block.id, number, shard))
@@ -155,11 +202,28 @@ class Encoder:
         """These are certain to be sent."""
         with self._lock:
             for each in encoded:
-                self.sent_bytes += sum(header.extent for header in each.headers)
-                self.plain_bytes += each.block.nbytes
+                block, size = each.block, sum(header.extent for header in each.headers)
+                sent, plain = self._groups.get(block.group_name, (0, 0))
+                self._groups[block.group_name] = sent + size, plain + block.nbytes
+                self.sent_bytes += size
+                self.plain_bytes += block.nbytes
                 if each.change is not None:
-                    self._residuals[each.block.id] += each.change
+                    self._residuals[block.id] += each.change
+                    self._unanswered.setdefault(block.id, []).append(each)
                     each.counted = True
+
+    def report(self) -> dict[str, SentBytes]:
+        """By group, what was sent so far. It waits for no push: a norm of what one changes
+        meanwhile is somewhere between the two."""
+        squared_norm: Callable[[Floats], float] = compiled().squared_norm
+        squares = dict.fromkeys(list(self._groups), 0.0)
+        for block, residual in list(self._residuals.items()):
+            group = self._group_of[block]
+            squares[group] = squares.get(group, 0.0) + squared_norm(residual)
+        return {
+            group: SentBytes(*self._groups.get(group, (0, 0)), math.sqrt(square))
+            for group, square in squares.items()
+        }
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         """All shards have answered, or none will: take back what was not applied."""
@@ -168,12 +232,45 @@ class Encoder:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
                     continue
-                residual = self._residuals[each.block.id]
+                self._unanswered[each.block.id].remove(each)
                 for shard in range(len(each.headers)):
                     if not _applied(operation.replies.get(shard)):
-                        low, high = each.block.range(shard)
-                        residual[low:high] -= change[low:high]
+                        self._take_back(each.block, change, *each.block.range(shard))
                 self._free[each.block.id].append(change)
+
+    def _take_back(self, block: Block, change: Floats, low: int, high: int) -> None:
+        """A shard, which has the elements [low, high), has not applied a gradient: the residual,
+        and what those behind it have let go of, become what they were without it.
+
+        Args:
+            change: its own; gets other values there.
+        """
+        residual = self._residuals[block.id][low:high]
+        residual -= change[low:high]
+        if all(each.kept == 1.0 for each in self._unanswered[block.id]):
+            return
+        lacking = change[low:high]
+        for each in self._unanswered[block.id]:
+            if each.kept == 1.0:
+                continue
+            more = lacking * np.float32(1.0 - each.kept)
+            for start, stop in each.inactive:
+                more[max(start - low, 0) : max(stop - low, 0)] = 0.0
+            assert each.change is not None
+            each.change[low:high] += more
+            residual += more
+            lacking -= more
+
+
+def _kept(feedback: Feedback, residual: Floats) -> float:
+    """How much of a residual, as far as it is to be added, is added."""
+    kept = float(feedback.decay)
+    if feedback.clip_norm is not None:
+        squared_norm: Callable[[Floats], float] = compiled().squared_norm
+        norm = kept * math.sqrt(squared_norm(residual))
+        if norm > feedback.clip_norm:
+            kept *= feedback.clip_norm / norm
+    return kept
 
 
 def _applied(reply: Any) -> bool:

@@ -1,6 +1,6 @@
 """Codecs: how gradients and values are encoded on the wire between hosts."""
 
-from paramserve.codecs.base import Codec
+from paramserve.codecs.base import Codec, Feedback
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
 from paramserve.codecs.low_rank import PowerSGD
@@ -10,6 +10,7 @@ __all__ = [
     "BFloat16",
     "Codec",
     "CustomCodec",
+    "Feedback",
     "Float16",
     "Int4",
     "Int8",

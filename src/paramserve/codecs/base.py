@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,40 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Feedback:
+    """Error feedback that lets go of some of what it keeps: what a codec has left out of gradients
+    is added to the next one, but less of it.
+
+    Attributes:
+        decay: what is left out is multiplied by this before it is added: above 0 and at most 1.
+            At 1 nothing of it is let go.
+        clip_norm: and then scaled so that its L2 norm is at most this, over all tensors of one of
+            the optimizer's parameter groups. None: it is not.
+
+    Source: Wu et al., Error Compensated Quantized SGD, 2018, for `decay`. `clip_norm` has none: it
+        is the clipping of gradients (Pascanu et al., 2013) for what is left out of them.
+    """
+
+    decay: float = 1.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.decay) and 0.0 < self.decay <= 1.0):
+            raise ValueError(
+                f"decay of ps.Feedback must be above 0 and at most 1, not {self.decay!r}"
+            )
+        clip = self.clip_norm
+        if clip is not None and not (_is_number(clip) and 0.0 < clip < math.inf):
+            raise ValueError(
+                f"clip_norm of ps.Feedback must be > 0 and finite, or None, not {clip!r}"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Codec(ABC):
     """Encodes float32 values, and decodes what it has encoded. Pure: equal values and seeds give
@@ -21,12 +56,12 @@ class Codec(ABC):
 
     Attributes:
         feedback: of gradients, whether what was left out of one is added to the next (error
-            feedback: Karimireddy et al., 2019).
+            feedback: Karimireddy et al., 2019); a `Feedback` says how much of it.
         even_local: whether values are encoded for servers on the same host, too, where it saves
             nothing: to see what it does to training.
     """
 
-    feedback: bool = field(default=True, kw_only=True)
+    feedback: bool | Feedback = field(default=True, kw_only=True)
     even_local: bool = field(default=False, kw_only=True)
 
     fixed: ClassVar[bool] = True
@@ -98,7 +133,11 @@ class Codec(ABC):
             raise TypeError(f"{name} of {self.called} is True or False, not {value!r}")
 
     def __post_init__(self) -> None:
-        self._check_flag("feedback")
+        if not isinstance(self.feedback, bool | Feedback):
+            raise TypeError(
+                f"feedback of ps.{self.name} is True, False or ps.Feedback(...), not "
+                f"{self.feedback!r}"
+            )
         self._check_flag("even_local")
 
 

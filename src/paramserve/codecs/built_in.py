@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paramserve.codecs.base import Bytes, Codec, Floats, check_length
+from paramserve.codecs.base import Bytes, Codec, Feedback, Floats, check_length
 from paramserve.codecs.compiled import codec_kernels
 
 SCALE_BYTES = 4
@@ -26,7 +26,7 @@ class BFloat16(Codec):
     A value keeps its range, and 8 bits of its mantissa: it moves by at most 1/256 of its size.
     """
 
-    feedback: bool = field(default=False, kw_only=True)
+    feedback: bool | Feedback = field(default=False, kw_only=True)
 
     def size(self, count: int) -> int:
         return 2 * count
@@ -52,7 +52,7 @@ class Float16(Codec):
     """
 
     scale: float = 1.0
-    feedback: bool = field(default=False, kw_only=True)
+    feedback: bool | Feedback = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

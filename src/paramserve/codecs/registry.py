@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from paramserve.codecs.base import Codec
+from paramserve.codecs.base import Codec, Feedback
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
 from paramserve.codecs.low_rank import PowerSGD
@@ -25,6 +25,9 @@ PARTS = ("first", "second")
 NONE: Mapping[str, type[Codec]] = MappingProxyType({})
 
 Option = int | float | str | bool
+
+FEEDBACK = "feedback_"
+"""Begins the names of the options that are of a codec's `Feedback`."""
 
 
 def as_codec(given: object, what: str) -> Codec:
@@ -68,8 +71,8 @@ def own_classes(codec: Codec, option: str) -> Mapping[str, type[Codec]]:
 
 
 def spec(codec: Codec) -> CodecSpec:
-    """Describe a codec: its name, and its fields as options; of a chain each part's name, and its
-    fields behind a dot ("first.ratio").
+    """Describe a codec: its name, and its fields as options, those of its feedback beside them; of
+    a chain each part's name, and its fields behind a dot ("first.ratio").
 
     Raises:
         TypeError: a field is no number, bool or str.
@@ -80,6 +83,11 @@ def spec(codec: Codec) -> CodecSpec:
         if isinstance(value, Codec) and isinstance(codec, Chain):
             options[each.name] = value.name
             options |= {f"{each.name}.{key}": it for key, it in spec(value).options.items()}
+        elif isinstance(value, Feedback):
+            options[each.name] = True
+            options[FEEDBACK + "decay"] = float(value.decay)
+            if value.clip_norm is not None:
+                options[FEEDBACK + "clip_norm"] = float(value.clip_norm)
         elif isinstance(value, bool | int | float | str):
             options[each.name] = value
         else:
@@ -118,7 +126,15 @@ def build(described: CodecSpec, registered: Mapping[str, type[Codec]] = NONE) ->
 
 def _made(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
     try:
-        made: Codec = kind(**options)
+        own = dict(options)
+        bounds = {
+            each.removeprefix(FEEDBACK): own.pop(each)
+            for each in options
+            if each.startswith(FEEDBACK)
+        }
+        if bounds:
+            own["feedback"] = Feedback(**bounds)
+        made: Codec = kind(**own)
         Codec.__post_init__(made)
     except (Exception, SystemExit) as wrong:  # a user's class may raise anything
         raise ValueError(f"{name} does not take {dict(options)}: {wrong}") from wrong

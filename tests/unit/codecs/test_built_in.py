@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,6 +16,7 @@ from tests.unit.codecs import reference
 from paramserve.codecs import (
     BFloat16,
     Codec,
+    Feedback,
     Float16,
     Int4,
     Int8,
@@ -248,7 +250,15 @@ def test_any_bytes_are_decoded_or_refused(data: bytes, count: int) -> None:
         (lambda: Int4(rounding="up"), 'rounding of ps.Int4 is "nearest" or "stochastic"'),
         (lambda: Float16(0.0), "scale of ps.Float16 must be > 0"),
         (lambda: Float16(math.inf), "scale of ps.Float16"),
-        (lambda: Int8(feedback=1), "feedback of ps.Int8 is True or False, not 1"),
+        (
+            lambda: Int8(feedback=1),
+            r"feedback of ps.Int8 is True, False or ps.Feedback\(...\), not 1",
+        ),
+        (lambda: Feedback(decay=0.0), "decay of ps.Feedback must be above 0 and at most 1, not 0"),
+        (lambda: Feedback(decay=math.nan), "decay of ps.Feedback"),
+        (lambda: Feedback(decay=True), "decay of ps.Feedback"),
+        (lambda: Feedback(clip_norm=0), "clip_norm of ps.Feedback must be > 0 and finite, or None"),
+        (lambda: Feedback(clip_norm=math.inf), "clip_norm of ps.Feedback"),
         (lambda: BFloat16(even_local=None), "even_local of ps.BFloat16"),
     ],
 )
@@ -257,9 +267,23 @@ def test_options_are_checked(make: Any, told: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *DRAWN, Int8(feedback=False), PowerSGD(2, 3)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *CODECS,
+        *DRAWN,
+        Int8(feedback=False),
+        PowerSGD(2, 3),
+        TopK(0.1, feedback=Feedback(decay=0.5)) | Int4(),
+        Sign(feedback=Feedback(decay=0.5)),
+        BFloat16(feedback=Feedback(clip_norm=2)),
+    ],
+    ids=repr,
+)
 def test_codecs_travel_by_name(codec: Codec) -> None:
-    assert build(spec(codec)) == codec
+    described = spec(codec)
+    over_the_wire = msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=CodecSpec)
+    assert build(over_the_wire) == codec
 
 
 def test_what_is_no_codec_is_refused() -> None:
@@ -267,6 +291,10 @@ def test_what_is_no_codec_is_refused() -> None:
         build(CodecSpec("Huffman"))
     with pytest.raises(ValueError, match=r"Int8 does not take \{'blocks': 3\}"):
         build(CodecSpec("Int8", {"blocks": 3}))
+    with pytest.raises(ValueError, match=r"does not take .*decay of ps.Feedback must be above 0"):
+        build(CodecSpec("Int8", {"feedback": True, "feedback_decay": 2.0}))
+    with pytest.raises(ValueError, match=r"does not take .*unexpected keyword argument 'rate'"):
+        build(CodecSpec("Int8", {"feedback_rate": 2.0}))
     with pytest.raises(TypeError, match=r"push takes an object: write push=ps.Int8\(\)"):
         as_codec(Int8, "push")
     with pytest.raises(TypeError, match=r"push takes a codec, one of ps.BFloat16\(\), .*'int8'"):

@@ -1,0 +1,155 @@
+"""What is kept of what a codec leaves out: error feedback with drops, decay and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from tests.unit.client.fakes import block_of
+
+from paramserve.client.encoding import Encoded, Encoder
+from paramserve.client.exchange import Slot
+from paramserve.client.step_parts import BlockPush
+from paramserve.codecs import Codec, Feedback, Int4, Sign, TopK
+from paramserve.codecs.registry import spec
+from paramserve.compiling import load_codecs
+from paramserve.core.client_session import Operation
+from paramserve.core.partition import Block
+from paramserve.messages import Done, Refused
+from paramserve.rules import Add
+from paramserve.rules.compiled import compiled
+
+SIZES = {"a": (30, 10), "b": (340,)}
+CUTS = (0, 250, 640)
+SHARDS = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    load_codecs()
+    compiled().prepare(np.dtype(np.float32))
+
+
+def take(sizes: Sequence[int]) -> list[Slot]:
+    return [Slot(0, 0, np.zeros(-(-size // 64) * 64, np.uint8)) for size in sizes]
+
+
+def block_with(codec: Codec, **options: Any) -> Block:
+    plain = block_of(SIZES, dtype="float32", rule=Add(), **options)
+    return Block(structs.replace(plain.spec, cuts=CUTS, push=spec(codec)))
+
+
+@dataclass
+class Pushed:
+    """A gradient as it was, what arrives of it, and where it is applied."""
+
+    gradient: Any
+    decoded: Any
+    active: Any
+    """[size]: whether its piece has a gradient."""
+    encoded: Encoded
+    applied: tuple[bool, ...]
+
+
+def push(encoder: Encoder, block: Block, drawn: np.random.Generator, lost: float) -> Pushed:
+    """Send a random gradient, of which each shard drops its part with the rate `lost`."""
+    codec = block.push_codec
+    assert codec is not None
+    (slot,) = take([block.nbytes])
+    gradient = slot.array(block)
+    gradient[:] = drawn.normal(size=block.size)
+    pieces = ((0,), (1,), None, None)[drawn.integers(4)]
+    active = np.ones(block.size, bool)
+    if pieces is not None:
+        gone = 1 - pieces[0]
+        active[block.starts[gone] : block.starts[gone + 1]] = False
+    encoded = encoder.encode(BlockPush(block, gradient, pieces), slot, [])
+    decoded = np.zeros(block.size, np.float32)
+    for shard, header in enumerate(encoded.headers):
+        low, high = block.range(shard)
+        data = encoded.slot.bytes[header.offset : header.offset + header.extent]
+        codec.decode(data, decoded[low:high])
+    encoder.sent([encoded])
+    applied = tuple(drawn.random(SHARDS) >= lost)
+    return Pushed(gradient.copy() * active, decoded, active, encoded, applied)
+
+
+def answer(encoder: Encoder, pushed: Pushed) -> None:
+    operation = Operation(SHARDS)
+    for shard, applied in enumerate(pushed.applied):
+        refused = not applied and shard == 0
+        reply = Refused(1, "NonFinite", "", "no", "") if refused else Done(1, skipped=not applied)
+        operation.answered(shard, reply)
+    encoder.answered([pushed.encoded], operation)
+
+
+def left_of(block: Block, pushes: Sequence[Pushed], decay: float) -> Any:
+    """The residual as if only what was applied had been pushed."""
+    left = np.zeros(block.size, np.float64)
+    for each in pushes:
+        for shard, applied in enumerate(each.applied):
+            low, high = block.range(shard)
+            if applied:
+                new = decay * left + each.gradient - each.decoded
+                left[low:high] = np.where(each.active, new, left)[low:high]
+    return left
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("decay", [1.0, 0.75])
+@pytest.mark.parametrize("kind", [Int4, Sign, TopK], ids=lambda kind: kind.__name__)
+def test_residual_is_that_of_what_was_applied(kind: Any, decay: float, window: int) -> None:
+    feedback = Feedback(decay=decay) if decay < 1.0 else True
+    block = block_with(kind(feedback=feedback))
+    encoder, drawn = Encoder(0, take), np.random.default_rng(window)
+    pushes = list[Pushed]()
+    for number in range(30):
+        pushes.append(push(encoder, block, drawn, 0.3))
+        if number >= window - 1:
+            answer(encoder, pushes[number - window + 1])
+    for each in pushes[len(pushes) - window + 1 :]:
+        answer(encoder, each)
+    assert any(any(each.applied) != all(each.applied) for each in pushes)
+    left = left_of(block, pushes, decay)
+    assert np.linalg.norm(left) > 1.0
+    np.testing.assert_allclose(encoder.residual(block), left, atol=2e-5)
+
+
+def test_residual_is_clipped_by_its_norm_where_it_is_added() -> None:
+    block = block_with(TopK(0.05, feedback=Feedback(decay=0.5, clip_norm=2.0)))
+    encoder, drawn = Encoder(0, take), np.random.default_rng(1)
+    left, clipped = np.zeros(block.size), 0
+    for _ in range(12):
+        pushed = push(encoder, block, drawn, 0.0)
+        added = 0.5 * left * pushed.active
+        norm = np.linalg.norm(added)
+        clipped += norm > 2.0
+        added *= min(1.0, 2.0 / max(norm, 1e-9))
+        new = added + pushed.gradient - pushed.decoded
+        left = np.where(pushed.active, new, left)
+        answer(encoder, pushed)
+        np.testing.assert_allclose(encoder.residual(block), left, atol=1e-5)
+    assert 3 < clipped < 12
+
+
+def test_report_counts_bytes_and_measures_what_is_left_out_by_group() -> None:
+    encoder, drawn = Encoder(0, take), np.random.default_rng(2)
+    first = block_with(Sign(), number=1, group="one")
+    second = block_with(Sign(), number=2, group="one")
+    other = block_with(Int4(feedback=False), number=3, group="two")
+    assert encoder.report() == {}
+    for block in (first, second, second, other):
+        answer(encoder, push(encoder, block, drawn, 0.0))
+    told = encoder.report()
+    size = sum(Sign().size(high - low) for low, high in map(first.range, range(SHARDS)))
+    left = np.concatenate([encoder.residual(first), encoder.residual(second)])
+    assert told["one"][:2] == (3 * size, 3 * 4 * 640)
+    assert told["one"].residual_norm == pytest.approx(np.linalg.norm(left), rel=1e-6)
+    assert told["one"].residual_norm > 1.0
+    assert told["two"].plain == 4 * 640
+    assert told["two"].residual_norm == 0.0
+    assert encoder.sent_bytes == told["one"].sent + told["two"].sent
