@@ -364,15 +364,28 @@ def test_codecs_are_public() -> None:
 
 
 @pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
-def test_model_that_is_trained_with_codecs(make_cluster: MakeCluster, policy: Any) -> None:
+def test_model_that_is_trained_with_codecs(
+    make_cluster: MakeCluster, policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It learns about as fast; the worker has rounded values, and the servers whole ones."""
+
+    def told() -> list[str]:
+        return [line for line in capsys.readouterr().err.splitlines() if "group 'model'" in line]
+
     plain = loss_with(make_cluster, policy)
+    assert not told()
     for push in (BFloat16(), Int8(), Int4(), TopK(0.05)):
         found = loss_with(make_cluster, policy, push=push, pull=BFloat16())
         assert found < 1.1 * plain + 0.005, push
+        (line,) = told()
+        assert line.startswith(f"paramserve: group 'model' pushes ps.{push.name} (")
+        assert line.endswith("and pulls ps.BFloat16 (50% of the bytes)")
     by_name = {"*.weight": TopK(0.05) | Int4(), "2.*": None, "*": Int8()}
     found = loss_with(make_cluster, policy, push=by_name, pull={"0.*": BFloat16()})
     assert found < 1.1 * plain + 0.005
+    (line,) = told()
+    assert "pushes ps.TopK | ps.Int4 and ps.Int8 (at most " in line
+    assert "pulls ps.BFloat16 (5" in line, "but for one layer"
     told = r"matches no parameter of the optimizer; it has '0.weight"
     with pytest.raises(ValueError, match=told):
         loss_with(make_cluster, policy, push={"3.*": Int8()})
@@ -506,3 +519,32 @@ def test_tensor_that_is_cut_is_refused_for_a_codec_of_whole_ones(make_cluster: M
     with pytest.raises(ShapeMismatch, match="its rule or codec needs whole tensors"):
         client.directory._define(block, attempt, 5.0, as_tensors("w", value))
     client.define("w", value, rule=Add(), group="g", push=PowerSGD(1))
+
+
+def _trains(worker: Worker) -> int:
+    size = 5000
+    client = worker.client
+    codec = Sign(even_local=True)
+    client.define("w", np.zeros(size, np.float32), rule=Add(), group="model", push=codec)
+    client.define("v", np.zeros(size, np.float32), rule=Add(), group="plain")
+    steps = 3 + 2 * worker.rank
+    for number in range(steps):
+        for name in "wv":
+            client.push(name, normal(number, size))
+    client.pull("w")
+    return steps
+
+
+def test_result_of_a_run_tells_bytes_as_sent_and_as_they_were_and_what_is_left_out() -> None:
+    result = ps.run(_trains, workers=2, consistency=ps.Async(), progress=False)
+    sent = result.groups["model"].sent_by_rank
+    assert {rank: each.plain_bytes for rank, each in sent.items()} == {
+        rank: 4 * 5000 * steps for rank, steps in result.returns.items()
+    }
+    assert {rank: each.sent_bytes for rank, each in sent.items()} == {
+        rank: Sign().size(5000) * steps for rank, steps in result.returns.items()
+    }
+    assert all(1.0 < each.residual_norm < 1000.0 for each in sent.values())
+    group = result.groups["model"]
+    assert group.sent_bytes / group.plain_bytes == pytest.approx(0.035, abs=0.001)
+    assert result.groups["plain"].sent_by_rank == {}

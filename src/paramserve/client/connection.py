@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
+from weakref import WeakMethod
 
 from paramserve.client import timeouts
 from paramserve.client.exchange import Connect, Exchange, again
@@ -30,6 +31,7 @@ from paramserve.messages import (
     OpenCollective,
     PassBy,
     Reconnect,
+    SentGradients,
     ServerBeat,
     Status,
 )
@@ -339,6 +341,16 @@ class Connection:
         """Record numbers of a clock; they reach the driver with the next heartbeat."""
         self.check()
         self._heartbeat.log(clock, {name: float(value) for name, value in values.items()})
+
+    def tell_sent(self, asked: Callable[[], tuple[SentGradients, ...]]) -> None:
+        """Let each heartbeat tell what this method says of the gradients that were sent encoded."""
+        method = WeakMethod(asked)  # the thread of a client that nobody closes keeps none of it
+
+        def told() -> tuple[SentGradients, ...]:
+            found = method()
+            return () if found is None else found()
+
+        self._heartbeat.sent_gradients = told
 
     def send_log(self) -> None:
         """Send what was logged now, and not with the next heartbeat: for a process that is about to

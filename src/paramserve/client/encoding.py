@@ -21,7 +21,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from paramserve.client.step_parts import BlockPush, check_push
 from paramserve.codecs.base import Codec, Feedback
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.messages import ALIGN, Done, Gradient
+from paramserve.messages import ALIGN, Done, Gradient, SentGradients
 from paramserve.rules.compiled import compiled
 
 Floats = npt.NDArray[np.float32]
@@ -57,20 +57,6 @@ class Encoded:
     inactive: Sequence[tuple[int, int]] = ()
     kept: float = 1.0
     counted: bool = False
-
-
-class SentBytes(NamedTuple):
-    """What a group's gradients took on the wire, and what is left out of them by now.
-
-    Attributes:
-        sent: bytes of the gradients that were encoded.
-        plain: of the same, as they were.
-        residual_norm: L2 norm of what was left out; 0 where a codec has no feedback.
-    """
-
-    sent: int
-    plain: int
-    residual_norm: float
 
 
 class Encoder:
@@ -212,18 +198,18 @@ class Encoder:
                     self._unanswered.setdefault(block.id, []).append(each)
                     each.counted = True
 
-    def report(self) -> dict[str, SentBytes]:
-        """By group, what was sent so far. It waits for no push: a norm of what one changes
+    def report(self) -> tuple[SentGradients, ...]:
+        """Of each group what was sent so far. It waits for no push: a norm of what one changes
         meanwhile is somewhere between the two."""
         squared_norm: Callable[[Floats], float] = compiled().squared_norm
         squares = dict.fromkeys(list(self._groups), 0.0)
         for block, residual in list(self._residuals.items()):
             group = self._group_of[block]
             squares[group] = squares.get(group, 0.0) + squared_norm(residual)
-        return {
-            group: SentBytes(*self._groups.get(group, (0, 0)), math.sqrt(square))
+        return tuple(
+            SentGradients(group, *self._groups.get(group, (0, 0)), math.sqrt(square))
             for group, square in squares.items()
-        }
+        )
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         """All shards have answered, or none will: take back what was not applied."""
@@ -285,3 +271,50 @@ def _inactive(push: BlockPush) -> list[tuple[int, int]]:
     starts, active = push.block.starts, set(push.active)
     pieces = range(len(push.block.pieces))
     return [(starts[i], starts[i + 1]) for i in pieces if i not in active]
+
+
+def in_words(group: str, blocks: Sequence[Block], *, local: bool) -> str:
+    """What the codecs of a group do to its bytes, for its user; empty: it has none.
+
+    Args:
+        local: whether all servers are on this client's host.
+    """
+    parts, whole = list[str](), list[str]()
+    plain = sum(block.nbytes for block in blocks)
+    pushed = [(block.push_codec, _pushed_bytes(block)) for block in blocks]
+    pulled = [(block.pull_codec, _pulled_bytes(block)) for block in blocks]
+    for way, verb, found in (("pushes", "sends", pushed), ("pulls", "gets", pulled)):
+        codecs = [codec for codec, _ in found if codec is not None]
+        if not plain or not codecs:
+            continue
+        *others, last = dict.fromkeys(codec.called for codec in codecs)
+        named = f"{', '.join(others)} and {last}" if others else last
+        most = "" if all(codec.fixed for codec in codecs) else "at most "
+        share = 100 * sum(nbytes for _, nbytes in found) / plain
+        parts.append(f"{way} {named} ({most}{share:.3g}% of the bytes)")
+        if local and not any(codec.even_local for codec in codecs):
+            whole.append(verb)
+    told = f"group {group!r} {' and '.join(parts)}" if parts else ""
+    if whole:
+        told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
+    return told
+
+
+def _pushed_bytes(block: Block) -> int:
+    """Of all its shards' parts of a gradient, as they are sent."""
+    if block.push_codec is None:
+        return block.nbytes
+    return sum(codec.size(_count(block, at)) for at, codec in enumerate(block.push_codecs))
+
+
+def _pulled_bytes(block: Block) -> int:
+    """The same of its values."""
+    codec, shards = block.pull_codec, range(len(block.spec.cuts) - 1)
+    if codec is None:
+        return block.nbytes
+    return sum(codec.size(_count(block, shard)) for shard in shards)
+
+
+def _count(block: Block, shard: int) -> int:
+    low, high = block.range(shard)
+    return high - low

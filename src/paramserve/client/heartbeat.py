@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from paramserve.config import Limits
-from paramserve.messages import Record, WorkerBeat, encode
+from paramserve.messages import Record, SentGradients, WorkerBeat, encode
 from paramserve.transport.control import ControlLink
 
 logger = logging.getLogger("paramserve")
@@ -46,6 +46,10 @@ class Heartbeat:
         """Of a thread: a signal handler may log within a call that has it."""
         self._at_work = False
         """Whether the records are being changed, by the thread that has the lock."""
+        self.sent_gradients: Callable[[], tuple[SentGradients, ...]] = tuple
+        """What was sent encoded so far."""
+        self._told: tuple[SentGradients, ...] = ()
+        """Of that, what the coordinator knows."""
         self._clock = 0
         self._stop = threading.Event()
         self._ended: Callable[[], bool] = self._stop.is_set
@@ -111,11 +115,15 @@ class Heartbeat:
             if taken:
                 first = taken[0][0]
         # Of records that follow each other: what is dropped in between belongs to the next beat.
-        beat = WorkerBeat(clock, tuple(each[2] for each in taken), first)
+        told = self.sent_gradients()
+        news = told if told != self._told else ()
+        beat = WorkerBeat(clock, tuple(each[2] for each in taken), first, news)
         sent = self._control.notify(beat)
         if not sent and self._control.restore(ended=self._ended):
             sent = self._control.notify(beat)
-        if not sent:
+        if sent:
+            self._told = told
+        else:
             with self._lock:
                 self._at_work = True
                 try:
@@ -148,6 +156,8 @@ class Heartbeat:
 
     def send_all(self) -> None:
         """Send what is left, as far as it can be sent."""
-        while self._records or self._incoming:
+        last = self.sent_gradients() != self._told
+        while self._records or self._incoming or last:
+            last = False
             if not self.beat():
                 break

@@ -42,6 +42,7 @@ from paramserve.messages import (
     JoinGroup,
     ReadTarget,
     Saved,
+    SentGradients,
     ServerBeat,
     SetPolicy,
     ShardRequest,
@@ -185,6 +186,11 @@ class Steps(ClientClocks):
         coded = block.spec.push is not None and block.table is None
         if coded and self.encoder is None:
             self.encoder = Encoder(self._rank, self._exchange.take_each)
+
+    def sent_gradients(self) -> tuple[SentGradients, ...]:
+        """Of each group what its gradients took on the wire, where a codec has encoded some. May be
+        called without the lock."""
+        return () if self.encoder is None else self.encoder.report()
 
     def undefined(self, block: Block) -> None:
         """A block was not defined after all."""

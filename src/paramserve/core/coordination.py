@@ -15,6 +15,7 @@ from paramserve.config import NO_RANK, CoordinatorConfig
 from paramserve.core.checkpointing import Checkpointing, FileEvent, FileWork
 from paramserve.core.cluster_state import ClusterRecord, ClusterState
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
+from paramserve.core.sent_gradients import SentByRank
 from paramserve.errors import (
     CheckpointError,
     ConnectTimeout,
@@ -210,6 +211,7 @@ class Coordination:
         self._record_bytes = 0
         self._records_max = config.limits.log_records_max * max(1, config.workers)
         self._page_bytes_max = min(STATUS_BYTES_MAX, config.limits.header_bytes_max // 4)
+        self._sent = SentByRank()
         self._first_record = 0
         self._lost_records = 0
         self._now = 0.0
@@ -485,7 +487,10 @@ class Coordination:
                 self.checkpoints.cut_written(message, self._now)
 
     def _log(self, party: Party, message: WorkerBeat) -> None:
-        """Keep what a client has logged, and count what it has dropped."""
+        """Keep what a client has logged and sent, and count what it has dropped."""
+        if message.sent and party.rank != NO_RANK:
+            known = [each for each in message.sent if self.directory.has_group(each.group)]
+            self._sent.heard(party.rank, party.client, known)
         self._lost_records += max(message.first_record - party.logged, 0)
         party.logged = max(message.first_record, party.logged) + len(message.records)
         for record in message.records:
@@ -634,6 +639,7 @@ class Coordination:
             self._open_collective(),
             self.config.servers,
             self.checkpoints.report(self._now) if self.checkpoints is not None else None,
+            self._sent.report(),
         )
 
     def _open_collective(self) -> OpenCollective | None:

@@ -168,6 +168,10 @@ class Directory:
             if entry.stage is Stage.DEFINING and entry.definer == client:
                 entry.stage = Stage.OPEN
 
+    def has_group(self, name: str) -> bool:
+        """Whether a block of this group was placed."""
+        return any(entry.spec.group_name == name for entry in self._entries)
+
     def find(self, names: tuple[str, ...] | None) -> tuple[BlockSpec, ...] | None:
         """Defined blocks with these names (None: all); None if one of them is not defined yet."""
         ready = [entry.spec for entry in self._entries if entry.stage is Stage.DEFINED]

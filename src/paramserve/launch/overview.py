@@ -26,6 +26,7 @@ from paramserve.messages import (
     Record,
     Refused,
     Scale,
+    SentGradients,
     ServerBeat,
     Status,
     encode,
@@ -134,6 +135,11 @@ class Overview:
     @property
     def beats(self) -> tuple[ServerBeat, ...]:
         return self.status.servers if self.status is not None else ()
+
+    @property
+    def sent(self) -> tuple[tuple[int, SentGradients], ...]:
+        """Of each rank, what it told of gradients that it sent encoded."""
+        return self.status.sent if self.status is not None else ()
 
     def tick(self, now: float) -> None:
         """Ask if it is time, and take what has come. A broken line is made anew with a later one;

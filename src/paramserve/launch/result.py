@@ -77,8 +77,9 @@ class Result:
         stopped: whether it was ended before its workers were done: by `Job.stop`, by Ctrl-C in
             `run`, or by an error, which then has this result.
         values: group name to tensor name to array; see `state_dict`.
-        groups: how each group stood at the end: policy, updates, and staleness and dropped
-            gradients of each worker.
+        groups: how each group stood at the end: policy, updates, and of each worker staleness,
+            dropped gradients, and with a codec the bytes of gradients, as sent and as they were,
+            and the norm of what is left out of them.
         dropped: each rank's gradients that came too late or were too stale, over all groups.
         samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
             the coordinator last knew it.
@@ -196,7 +197,7 @@ def result_of(
         seed=seed,
         stopped=supervisor.ended_early,
         values=values,
-        groups=by_group(beats),
+        groups=by_group(beats, supervisor.overview.sent),
         dropped=drops_by_rank(beats),
         samples=samples_by_rank(leases),
         repeated_samples=sum(each.repeated for each in leases),

@@ -174,8 +174,19 @@ class Record(Struct, frozen=True, array_like=True):
     values: dict[str, float]
 
 
+class SentGradients(Struct, frozen=True, array_like=True):
+    """Of a group's gradients, those that a client has sent encoded: their bytes as sent and as they
+    were, and the L2 norm of what is left out of them by now."""
+
+    group: str
+    sent_bytes: int
+    plain_bytes: int
+    residual_norm: float
+
+
 class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
-    """Heartbeat of a client, with what it logged since the last one.
+    """Heartbeat of a client, with what it logged since the last one. `sent`: of all groups, or none
+    where it is as it was in the last one.
 
     `first_record`: how many it had logged before the first of these, or before the next one: a gap
     tells how many were dropped on the way.
@@ -184,6 +195,7 @@ class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
     clock: int
     records: tuple[Record, ...] = ()
     first_record: int = 0
+    sent: tuple[SentGradients, ...] = ()
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -335,6 +347,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """How many servers the cluster is to have; more than are in `servers`: some are missing."""
     checkpoints: CheckpointReport | None = None
     """None: the cluster writes none."""
+    sent: tuple[tuple[int, SentGradients], ...] = ()
+    """By rank, what was sent encoded since the coordinator began."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):

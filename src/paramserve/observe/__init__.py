@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from paramserve.observe.checkpoints import CheckpointStatus
 from paramserve.observe.progress import Progress, watch
-from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
+from paramserve.observe.status import (
+    GroupStatus,
+    RunStatus,
+    SentStatus,
+    Staleness,
+    TableStatus,
+)
 
 __all__ = [
     "watch",
@@ -13,5 +19,6 @@ __all__ = [
     "GroupStatus",
     "Staleness",
     "TableStatus",
+    "SentStatus",
     "CheckpointStatus",
 ]

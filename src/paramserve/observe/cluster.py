@@ -68,6 +68,8 @@ def _parts(status: Status) -> list[Part]:
     parts = [_servers(status), _workers(status), _groups(status)]
     if any(group.table is not None for beat in status.servers for group in beat.groups):
         parts.append(_tables(status))
+    if status.sent:
+        parts.append(_sent(status))
     if status.leases:
         parts.append(_leases(status))
     return parts
@@ -146,6 +148,15 @@ def _tables(status: Status) -> Part:
             counts = (of.created, of.evicted, of.unadmitted)
             told = (f"{of.rows:,}", in_bytes(of.memory_bytes), *(f"{count:,}" for count in counts))
             table.add_row(name, *told)
+    return table
+
+
+def _sent(status: Status) -> Part:
+    table = Part("encoded gradients", "group", "rank", "as they were", "as sent", "norm left out")
+    for name, group in sorted(by_group(status.servers, status.sent).items()):
+        for rank, each in group.sent_by_rank.items():
+            sizes = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
+            table.add_row(name, str(rank), *sizes, f"{each.residual_norm:.3g}")
     return table
 
 

@@ -95,6 +95,8 @@ class Progress:
         ):
             if count:
                 parts.append(f"{count:,} {what}")
+        if group.sent_by_rank:
+            parts.append(f"sent {in_bytes(group.sent_bytes)} of {in_bytes(group.plain_bytes)}")
         if group.coming:
             parts.append(group.coming)
         parts.append(f"staleness {group.staleness.mean:.1f} (max {group.staleness.max})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from paramserve.config import is_trained
@@ -11,6 +11,7 @@ from paramserve.messages import (
     GroupPolicy,
     GroupReport,
     LeaseReport,
+    SentGradients,
     ServerBeat,
     Status,
     TableReport,
@@ -64,6 +65,21 @@ class TableStatus:
 
 
 @dataclass(frozen=True)
+class SentStatus:
+    """Gradients that a worker has sent encoded, as of its last heartbeat.
+
+    Attributes:
+        sent_bytes: of them, as a codec made them, by all incarnations of the worker.
+        plain_bytes: of the same gradients, as they were.
+        residual_norm: L2 norm of what the codec has left out and the worker adds to its next one.
+    """
+
+    sent_bytes: int
+    plain_bytes: int
+    residual_norm: float
+
+
+@dataclass(frozen=True)
 class GroupStatus:
     """One group over all its shards.
 
@@ -83,6 +99,8 @@ class GroupStatus:
         buffered: gradients that wait until their buffer is full.
         kept_bytes: copies of what workers have read, on all shards together.
         table: what the group's table holds; None: it is a group of tensors.
+        sent_by_rank: of each worker that has sent gradients of the group encoded, since the servers
+            began: again from 0 where the run has gone back to a checkpoint.
     """
 
     version: int
@@ -97,6 +115,17 @@ class GroupStatus:
     buffered: int = 0
     kept_bytes: int = 0
     table: TableStatus | None = None
+    sent_by_rank: Mapping[int, SentStatus] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the gradients of all workers that a codec has encoded, as they were sent."""
+        return sum(each.sent_bytes for each in self.sent_by_rank.values())
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of the same gradients, as they were."""
+        return sum(each.plain_bytes for each in self.sent_by_rank.values())
 
     @property
     def dropped(self) -> int:
@@ -171,20 +200,32 @@ def of_cluster(
     state = "starting" if states == {"starting"} else "running"
     if states and all(member.state in ("left", "dead") for member in told.members):
         state = "finished"
-    groups = by_group(told.servers)
+    groups = by_group(told.servers, told.sent)
     return RunStatus(state, told.seconds, workers, groups, dict(metrics), checkpoints)
 
 
-def by_group(beats: Iterable[ServerBeat]) -> dict[str, GroupStatus]:
+def by_group(
+    beats: Iterable[ServerBeat], sent: Iterable[tuple[int, SentGradients]] = ()
+) -> dict[str, GroupStatus]:
     """The groups of all shards by name; a group's shards are joined.
 
     What counts for a whole group (version, clock) is that of the shard that is furthest behind.
+
+    Args:
+        sent: what each rank told of gradients that it sent encoded.
     """
     reports: dict[str, list[GroupReport]] = {}
     for beat in beats:
         for report in beat.groups:
             reports.setdefault(report.name, []).append(report)
-    return {name: _join(shards) for name, shards in reports.items()}
+    by_rank: dict[str, dict[int, SentStatus]] = {}
+    for rank, told in sent:
+        status = SentStatus(told.sent_bytes, told.plain_bytes, told.residual_norm)
+        by_rank.setdefault(told.group, {})[rank] = status
+    return {
+        name: replace(_join(shards), sent_by_rank=by_rank.get(name, {}))
+        for name, shards in reports.items()
+    }
 
 
 def by_rank(beats: Iterable[ServerBeat]) -> dict[int, Staleness]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
 from paramserve.errors import warn_user
@@ -497,7 +499,7 @@ class Adopted(ABC, Generic[B]):
             return
         client, name = self._client, self._settings.name
         consistency = self._settings.consistency
-        parts = []
+        parts, first = [], not self._parts
         for nth, (layout, rule, part) in enumerate(plans, len(self._parts)):
             if self._worker.rank == 0:
                 block = client.define(
@@ -524,6 +526,10 @@ class Adopted(ABC, Generic[B]):
             parts.append(part(block))
         self._parts += parts
         self._blocks += tuple(part.block for part in parts)
+        encodes = self._settings.push is not None or self._settings.pull is not None
+        if first and encodes and self._worker.rank == 0:
+            told = in_words(name, self._blocks, local=client.connection.exchange.shared)
+            print(f"paramserve: {told}\n", end="", file=sys.stderr, flush=True)
         client.enter(name)  # before the values are read: they stay present from then on
         self._pull(parts)
 

@@ -11,10 +11,10 @@ import pytest
 from msgspec import structs
 from tests.unit.client.fakes import block_of
 
-from paramserve.client.encoding import Encoded, Encoder
+from paramserve.client.encoding import Encoded, Encoder, in_words
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush
-from paramserve.codecs import Codec, Feedback, Int4, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Feedback, Int4, Int8, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.core.client_session import Operation
@@ -141,15 +141,29 @@ def test_report_counts_bytes_and_measures_what_is_left_out_by_group() -> None:
     first = block_with(Sign(), number=1, group="one")
     second = block_with(Sign(), number=2, group="one")
     other = block_with(Int4(feedback=False), number=3, group="two")
-    assert encoder.report() == {}
+    assert encoder.report() == ()
     for block in (first, second, second, other):
         answer(encoder, push(encoder, block, drawn, 0.0))
-    told = encoder.report()
+    told = {each.group: each for each in encoder.report()}
     size = sum(Sign().size(high - low) for low, high in map(first.range, range(SHARDS)))
     left = np.concatenate([encoder.residual(first), encoder.residual(second)])
-    assert told["one"][:2] == (3 * size, 3 * 4 * 640)
+    assert (told["one"].sent_bytes, told["one"].plain_bytes) == (3 * size, 3 * 4 * 640)
     assert told["one"].residual_norm == pytest.approx(np.linalg.norm(left), rel=1e-6)
     assert told["one"].residual_norm > 1.0
-    assert told["two"].plain == 4 * 640
+    assert told["two"].plain_bytes == 4 * 640
     assert told["two"].residual_norm == 0.0
-    assert encoder.sent_bytes == told["one"].sent + told["two"].sent
+    assert encoder.sent_bytes == told["one"].sent_bytes + told["two"].sent_bytes
+
+
+def test_codecs_are_told_in_words() -> None:
+    plain = block_of(SIZES, dtype="float32", rule=Add())
+    assert in_words("model", [plain], local=True) == ""
+    both = structs.replace(plain.spec, push=spec(Int8()), pull=spec(BFloat16()))
+    blocks = [Block(both), Block(both)]
+    told = "group 'model' pushes Int8 (25.5% of the bytes) and pulls BFloat16 (50% of the bytes)"
+    assert in_words("model", blocks, local=False) == told
+    whole = "; rank 0 sends and gets whole values, since its servers are on its host"
+    assert in_words("model", blocks, local=True) == told + whole
+    sparse = Block(structs.replace(plain.spec, push=spec(TopK(0.01, even_local=True))))
+    told = "group 'model' pushes TopK (at most 2.46% of the bytes)"
+    assert in_words("model", [sparse], local=True) == told

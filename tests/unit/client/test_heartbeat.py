@@ -14,7 +14,7 @@ import pytest
 from paramserve.client.heartbeat import BEAT_BYTES_MAX, RECORDS_PER_BEAT_MAX, Heartbeat
 from paramserve.config import Limits
 from paramserve.errors import ProtocolError
-from paramserve.messages import WorkerBeat, encode
+from paramserve.messages import SentGradients, WorkerBeat, encode
 
 NEVER_S = 1e6
 WAIT_S = 10.0
@@ -188,3 +188,32 @@ def test_handler_that_logs_within_the_call_loses_nothing(main: str) -> None:
     assert sorted(clocks) == list(range(1, logged + 1))
     for beat, after in pairwise(link.beats):
         assert after.first_record == beat.first_record + len(beat.records)
+
+
+def test_what_was_sent_encoded_is_told_where_it_has_changed(
+    link: TakesBeats, quiet: Heartbeat
+) -> None:
+    told = [SentGradients("model", 10, 40, 0.5)]
+    quiet.sent_gradients = lambda: tuple(told)
+    assert quiet.beat()
+    assert quiet.beat()
+    told[0] = SentGradients("model", 20, 80, 0.25)
+    link.closed = True
+    assert not quiet.beat(), "the coordinator does not know it"
+    link.closed = False
+    assert quiet.beat()
+    assert [beat.sent for beat in link.beats] == [
+        (SentGradients("model", 10, 40, 0.5),),
+        (),
+        (SentGradients("model", 20, 80, 0.25),),
+    ]
+
+
+def test_stop_tells_what_was_sent_last(link: TakesBeats) -> None:
+    heartbeat = beating(link)
+    heartbeat.sent_gradients = lambda: (SentGradients("model", 10, 40, 0.5),)
+    heartbeat.stop()
+    assert [beat.sent for beat in link.beats] == [(SentGradients("model", 10, 40, 0.5),)]
+    quiet = beating(link)
+    quiet.stop()
+    assert len(link.beats) == 1

@@ -38,6 +38,7 @@ from paramserve.messages import (
     Record,
     Register,
     Scale,
+    SentGradients,
     ServerBeat,
     Status,
     WorkerBeat,
@@ -623,3 +624,16 @@ def test_scale_up_keeps_as_many_more_records() -> None:
     cluster.happen(Noticed(1, WorkerBeat(5, records)))
     status = cluster.call(DRIVER, AskStatus(5))
     assert [record.clock for record in status.records] == [1, 2, 3, 4]
+
+
+def test_status_has_what_members_sent_of_groups_that_there_are() -> None:
+    cluster = Cluster()
+    for rank in range(2):
+        cluster.join(rank)
+    cluster.call(0, place("w"))
+    told = SentGradients("model", 10, 40, 0.5)
+    for connection in (1, 9):  # the second one has not joined
+        beat = WorkerBeat(3, sent=(told, SentGradients("nothing", 1, 4, 0.0)))
+        cluster.happen(Noticed(connection, beat))
+    status = cluster.call(99, AskStatus(1, 0))
+    assert status.sent == ((1, told),)

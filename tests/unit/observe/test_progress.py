@@ -14,7 +14,7 @@ from paramserve.errors import ServerGone
 from paramserve.observe import Progress, watch
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.progress import INDENT, fold, wanted
-from paramserve.observe.status import GroupStatus, RunStatus, Staleness, TableStatus
+from paramserve.observe.status import GroupStatus, RunStatus, SentStatus, Staleness, TableStatus
 
 
 def at(seconds: float, steps: int, state: str = "running", **metrics: float) -> RunStatus:
@@ -56,6 +56,13 @@ def test_line_tells_skipped_and_dropped_before_staleness() -> None:
     group = GroupStatus(9, 3, 9, 7, Staleness(9, 0.5, 2), "Async", "", {}, {2: 5})
     line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
     assert line.endswith("7 skipped  5 dropped  staleness 0.5 (max 2)")
+
+
+def test_line_tells_how_much_was_sent_of_what_there_was() -> None:
+    sent = {0: SentStatus(6_000_000, 24_000_000, 0.5), 1: SentStatus(6_300_000, 24_000_000, 0.25)}
+    group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), sent_by_rank=sent)
+    line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
+    assert line.endswith("9 steps  sent 12.3 MB of 48.0 MB  staleness 0.5 (max 2)")
 
 
 def test_line_speed_is_that_of_the_last_seconds() -> None:

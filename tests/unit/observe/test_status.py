@@ -12,6 +12,7 @@ from paramserve.messages import (
     GroupReport,
     LeaseReport,
     Member,
+    SentGradients,
     ServerBeat,
     Status,
     TableReport,
@@ -19,6 +20,7 @@ from paramserve.messages import (
 from paramserve.observe.progress import Progress
 from paramserve.observe.status import (
     RunStatus,
+    SentStatus,
     Staleness,
     TableStatus,
     by_group,
@@ -40,6 +42,18 @@ def test_group_counts_as_far_as_its_slowest_shard() -> None:
     group = by_group(beats)["model"]
     assert (group.version, group.clock, group.steps) == (10, 5, 10)
     assert group.staleness == Staleness(pushes=10, mean=1.0, max=3)
+
+
+def test_group_has_what_each_rank_sent_of_it() -> None:
+    sent = [
+        (0, SentGradients("model", 10, 40, 0.5)),
+        (2, SentGradients("model", 5, 20, 0.25)),
+        (0, SentGradients("other", 1, 4, 0.0)),
+    ]
+    group = by_group([shard(0, 12, (0, 6, 4, 2))], sent)["model"]
+    assert group.sent_by_rank == {0: SentStatus(10, 40, 0.5), 2: SentStatus(5, 20, 0.25)}
+    assert (group.sent_bytes, group.plain_bytes) == (15, 60)
+    assert by_group([shard(0, 12, (0, 6, 4, 2))])["model"].sent_bytes == 0
 
 
 def test_group_steps_count_workers_that_have_left() -> None:

@@ -1,0 +1,36 @@
+"""What workers tell of the gradients that they sent encoded, added up by rank and group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paramserve.core.sent_gradients import SentByRank
+from paramserve.messages import SentGradients
+
+
+def test_incarnations_of_a_rank_are_added_up_and_the_residual_is_the_last_ones() -> None:
+    sent = SentByRank()
+    sent.heard(1, 5, [SentGradients("a", 10, 40, 0.5)])
+    sent.heard(1, 5, [SentGradients("a", 20, 80, 0.25), SentGradients("b", 1, 4, 0.0)])
+    sent.heard(0, 6, [SentGradients("a", 3, 12, 2.0)])
+    assert sent.report() == (
+        (0, SentGradients("a", 3, 12, 2.0)),
+        (1, SentGradients("a", 20, 80, 0.25)),
+        (1, SentGradients("b", 1, 4, 0.0)),
+    )
+    sent.heard(1, 7, [SentGradients("a", 2, 8, 0.125)])
+    sent.heard(1, 7, [SentGradients("a", 5, 20, 0.0625)])
+    sent.heard(1, 5, [SentGradients("a", 30, 120, 9.0)])  # on its way since before it ended
+    assert sent.report()[1] == (1, SentGradients("a", 25, 100, 0.0625))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(-1, 0, 0.0), (0, -1, 0.0), (0, 0, -1.0), (0, 0, math.nan), (0, 0, math.inf)],
+)
+def test_what_cannot_be_is_left_out(wrong: tuple[int, int, float]) -> None:
+    sent = SentByRank()
+    sent.heard(0, 1, [SentGradients("a", *wrong)])
+    assert sent.report() == ()
