@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -548,3 +549,32 @@ def test_result_of_a_run_tells_bytes_as_sent_and_as_they_were_and_what_is_left_o
     group = result.groups["model"]
     assert group.sent_bytes / group.plain_bytes == pytest.approx(0.035, abs=0.001)
     assert result.groups["plain"].sent_by_rank == {}
+
+
+RESUMED_AT, STEPS = 4, 9
+
+
+def _steps_on(worker: Worker, codec: Codec, stop: int) -> int:
+    client, size = worker.client, 3000
+    client.define("w", np.zeros(size, np.float32), rule=SGD(0.1), group="model", push=codec)
+    for step in range(worker.clock, stop):
+        values = client.pull("w")
+        gradient = normal(10 * step + worker.rank, size) + values
+        client.push_pull({"w": gradient}, tick=True)
+    return worker.clock
+
+
+def test_run_that_goes_on_ends_as_an_unbroken_one_where_nothing_is_kept_of_what_is_left_out(
+    tmp_path: Path,
+) -> None:
+    codec = Int8(rounding="stochastic", even_local=True, feedback=False)
+
+    def run(stop: int, **options: Any) -> Any:
+        result = ps.run(_steps_on, args=(codec, stop), workers=2, progress=False, **options)
+        assert set(result.returns.values()) == {stop}
+        return result.values["model"]["w"]
+
+    unbroken = run(STEPS)
+    folder = str(tmp_path / "run")
+    run(RESUMED_AT, checkpoint=folder)
+    np.testing.assert_array_equal(run(STEPS, checkpoint=folder, resume=True), unbroken)

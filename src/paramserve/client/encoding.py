@@ -83,7 +83,8 @@ class Encoder:
         """By block: what the residual has, in the order in which it was sent."""
         self._free: dict[int, list[Floats]] = {}
         """By block: memory for one more change, or for what is to be encoded."""
-        self._pushes: dict[int, int] = {}
+        self._pushes: dict[int, tuple[int, int]] = {}
+        """By block: the clock of the last push, and how many there were in it before."""
         self._lock = threading.Lock()
         """Of the residuals: answers come in any thread."""
 
@@ -93,11 +94,14 @@ class Encoder:
             found = self._residuals.get(block.id)
             return None if found is None else found.copy()
 
-    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot]) -> Encoded:
+    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot], clock: int = 0) -> Encoded:
         """Encode a gradient, which is finite; its slot's inactive pieces become zeros.
 
         Args:
             taken: gets the slot of the bytes, also where this fails afterwards.
+            clock: of this client in the group: what is drawn depends on it, and not on how many
+                pushes there were since the client came, so that a run that goes on from a
+                checkpoint draws as one that was never stopped.
         Raises:
             ParamServeError, ValueError: the shards would refuse it, or there is no memory for it.
         """
@@ -118,13 +122,15 @@ class Encoder:
         taken += self._take([total])
         into = taken[-1]
         with self._lock:
-            number = self._pushes[block.id] = self._pushes.get(block.id, 0) + 1
+            at, nth = self._pushes.get(block.id, (clock, -1))
+            nth = nth + 1 if at == clock else 0
+            self._pushes[block.id] = clock, nth
             given, change, kept = self._to_encode(block, codec, gradient, inactive)
             headers = []
             for shard, (low, high) in enumerate(ranges):
                 each = codecs[shard]
                 out = into.bytes[offsets[shard] : offsets[shard] + each.size(high - low)]
-                written = each.encode(given[low:high], out, self._seed(block, number, shard))
+                written = each.encode(given[low:high], out, self._seed(block, clock, nth, shard))
                 if change is not None and high > low:
                     each.decode(out[:written], change[low:high])
                 place = into.offset + offsets[shard]
@@ -177,8 +183,8 @@ class Encoder:
             kept = 1.0
         return given, change, kept
 
-    def _seed(self, block: Block, number: int, shard: int) -> int:
-        return zlib.crc32(b"%d %d %d %d" % (self._rank, block.id, number, shard))
+    def _seed(self, block: Block, clock: int, nth: int, shard: int) -> int:
+        return zlib.crc32(b"%d %d %d %d %d" % (self._rank, block.id, clock, nth, shard))
 
     def _memory(self, block: Block) -> Floats:
         free = self._free.setdefault(block.id, [])
@@ -273,11 +279,13 @@ def _inactive(push: BlockPush) -> list[tuple[int, int]]:
     return [(starts[i], starts[i + 1]) for i in pieces if i not in active]
 
 
-def in_words(group: str, blocks: Sequence[Block], *, local: bool) -> str:
+def in_words(group: str, blocks: Sequence[Block], *, local: bool, clock: int = 0) -> str:
     """What the codecs of a group do to its bytes, for its user; empty: it has none.
 
     Args:
         local: whether all servers are on this client's host.
+        clock: where this client goes on, if not at 0: what one before it has left out of its
+            gradients is lost.
     """
     parts, whole = list[str](), list[str]()
     plain = sum(block.nbytes for block in blocks)
@@ -297,6 +305,9 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool) -> str:
     told = f"group {group!r} {' and '.join(parts)}" if parts else ""
     if whole:
         told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
+    encodes = pushed[0] is not None and "sends" not in whole
+    if clock and encodes and any(codec is not None and codec.feedback for codec in pushed):
+        told += f"; what was left out of gradients before clock {clock} is lost"
     return told
 
 

@@ -499,10 +499,11 @@ class Steps(ClientClocks):
             values: gets the slots that are taken.
         """
         encoded: dict[int, Encoded] = {}
+        clock = self.clocks.get(parts.block.group_name, 0)
         for push, slot in parts.pushes:
             codec = push.block.push_codec
             if codec is not None and (codec.even_local or not self._exchange.shared):
-                encoded[push.block.id] = encoder.encode(push, slot, values)
+                encoded[push.block.id] = encoder.encode(push, slot, values, clock)
         return encoded
 
     def _defined(self) -> Iterator[Block]:

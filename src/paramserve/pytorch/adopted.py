@@ -528,7 +528,8 @@ class Adopted(ABC, Generic[B]):
         self._blocks += tuple(part.block for part in parts)
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
-            told = in_words(name, self._blocks, local=client.connection.exchange.shared)
+            local, clock = client.connection.exchange.shared, client.steps.resumed.get(name, 0)
+            told = in_words(name, self._blocks, local=local, clock=clock)
             print(f"paramserve: {told}\n", end="", file=sys.stderr, flush=True)
         client.enter(name)  # before the values are read: they stay present from then on
         self._pull(parts)

@@ -136,8 +136,8 @@ class WatchedEncoder(Encoder):
         self.pushes: dict[Encoded, int] = {}
         self.planned: dict[BlockPush, int] = {}
 
-    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot]) -> Encoded:
-        encoded = super().encode(push, slot, taken)
+    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot], clock: int = 0) -> Encoded:
+        encoded = super().encode(push, slot, taken, clock)
         self.pushes[encoded] = self.planned.pop(push)
         return encoded
 

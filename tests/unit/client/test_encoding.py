@@ -163,7 +163,26 @@ def test_codecs_are_told_in_words() -> None:
     told = "group 'model' pushes Int8 (25.5% of the bytes) and pulls BFloat16 (50% of the bytes)"
     assert in_words("model", blocks, local=False) == told
     whole = "; rank 0 sends and gets whole values, since its servers are on its host"
-    assert in_words("model", blocks, local=True) == told + whole
+    assert in_words("model", blocks, local=True, clock=7) == told + whole
+    lost = "; what was left out of gradients before clock 7 is lost"
+    assert in_words("model", blocks, local=False, clock=7) == told + lost
     sparse = Block(structs.replace(plain.spec, push=spec(TopK(0.01, even_local=True))))
     told = "group 'model' pushes TopK (at most 2.46% of the bytes)"
     assert in_words("model", [sparse], local=True) == told
+
+
+def test_what_is_drawn_depends_on_the_rank_and_the_clock_and_not_on_earlier_pushes() -> None:
+    block = block_with(Int8(rounding="stochastic", feedback=False))
+    values = np.random.default_rng(0).normal(size=block.size)
+
+    def sent(encoder: Encoder, clock: int) -> bytes:
+        (slot,) = take([block.nbytes])
+        gradient = slot.array(block)
+        gradient[:] = values
+        return encoder.encode(BlockPush(block, gradient), slot, [], clock).slot.bytes.tobytes()
+
+    whole, later = Encoder(1, take), Encoder(1, take)
+    found = [sent(whole, clock) for clock in (0, 1, 1, 2)]
+    assert len(set(found)) == 4
+    assert [sent(later, clock) for clock in (1, 1, 2)] == found[1:]
+    assert sent(Encoder(2, take), 2) != found[3]
