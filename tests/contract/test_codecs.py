@@ -144,6 +144,34 @@ def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster, 
     np.testing.assert_array_equal(client.pull("v"), rounded(BFloat16(), whole))
 
 
+def test_what_was_left_out_while_a_link_was_down_goes_with_the_next_whole_gradient(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=1, policy=Async(drop_after=0))
+    client = cluster.client(rank=0)
+    names = {name: np.zeros(SIZE, np.float32) for name in "ab"}
+    block = client.define(names, rule=Add(), push=TopK(0.1))
+    given = [{name: normal(10 * seed + n) for n, name in enumerate("ab")} for seed in range(4)]
+    assert client.steps.encoder is not None
+    exchange = client.connection.exchange
+    client.pull()
+    exchange.shared = False  # as after a link broke, until it is made anew
+    client.push_pull(given[0], tick=True)
+    exchange.shared = True
+    left = residual(client, block)
+    assert np.linalg.norm(left) > 1.0
+    plain, whole = client.steps.encoder.plain_bytes, client.push(given[1])
+    dropped = client.push(given[2])  # it was computed from what is older than the push before it
+    assert not whole.result().skipped
+    assert dropped.result().skipped
+    assert residual(client, block) is None
+    client.pull()
+    client.push({"b": given[3]["b"]}).result()
+    assert client.steps.encoder.plain_bytes == plain
+    for name, wanted in (("a", given[:2]), ("b", [*given[:2], given[3]])):
+        np.testing.assert_allclose(client.pull(name), sum_of([g[name] for g in wanted]), atol=1e-5)
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_values_come_rounded_where_they_are_pulled(make_cluster: MakeCluster, servers: int) -> None:
     cluster = make_cluster("tcp", servers=servers, workers=1)

@@ -42,7 +42,7 @@ class Encoded:
     """A gradient that is on its way.
 
     Attributes:
-        headers: by shard.
+        headers: by shard; none: it is sent as it is, with what was left out before.
         slot: where its bytes lie.
         change: of the residual, [block.size]; None: the codec has none, or it is over.
         inactive: elements of pieces without a gradient, as (start, stop).
@@ -148,6 +148,38 @@ class Encoder:
                 self._free[block.id].append(given)
         return Encoded(block, tuple(headers), into, change, inactive, kept)
 
+    def whole(self, push: BlockPush, taken: list[Slot]) -> Encoded | None:
+        """A gradient that is sent as it is, with what was left out while its servers could not be
+        reached through shared memory; None: nothing was. Else as `encode`."""
+        block = push.block
+        if block.id not in self._residuals:
+            return None
+        taken += self._take([block.nbytes])
+        into, inactive = taken[-1], _inactive(push)
+        with self._lock:
+            residual, change = self._residuals[block.id], self._memory(block)
+            np.negative(residual, out=change)
+            for start, stop in inactive:
+                change[start:stop] = 0.0
+            given: Floats = into.array(block)
+            with np.errstate(over="ignore"):
+                np.subtract(push.gradient, change, out=given)
+            if self._is_too_large(block, given):
+                np.copyto(given, push.gradient)
+                change.fill(0.0)
+        return Encoded(block, (), into, change, inactive)
+
+    def _is_too_large(self, block: Block, given: Floats) -> bool:
+        """Whether what was left out is too large to be added to a gradient, so that it is lost."""
+        largest: Callable[[Floats], float] = compiled().largest
+        if largest(given) < math.inf:
+            return False
+        self._residuals[block.id].fill(0.0)
+        for each in self._unanswered.get(block.id, ()):
+            assert each.change is not None
+            each.change.fill(0.0)
+        return True
+
     def _to_encode(
         self, block: Block, codec: Codec, gradient: Floats, inactive: Sequence[tuple[int, int]]
     ) -> tuple[Floats, Floats | None, float]:
@@ -173,12 +205,7 @@ class Encoder:
                 given += gradient
         for start, stop in inactive:
             given[start:stop] = 0.0
-        largest: Callable[[Floats], float] = compiled().largest
-        if largest(given) == math.inf:  # what was left out is too large to be added: it is lost
-            residual.fill(0.0)
-            for each in self._unanswered.get(block.id, ()):
-                assert each.change is not None
-                each.change.fill(0.0)
+        if self._is_too_large(block, given):
             np.copyto(given, gradient)
             kept = 1.0
         return given, change, kept
@@ -195,10 +222,11 @@ class Encoder:
         with self._lock:
             for each in encoded:
                 block, size = each.block, sum(header.extent for header in each.headers)
-                sent, plain = self._groups.get(block.group_name, (0, 0))
-                self._groups[block.group_name] = sent + size, plain + block.nbytes
-                self.sent_bytes += size
-                self.plain_bytes += block.nbytes
+                if each.headers:
+                    sent, plain = self._groups.get(block.group_name, (0, 0))
+                    self._groups[block.group_name] = sent + size, plain + block.nbytes
+                    self.sent_bytes += size
+                    self.plain_bytes += block.nbytes
                 if each.change is not None:
                     self._residuals[block.id] += each.change
                     self._unanswered.setdefault(block.id, []).append(each)
@@ -224,11 +252,14 @@ class Encoder:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
                     continue
-                self._unanswered[each.block.id].remove(each)
-                for shard in range(len(each.headers)):
+                unanswered = self._unanswered[each.block.id]
+                unanswered.remove(each)
+                for shard in range(len(each.block.spec.cuts) - 1):
                     if not _applied(operation.replies.get(shard)):
                         self._take_back(each.block, change, *each.block.range(shard))
                 self._free[each.block.id].append(change)
+                if not (each.headers or unanswered or self._residuals[each.block.id].any()):
+                    del self._residuals[each.block.id]
 
     def _take_back(self, block: Block, change: Floats, low: int, high: int) -> None:
         """A shard, which has the elements [low, high), has not applied a gradient: the residual,

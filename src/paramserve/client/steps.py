@@ -439,8 +439,9 @@ class Steps(ClientClocks):
             if skip:
                 continue
             if encoded and push.block.id in encoded:
-                captured += [encoded[push.block.id].slot]
-                push_parts += [encoded[push.block.id].headers]
+                found = encoded[push.block.id]
+                captured += [found.slot]
+                push_parts += [found.headers or self._say_pushed(push, found.slot)[3]]
                 continue
             said = slot.pushed
             if said is None or said[0] is not push.block or said[1:3] != (push.active, push.hyper):
@@ -502,8 +503,14 @@ class Steps(ClientClocks):
         clock = self.clocks.get(parts.block.group_name, 0)
         for push, slot in parts.pushes:
             codec = push.block.push_codec
-            if codec is not None and (codec.even_local or not self._exchange.shared):
+            if codec is None:
+                continue
+            if codec.even_local or not self._exchange.shared:
                 encoded[push.block.id] = encoder.encode(push, slot, values, clock)
+            else:
+                whole = encoder.whole(push, values)
+                if whole is not None:
+                    encoded[push.block.id] = whole
         return encoded
 
     def _defined(self) -> Iterator[Block]:

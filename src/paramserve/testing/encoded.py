@@ -141,6 +141,12 @@ class WatchedEncoder(Encoder):
         self.pushes[encoded] = self.planned.pop(push)
         return encoded
 
+    def whole(self, push: BlockPush, taken: list[Slot]) -> Encoded | None:
+        number, encoded = self.planned.pop(push), super().whole(push, taken)
+        if encoded is not None:
+            self.pushes[encoded] = number
+        return encoded
+
     def sent(self, encoded: Sequence[Encoded]) -> None:
         for each in encoded:
             if each.change is not None:
@@ -152,7 +158,7 @@ class WatchedEncoder(Encoder):
             change = self.open.pop(each, None)
             if change is not None and operation.error is not None:
                 told = {s for s, r in operation.replies.items() if isinstance(r, Done)}
-                untold = frozenset(set(range(len(each.headers))) - told)
+                untold = frozenset(set(range(len(each.block.spec.cuts) - 1)) - told)
                 self.unsure.append((each, change, untold))
         super().answered(encoded, operation)
 
