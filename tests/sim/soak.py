@@ -1,6 +1,7 @@
 """As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`; with `SOAK=--tables`
-the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors. Of
-clusters that write checkpoints, are lost and go on, it runs `RESUMES=1000` seeds.
+the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors, with
+`SOAK=--encoded` tensors whose gradients are encoded. Of clusters that write checkpoints, are lost
+and go on, it runs `RESUMES=1000` seeds.
 
 It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
 that seed again.
@@ -20,6 +21,7 @@ from tests.sim.policies import POLICIES, TABLE_POLICIES
 from tests.sim.resumes import CASES, resumed
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
+from paramserve.testing.encoded import SimulatedEncoded
 from paramserve.testing.mixed import SimulatedMixed
 from paramserve.testing.row_counting import SimulatedTables
 
@@ -34,6 +36,7 @@ class Chunk(NamedTuple):
 
     tables: bool
     slow_readers: bool
+    encoded: bool
     policy: str
     second: str
     """Policy of a second group; empty: there is none."""
@@ -54,8 +57,10 @@ class Lost(NamedTuple):
     """The seed behind the last."""
 
 
-def kind_of(tables: bool, second: str) -> type[SimulatedCluster]:
+def kind_of(tables: bool, second: str, encoded: bool) -> type[SimulatedCluster]:
     """What is simulated: with a second group, the table is that."""
+    if encoded:
+        return SimulatedEncoded
     if not tables:
         return SimulatedCluster
     return SimulatedMixed if second else SimulatedTables
@@ -80,7 +85,8 @@ def run_lost(chunk: Lost) -> tuple[int, int, str]:
 
 
 def run_policy(chunk: Chunk) -> tuple[int, int, str]:
-    kind, name, first = kind_of(chunk.tables, chunk.second), chunk.policy, chunk.first
+    kind = kind_of(chunk.tables, chunk.second, chunk.encoded)
+    name, first = chunk.policy, chunk.first
     events = 0
     for seed in range(first, chunk.stop):
         scenario = Scenario(
@@ -114,11 +120,22 @@ def chunks(
     tables: bool = False,
     second: str = "",
     slow: bool = False,
+    encoded: bool = False,
 ) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
     return [
-        Chunk(tables, slow, name, second, servers, workers, low, min(low + CHUNK, first + each))
+        Chunk(
+            tables,
+            slow,
+            encoded,
+            name,
+            second,
+            servers,
+            workers,
+            low,
+            min(low + CHUNK, first + each),
+        )
         for low in range(first, first + each, CHUNK)
         for name in policies
     ]
@@ -140,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
     parser.add_argument("--second", choices=sorted(POLICIES), default="", help="a second group's")
     parser.add_argument("--tables", action="store_true", help="train a keyed table")
+    parser.add_argument("--encoded", action="store_true", help="gradients are encoded")
     parser.add_argument("--slow-readers", action="store_true", help="clients read slowly")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
@@ -147,12 +165,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if min(given.seeds, given.resumes, given.first) < 0 or given.seeds + given.resumes < 1:
         parser.error("--seeds, --resumes and --first are at least 0, one of the former at least 1")
+    if given.encoded and (given.tables or given.second):
+        parser.error("--encoded is for tensors in one group")
     only = given.tables and not given.second
-    names = [given.policy] if given.policy else list(TABLE_POLICIES if only else POLICIES)
+    known = list(TABLE_POLICIES if only or given.encoded else POLICIES)
+    known += ["async-drop"] * given.encoded
+    names = [given.policy] if given.policy else known
+    if not set(names) <= set(known):
+        parser.error(f"the policy is one of {', '.join(known)}")
     table = names[0] if only else given.second
     if given.tables and table not in TABLE_POLICIES:
         parser.error(f"a table's policy is one of {', '.join(TABLE_POLICIES)}")
     shape = given.servers, given.workers, given.tables, given.second, given.slow_readers
+    shape += (given.encoded,)
     work: list[Chunk | Lost] = [*chunks(names, given.first, given.seeds, *shape)]
     work += lost(given.first, given.resumes)
     began = told = time.monotonic()
