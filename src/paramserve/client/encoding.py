@@ -80,7 +80,8 @@ class Encoder:
         """By block that has a residual."""
         self._residuals: dict[int, Floats] = {}
         self._unanswered: dict[int, list[Encoded]] = {}
-        """By block: what the residual has, in the order in which it was sent."""
+        """By block: what the residual has, in the order in which it was sent, and behind it what
+        is about to be."""
         self._free: dict[int, list[Floats]] = {}
         """By block: memory for one more change, or for what is to be encoded."""
         self._pushes: dict[int, tuple[int, int]] = {}
@@ -146,7 +147,10 @@ class Encoder:
                 for start, stop in inactive:
                     change[start:stop] = 0.0
                 self._free[block.id].append(given)
-        return Encoded(block, tuple(headers), into, change, inactive, kept)
+            encoded = Encoded(block, tuple(headers), into, change, inactive, kept)
+            if change is not None:
+                self._about_to_send(encoded)
+        return encoded
 
     def whole(self, push: BlockPush, taken: list[Slot]) -> Encoded | None:
         """A gradient that is sent as it is, with what was left out while its servers could not be
@@ -157,17 +161,31 @@ class Encoder:
         taken += self._take([block.nbytes])
         into, inactive = taken[-1], _inactive(push)
         with self._lock:
-            residual, change = self._residuals[block.id], self._memory(block)
+            residual, change = self._residual_of(block), self._memory(block)
             np.negative(residual, out=change)
-            for start, stop in inactive:
-                change[start:stop] = 0.0
             given: Floats = into.array(block)
             with np.errstate(over="ignore"):
                 np.subtract(push.gradient, change, out=given)
+            for start, stop in inactive:
+                given[start:stop] = change[start:stop] = 0.0
             if self._is_too_large(block, given):
                 np.copyto(given, push.gradient)
                 change.fill(0.0)
-        return Encoded(block, (), into, change, inactive)
+            encoded = Encoded(block, (), into, change, inactive)
+            self._about_to_send(encoded)
+        return encoded
+
+    def _about_to_send(self, encoded: Encoded) -> None:
+        """Remember it, and forget what was interrupted before it was sent."""
+        before = self._unanswered.get(encoded.block.id, ())
+        self._unanswered[encoded.block.id] = [*(e for e in before if e.counted), encoded]
+
+    def _residual_of(self, block: Block) -> Floats:
+        residual = self._residuals.get(block.id)
+        if residual is None:
+            self._group_of[block.id] = block.group_name  # first: `report` takes no lock
+            residual = self._residuals[block.id] = np.zeros(block.size, np.float32)
+        return residual
 
     def _is_too_large(self, block: Block, given: Floats) -> bool:
         """Whether what was left out is too large to be added to a gradient, so that it is lost."""
@@ -187,10 +205,7 @@ class Encoder:
         residual was added."""
         if not codec.feedback:
             return gradient, None, 1.0
-        residual = self._residuals.get(block.id)
-        if residual is None:
-            residual = self._residuals[block.id] = np.zeros(block.size, np.float32)
-            self._group_of[block.id] = block.group_name
+        residual = self._residual_of(block)
         given, change, kept = self._memory(block), self._memory(block), 1.0
         if isinstance(codec.feedback, Feedback):
             np.copyto(given, residual)
@@ -229,7 +244,6 @@ class Encoder:
                     self.plain_bytes += block.nbytes
                 if each.change is not None:
                     self._residuals[block.id] += each.change
-                    self._unanswered.setdefault(block.id, []).append(each)
                     each.counted = True
 
     def report(self) -> tuple[SentGradients, ...]:
@@ -281,7 +295,8 @@ class Encoder:
                 more[max(start - low, 0) : max(stop - low, 0)] = 0.0
             assert each.change is not None
             each.change[low:high] += more
-            residual += more
+            if each.counted:
+                residual += more
             lacking -= more
 
 

@@ -55,8 +55,18 @@ class Pushed:
     applied: tuple[bool, ...]
 
 
-def push(encoder: Encoder, block: Block, drawn: np.random.Generator, lost: float) -> Pushed:
-    """Send a random gradient, of which each shard drops its part with the rate `lost`."""
+def push(
+    encoder: Encoder,
+    block: Block,
+    drawn: np.random.Generator,
+    lost: float,
+    before: Sequence[Pushed] = (),
+) -> Pushed:
+    """Send a random gradient, of which each shard drops its part with the rate `lost`.
+
+    Args:
+        before: what is answered when it is encoded and not yet sent.
+    """
     codec = block.push_codec
     assert codec is not None
     (slot,) = take([block.nbytes])
@@ -73,6 +83,8 @@ def push(encoder: Encoder, block: Block, drawn: np.random.Generator, lost: float
         low, high = block.range(shard)
         data = encoded.slot.bytes[header.offset : header.offset + header.extent]
         codec.decode(data, decoded[low:high])
+    for each in before:
+        answer(encoder, each)
     encoder.sent([encoded])
     applied = tuple(drawn.random(SHARDS) >= lost)
     return Pushed(gradient.copy() * active, decoded, active, encoded, applied)
@@ -99,19 +111,25 @@ def left_of(block: Block, pushes: Sequence[Pushed], decay: float) -> Any:
     return left
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("decay", [1.0, 0.75])
 @pytest.mark.parametrize("kind", [Int4, Sign, TopK], ids=lambda kind: kind.__name__)
-def test_residual_is_that_of_what_was_applied(kind: Any, decay: float, window: int) -> None:
+def test_residual_is_that_of_what_was_applied(
+    kind: Any, decay: float, window: int, meanwhile: bool
+) -> None:
+    """Answers come between two pushes, or while one is about to be sent."""
     feedback = Feedback(decay=decay) if decay < 1.0 else True
     block = block_with(kind(feedback=feedback))
     encoder, drawn = Encoder(0, take), np.random.default_rng(window)
     pushes = list[Pushed]()
     for number in range(30):
-        pushes.append(push(encoder, block, drawn, 0.3))
-        if number >= window - 1:
-            answer(encoder, pushes[number - window + 1])
-    for each in pushes[len(pushes) - window + 1 :]:
+        before = pushes[number - window : number - window + 1] if number >= window else []
+        if not meanwhile:
+            for each in before:
+                answer(encoder, each)
+        pushes.append(push(encoder, block, drawn, 0.3, before if meanwhile else ()))
+    for each in pushes[len(pushes) - window :]:
         answer(encoder, each)
     assert any(any(each.applied) != all(each.applied) for each in pushes)
     left = left_of(block, pushes, decay)
@@ -186,3 +204,33 @@ def test_what_is_drawn_depends_on_the_rank_and_the_clock_and_not_on_earlier_push
     assert len(set(found)) == 4
     assert [sent(later, clock) for clock in (1, 1, 2)] == found[1:]
     assert sent(Encoder(2, take), 2) != found[3]
+
+
+def test_whole_gradient_takes_along_what_was_left_out_and_then_there_is_nothing() -> None:
+    block = block_with(TopK(0.1))
+    encoder, drawn = Encoder(0, take), np.random.default_rng(3)
+    assert encoder.whole(BlockPush(block, np.zeros(block.size, np.float32)), []) is None
+    answer(encoder, push(encoder, block, drawn, 0.0))
+    left = encoder.residual(block)
+    assert left is not None
+    given = drawn.normal(size=block.size).astype(np.float32)
+    some = given.copy()
+    some[block.starts[1] :] = np.nan  # has no gradient, and is not looked at
+
+    def applied(encoded: Encoded) -> Pushed:
+        return Pushed(None, None, None, encoded, (True,) * SHARDS)
+
+    first = encoder.whole(BlockPush(block, some, (0,)), [])
+    assert first is not None
+    encoder.sent([first])
+    second = encoder.whole(BlockPush(block, given), [])
+    assert second is not None
+    answer(encoder, applied(first))  # while the second one is about to be sent
+    encoder.sent([second])
+    answer(encoder, applied(second))
+    both = first.slot.array(block) + second.slot.array(block)
+    wanted = given + left
+    wanted[: block.starts[1]] += given[: block.starts[1]]
+    np.testing.assert_allclose(both, wanted, atol=1e-6)
+    assert encoder.residual(block) is None
+    assert encoder.whole(BlockPush(block, given), []) is None
