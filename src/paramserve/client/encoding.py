@@ -31,7 +31,7 @@ from paramserve.client.step_parts import BlockPush, check_push
 from paramserve.codecs.base import Codec, Feedback
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
-from paramserve.messages import ALIGN, Done, Gradient, SentGradients
+from paramserve.messages import ALIGN, Done, Gradient, Refused, SentGradients
 from paramserve.rules.compiled import compiled
 
 Floats = npt.NDArray[np.float32]
@@ -312,7 +312,10 @@ def _kept(feedback: Feedback, residual: Floats) -> float:
 
 
 def _applied(reply: Any) -> bool:
-    """Whether a shard has taken a gradient as its policy has it, and not left it out."""
+    """Whether a shard has taken a gradient as its policy has it, and not left it out; also where
+    only what came behind that failed."""
+    if isinstance(reply, Refused):
+        return reply.applied == "yes"
     return isinstance(reply, Done) and not reply.skipped
 
 
@@ -351,8 +354,8 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool, clock: int = 0
     told = f"group {group!r} {' and '.join(parts)}" if parts else ""
     if whole:
         told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
-    encodes = pushed[0] is not None and "sends" not in whole
-    if clock and encodes and any(codec is not None and codec.feedback for codec in pushed):
+    feeds = any(codec is not None and codec.feedback for codec, _ in pushed)
+    if clock and feeds and "sends" not in whole:
         told += f"; what was left out of gradients before clock {clock} is lost"
     return told
 

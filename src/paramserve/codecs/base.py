@@ -135,7 +135,7 @@ class Codec(ABC):
     def __post_init__(self) -> None:
         if not isinstance(self.feedback, bool | Feedback):
             raise TypeError(
-                f"feedback of ps.{self.name} is True, False or ps.Feedback(...), not "
+                f"feedback of {self.called} is True, False or ps.Feedback(...), not "
                 f"{self.feedback!r}"
             )
         self._check_flag("even_local")

@@ -53,8 +53,7 @@ class PowerSGD(Codec):
 
     def bound(self, shapes: Sequence[Shape]) -> Codec:
         """The codec of values that are tensors of these shapes, end to end."""
-        flags = {"feedback": self.feedback, "even_local": self.even_local}
-        return LowRank(self, tuple(shapes), **flags)
+        return LowRank(self, tuple(shapes), feedback=self.feedback, even_local=self.even_local)
 
     def size(self, count: int) -> int:
         return FLOAT_BYTES * count

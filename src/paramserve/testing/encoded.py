@@ -20,8 +20,9 @@ from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepParts
 from paramserve.codecs.base import Codec
-from paramserve.codecs.built_in import Int4, Int8, Sign, TopK
+from paramserve.codecs.built_in import Int4, Int8, Sign
 from paramserve.codecs.registry import spec
+from paramserve.codecs.sparse import TopK
 from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock
 from paramserve.core.client_session import Operation

@@ -178,14 +178,16 @@ def test_codecs_are_told_in_words() -> None:
     assert in_words("model", [plain], local=True) == ""
     both = structs.replace(plain.spec, push=spec(Int8()), pull=spec(BFloat16()))
     blocks = [Block(both), Block(both)]
-    told = "group 'model' pushes Int8 (25.5% of the bytes) and pulls BFloat16 (50% of the bytes)"
+    told = (
+        "group 'model' pushes ps.Int8 (25.5% of the bytes) and pulls ps.BFloat16 (50% of the bytes)"
+    )
     assert in_words("model", blocks, local=False) == told
     whole = "; rank 0 sends and gets whole values, since its servers are on its host"
     assert in_words("model", blocks, local=True, clock=7) == told + whole
     lost = "; what was left out of gradients before clock 7 is lost"
     assert in_words("model", blocks, local=False, clock=7) == told + lost
     sparse = Block(structs.replace(plain.spec, push=spec(TopK(0.01, even_local=True))))
-    told = "group 'model' pushes TopK (at most 2.46% of the bytes)"
+    told = "group 'model' pushes ps.TopK (at most 2.46% of the bytes)"
     assert in_words("model", [sparse], local=True) == told
 
 

@@ -113,7 +113,7 @@ CHAIN = spec(TopK(0.01) | Int4())
         ({"first.first.ratio": 0.5}, ValueError, "TopK does not take"),
         ({"second.block": 100}, ValueError, "block of ps.Int4"),
         ({"third": "Int4"}, ValueError, "Chain does not take"),
-        ({"feedback": "yes"}, ValueError, "feedback of ps.TopK | ps.Int4 is True or False"),
+        ({"feedback": "yes"}, ValueError, r"feedback of ps.TopK \| ps.Int4 is True, False or"),
     ],
 )
 def test_chain_of_a_peer_is_checked(
