@@ -146,11 +146,17 @@ class BuiltIn(ABC):
             return tuple(np.full(size, getattr(self, self.state_start), dtype) for _ in states)
         return tuple(np.zeros(size, dtype) for _ in states)
 
-    def block_kernels(self, dtype: np.dtype[Any]) -> Kernels:
-        """Every kernel that `apply` can need for a block of this dtype."""
+    def block_kernels(self, dtype: np.dtype[Any], pushed: np.dtype[Any] | None = None) -> Kernels:
+        """Every kernel that `apply` can need for a block of this dtype.
+
+        Args:
+            pushed: the dtype of gradients and `out`; None: the same.
+        """
         kernels, numbers = compiled(), len(self.hyper_names)
         return {
-            kernels.block_kernel(type(self), states): kernels.block_types(dtype, states, numbers)
+            kernels.block_kernel(type(self), states): kernels.block_types(
+                dtype, states, numbers, pushed
+            )
             for states in (self._numbers_of_states() if not self.whole_rows else ())
         }
 
@@ -190,7 +196,7 @@ class BuiltIn(ABC):
         elif (states := len(state)) != self._states:
             raise ValueError(self._missing(hyper))
         kernel = compiled().block_kernel(type(self), states)
-        target = out if out is not None else value[:0]
+        target = out if out is not None else gradient[:0]
         scale = push.scale
         for start, stop, count, _ in runs:
             end = kernel(value, gradient, state, target, start, stop, scale, hyper, count)

@@ -1,8 +1,9 @@
 """The loops over elements, compiled by Numba, which takes 0.2 s to import: import this lazily.
 
 Every kernel takes contiguous, aligned, writable arrays of shape [n], all of one dtype (float32 or
-float64), and does not check their sizes: the shard does. No kernel holds the GIL. There is no
-fastmath, so a result depends neither on the machine nor on how a block is cut into calls.
+float64; gradients and `out` beside float32 also of 16 bits, see `rules.conversions`), and does not
+check their sizes: the shard does. No kernel holds the GIL. There is no fastmath, so a result
+depends neither on the machine nor on how a block is cut into calls.
 
 A kernel compiles only in `kernel_cache.load`. After that, a call with types that were not loaded
 raises `TypeError`; it does not compile for a second in the middle of a push.
@@ -26,20 +27,22 @@ import numpy as np
 from paramserve import kernel_cache
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
+from paramserve.rules.conversions import TILE, floats_of, publish, tile_memory
 from paramserve.rules.intrinsics import inlined, reinterpreted
 
 if TYPE_CHECKING:
     from paramserve.rules.built_in import BuiltIn
 
 F = TypeVar("F", bound=Callable[..., Any])
+Floats = Array
+"""Arrays of float32 where others are of 16 bits; else of the same dtype as those."""
 
-TILE = 2048
-"""Elements. 16384 made SGD over 100 MB with `out` 15% slower. Looking for NaN and Inf costs 5% with
-these, and 17% with 1024."""
 LANES = 256
 """Sums that `squared_norm` keeps side by side: as fast as memory, whatever the vector width."""
 INT, FLOAT = numba.types.intp, numba.types.float64
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+HALVES = (np.dtype(np.uint16), np.dtype(np.int16))
+"""Of 16 bits, as kernels are given them: bfloat16 and float16."""
 
 
 def kernel(function: F, *modules: str) -> F:
@@ -56,9 +59,9 @@ def array_of(dtype: np.dtype[Any]) -> Any:
     """Numba's type of an array of a block.
 
     Raises:
-        TypeError: the dtype is neither float32 nor float64.
+        TypeError: the dtype is neither float32 nor float64, nor one of `HALVES`.
     """
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, *HALVES):
         raise TypeError(f"values are float32 or float64 in this machine's byte order, not {dtype}")
     return numba.types.Array(numba.from_dtype(dtype), 1, "C")
 
@@ -66,21 +69,15 @@ def array_of(dtype: np.dtype[Any]) -> Any:
 def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
     """What kernels are compiled for, for one dtype; raises as `array_of`.
 
-    The annotations of a kernel say what it takes: Array of the dtype, int or float.
+    The annotations of a kernel say what it takes: Array of the dtype, Floats, int or float.
     """
-    types = {"Array": array_of(dtype), "int": INT, "float": FLOAT}
+    floats = array_of(np.dtype(np.float32) if dtype in HALVES else dtype)
+    types = {"Array": array_of(dtype), "Floats": floats, "int": INT, "float": FLOAT}
     found = {}
     for each in kernels:
         annotations = cast(Any, each).py_func.__annotations__
         found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
     return found
-
-
-@inlined
-def publish(out: Array, value: Array) -> None:
-    """out[:] = value, of one tile; an empty `out` is left alone."""
-    for i in range(out.size):
-        out[i] = value[i]
 
 
 @inlined
@@ -103,10 +100,11 @@ def largest_of(most: Any) -> float:
 @kernel
 def largest(a: Array) -> float:
     """The largest size of an element; inf if one is NaN or Inf, and then not all were looked at."""
-    most = reinterpreted(a.dtype.type(0.0))
-    bad = reinterpreted(a.dtype.type(np.inf))
+    memory = tile_memory(a)
+    most = reinterpreted(memory.dtype.type(0.0))
+    bad = reinterpreted(memory.dtype.type(np.inf))
     for at in range(0, a.size, TILE):
-        most = greatest(a[at : at + TILE], most)
+        most = greatest(floats_of(a[at : at + TILE], memory), most)
         if most >= bad:
             break
     return largest_of(most)
@@ -118,11 +116,12 @@ def copy_largest(dst: Array, src: Array) -> float:
 
     After inf, `dst` holds the elements up to somewhere behind the first bad one.
     """
-    most = reinterpreted(src.dtype.type(0.0))
-    bad = reinterpreted(src.dtype.type(np.inf))
+    memory = tile_memory(src)
+    most = reinterpreted(memory.dtype.type(0.0))
+    bad = reinterpreted(memory.dtype.type(np.inf))
     for at in range(0, src.size, TILE):
         x = src[at : at + TILE]
-        most = greatest(x, most)
+        most = greatest(floats_of(x, memory), most)
         publish(dst[at : at + TILE], x)
         if most >= bad:
             break
@@ -137,11 +136,42 @@ def add_into(acc: Array, gradient: Array) -> None:
 
 
 @kernel
-def add_scaled_into(acc: Array, weight: float, gradient: Array) -> None:
+def add_scaled_into(acc: Floats, weight: float, gradient: Array) -> None:
     """acc += weight * gradient"""
-    w = acc.dtype.type(weight)
-    for i in range(acc.size):
-        acc[i] += w * gradient[i]
+    w, memory = acc.dtype.type(weight), tile_memory(gradient)
+    for at in range(0, acc.size, TILE):
+        total, x = acc[at : at + TILE], floats_of(gradient[at : at + TILE], memory)
+        for i in range(total.size):
+            total[i] += w * x[i]
+
+
+@kernel
+def scaled_into(out: Floats, weight: float, gradient: Array) -> None:
+    """out = weight * gradient, of 16 bits; with weight 1, the same numbers."""
+    w, memory = out.dtype.type(weight), tile_memory(gradient)
+    for at in range(0, out.size, TILE):
+        found, x = out[at : at + TILE], floats_of(gradient[at : at + TILE], memory)
+        for i in range(found.size):
+            found[i] = w * x[i]
+
+
+@kernel
+def round_into(out: Array, value: Floats) -> None:
+    """out = value, of 16 bits, rounded to the nearest."""
+    publish(out, value)
+
+
+@kernel
+def multiply(a: Array, factor: float) -> None:
+    """a *= factor, of 16 bits, rounded to the nearest."""
+    memory = tile_memory(a)
+    w = memory.dtype.type(factor)
+    for at in range(0, a.size, TILE):
+        tile = a[at : at + TILE]
+        x = floats_of(tile, memory)
+        for i in range(x.size):
+            x[i] *= w
+        publish(tile, x)
 
 
 @kernel
@@ -156,9 +186,9 @@ def compensate(gradient: Array, value: Array, read: Array, lam: float) -> None:
 @kernel
 def squared_norm(a: Array) -> float:
     """Sum of squares in float64, in an order of addition that is the same on every machine."""
-    sums = np.zeros(LANES)
+    sums, memory = np.zeros(LANES), tile_memory(a)
     for at in range(0, a.size, LANES):
-        x = a[at : at + LANES]
+        x = floats_of(a[at : at + LANES], memory)
         for lane in range(x.size):
             sums[lane] += np.float64(x[lane]) * np.float64(x[lane])
     width = LANES // 2
@@ -205,12 +235,12 @@ def block_kernel(rule: type[BuiltIn], states: int) -> Any:
         hyper: Any,
         count: int,
     ) -> int:
-        numbers = coefficients(hyper, scale, count)
+        numbers, memory = coefficients(hyper, scale, count), tile_memory(gradient)
         none = reinterpreted(value.dtype.type(0.0))
         bad = reinterpreted(value.dtype.type(np.inf))
         for at in range(start, stop, TILE):
             end = min(at + TILE, stop)
-            tile, pushed = value[at:end], gradient[at:end]
+            tile, pushed = value[at:end], floats_of(gradient[at:end], memory)
             if greatest(pushed, none) >= bad:
                 return at
             update(tile, pushed, cut(state, at, end), numbers)
@@ -228,11 +258,18 @@ def of_rule(rule: type[BuiltIn], states: int, function: F) -> F:
     return kernel(function, rule.update.__module__, rule.coefficients.__module__)
 
 
-def block_types(dtype: np.dtype[Any], states: int, hyper: int) -> tuple[Any, ...]:
-    """What a `block_kernel` is compiled for; raises as `array_of`."""
+def block_types(
+    dtype: np.dtype[Any], states: int, hyper: int, pushed: np.dtype[Any] | None = None
+) -> tuple[Any, ...]:
+    """What a `block_kernel` is compiled for; raises as `array_of`.
+
+    Args:
+        pushed: of gradients and `out`; None: `dtype`.
+    """
     array = array_of(dtype)
+    sent = array if pushed is None else array_of(pushed)
     state, numbers = tuple_of(array, states), tuple_of(FLOAT, hyper)
-    return (array, array, state, array, INT, INT, FLOAT, numbers, INT)
+    return (array, sent, state, sent, INT, INT, FLOAT, numbers, INT)
 
 
 def tuple_of(kind: Any, size: int) -> Any:
@@ -243,6 +280,9 @@ def tuple_of(kind: Any, size: int) -> Any:
 
 def shared(dtype: np.dtype[Any]) -> Kernels:
     """The kernels that belong to no rule."""
+    if dtype in HALVES:
+        sums = (add_scaled_into, scaled_into, squared_norm)
+        return typed(dtype, largest, copy_largest, *sums, round_into, multiply)
     return typed(dtype, largest, copy_largest, add_into, add_scaled_into, squared_norm, compensate)
 
 
@@ -250,6 +290,6 @@ def prepare(dtype: np.dtype[Any]) -> None:
     """Compile or load the kernels that belong to no rule.
 
     Raises:
-        TypeError: the dtype is neither float32 nor float64.
+        TypeError: as `array_of`.
     """
     kernel_cache.load(shared(dtype))
