@@ -15,7 +15,7 @@ import numpy as np
 
 from paramserve.codecs.compiled import codec_kernels
 from paramserve.config import RuleSpec
-from paramserve.core.partition import DTYPES
+from paramserve.core.partition import DTYPES, HALVES
 from paramserve.core.table.compiled import index_kernels, text_kernels
 from paramserve.core.table.compiled import kernels as store_kernels
 from paramserve.core.table.routing import routing_kernels
@@ -54,16 +54,28 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     Args:
         rules: registered ones, by name. Where a rule cannot be built the shard refuses it properly.
     """
-    own = _needed(spec, rules)
-    if (spec.push is None and spec.pull is None) or _CODECS in _loaded:
-        return own
+    found = [_needed(spec, rules)]
+    if not (spec.push is None and spec.pull is None) and _CODECS not in _loaded:
+        found.append(load_codecs)
+    if spec.half is not None and spec.half in HALVES:
+        found.append(_needed_for_half(spec.half, spec.rule, rules))
+    steps = [each for each in found if each is not None]
 
-    def both() -> None:
-        load_codecs()
-        if own is not None:
-            own()
+    def all_of_them() -> None:
+        for step in steps:
+            step()
 
-    return both
+    return all_of_them if steps else None
+
+
+def _needed_for_half(
+    half: str, described: RuleSpec | None, rules: Rules
+) -> Callable[[], None] | None:
+    rule: Rule | None = None
+    if described is not None and described.name != TORCH and described.name not in rules:
+        with contextlib.suppress(ParamServeError, ValueError):
+            rule = build(described)
+    return None if _half_key(half, rule) in _loaded else partial(_load_half, half, rule)
 
 
 def _needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
@@ -111,14 +123,31 @@ def _needed_for_table(
 # --- having it -----------------------------------------------------------------------------------
 
 
-def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None) -> None:
+def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None, half: str | None = None) -> None:
     """Have the shared kernels, and those of a rule, ready for a dtype. Repeating costs nothing.
 
     The first time in an installation this compiles for some seconds, and says so on stderr. A rule
     that is not built in has no kernels of ours.
+
+    Args:
+        half: in which gradients come, as `BlockSpec.half`.
     """
     if not loaded(dtype, rule):
         _load(_key(dtype, rule), lambda: _dense(dtype, rule))
+    if half is not None:
+        _load_half(half, rule)
+
+
+def _load_half(half: str, rule: Rule | None) -> None:
+    """Have ready what takes gradients of 16 bits."""
+    key, dtype = _half_key(half, rule), HALVES[half]
+    if key not in _loaded:
+        own: Kernels = rule.block_kernels(FLOAT, dtype) if isinstance(rule, BuiltIn) else {}
+        _load(key, lambda: {**compiled().shared(dtype), **own})
+
+
+def _half_key(half: str, rule: Rule | None) -> tuple[str, ...]:
+    return (half, *_key(FLOAT, rule)[1:])
 
 
 def load_if_compiled() -> None:

@@ -33,7 +33,13 @@ from paramserve.core.stepping import flush
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.options import LRU, TTL, MinCount
 from paramserve.core.table.store import clocks_of
-from paramserve.errors import CheckpointDamaged, CheckpointError, PullTimeout, UnknownRule
+from paramserve.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    DefineMismatch,
+    PullTimeout,
+    UnknownRule,
+)
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.custom import CustomRule
 from paramserve.server import new_shard
@@ -126,6 +132,50 @@ def test_servers_of_any_number_go_on_from_a_checkpoint(
     with Checkpoint(LocalFolder(tmp_path), made) as saved:
         saved.verify()
         assert (saved.tensor(values_path("model"), "w") == state["w"]).all()
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+def test_masters_of_16_bit_parameters_go_on_from_a_checkpoint(
+    make_cluster: MakeCluster, tmp_path: Path, servers: int
+) -> None:
+    start = np.random.default_rng(0).normal(size=LARGE)
+
+    def define(cluster: RoleCluster) -> Client:
+        client = cluster.client()
+        half = start.astype(np.float16)
+        client.define({"w": half, "b": np.zeros(3, np.float16)}, rule=Adam(lr=0.1), group="model")
+        options = {"rule": SGD(0.1, momentum=0.9), "group": "other", "dtype": "bfloat16"}
+        client.define("v", start.astype(np.float32), **options)  # type: ignore[arg-type]
+        whole = {f"c{i}": half[i : 5_000 + 1_001 * i] for i in range(5)}
+        client.define(whole, rule=Centered(), group="whole")
+        return client
+
+    def push(client: Client, seed: int) -> None:
+        chosen = np.random.default_rng(seed)
+        for names in (["w", "b"], ["v"], [f"c{i}" for i in range(5)]):
+            shapes = {name: value.shape for name, value in client.pull(names).items()}
+            gradients = {n: chosen.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+            client.push(gradients).result()
+
+    cluster = make_cluster(servers=2, checkpoints=writes(tmp_path), registers=[Centered])
+    client = define(cluster)
+    for seed in range(3):
+        push(client, seed)
+    made = taken(cluster)
+    plan = resumes(tmp_path, made)
+    resumed = make_cluster(servers=servers, checkpoints=plan, registers=[Centered])
+    same(arrays(resumed), arrays(cluster))
+    with Checkpoint(LocalFolder(tmp_path), made) as saved:
+        values = saved.tensor(values_path("model"), "w")
+    assert values.dtype == np.float32
+    assert (values.astype(np.float16) != values).any(), "they are not rounded"
+    assert (values.astype(np.float16) == client.pull("w")).all()
+    again = define(resumed)
+    for each in (client, again):
+        push(each, 7)
+    same(arrays(resumed), arrays(cluster))
+    with pytest.raises(DefineMismatch, match="is in the checkpoint with dtype bfloat16, now float"):
+        again.define("v", start.astype(np.float32), rule=SGD(0.1, momentum=0.9), group="other")
 
 
 def test_checkpoint_has_the_same_pushes_on_all_shards(

@@ -25,7 +25,10 @@ from paramserve.worker import Worker
 SIZE = 40_000
 """Elements: more than the client copies with a call of numpy each."""
 RULE, LOOK, COPY_AND_LOOK = "rule", "largest", "copy_largest"
-WATCHED = ("largest", "copy_largest", "add_into", "add_scaled_into", "squared_norm", "compensate")
+WATCHED = (
+    *("largest", "copy_largest", "add_into", "add_scaled_into", "squared_norm", "compensate"),
+    *("scaled_into", "round_into", "multiply"),
+)
 
 
 class Passes:
@@ -66,10 +69,10 @@ class Passes:
 class Worked:
     """A worker's client that has done one step, so that all kernels are loaded."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, dtype: str = "float32") -> None:
         self.client = client
-        self._own = np.ones(SIZE, np.float32)
-        client.define("w", np.zeros(SIZE, np.float32), rule=SGD(0.1))
+        self._own = np.ones(SIZE, dtype)
+        client.define("w", np.zeros(SIZE, dtype), rule=SGD(0.1))
         self.lent()
 
     def lent(self) -> None:
@@ -83,18 +86,24 @@ class Worked:
         self.client.push_pull({"w": self._own}, tick=True, copy=False)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("policy", [Async(), Sync()])
 def test_passes_of_a_step(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, policy: Policy, servers: int
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Policy,
+    servers: int,
+    dtype: str,
 ) -> None:
     cluster = make_cluster("unix", workers=1, servers=servers, policy=policy)
-    worked = Worked(cluster.client(0))
+    worked = Worked(cluster.client(0), dtype)
     passes = Passes(monkeypatch)
     # Two shards agree on a clock of Sync before they apply it, and copy the values by themselves.
     rule = RULE if servers == 1 or isinstance(policy, Async) else f"{RULE}, no out"
-    assert passes.of(worked.lent) == {LOOK: 1.0, rule: 1.0}
-    assert passes.of(worked.own) == {COPY_AND_LOOK: 1.0, rule: 1.0}
+    read = {"round_into": 1.0} if dtype == "float16" and rule != RULE else {}
+    assert passes.of(worked.lent) == {LOOK: 1.0, rule: 1.0, **read}
+    assert passes.of(worked.own) == {COPY_AND_LOOK: 1.0, rule: 1.0, **read}
 
 
 def test_passes_of_a_clock_of_two_workers(

@@ -128,6 +128,7 @@ class Client:
         aliases: Mapping[str, str] | None = None,
         push: Codec | None = None,
         pull: Codec | None = None,
+        dtype: str | None = None,
         timeout_s: float | None = None,
     ) -> Block:
         """Create parameters on the servers. Of several who define the same, the first one's values
@@ -135,7 +136,8 @@ class Client:
 
         Args:
             name: of one tensor, or a mapping from names to values that are kept together.
-            value: of one tensor; float32 or float64, without a rule int64 as well.
+            value: of one tensor; float32, float64, float16 or bfloat16 (a tensor of torch's, or an
+                array of ml_dtypes'), without a rule int64 as well.
             rule: how a gradient changes the values; None: they can only be assigned. A class of
                 torch.optim, or `functools.partial(torch.optim.Adam, lr=0.01)`, stands for its rule.
             group: what it steps together with. No name of one ends with " (labels)".
@@ -149,6 +151,9 @@ class Client:
                 `push=ps.Int8()`; float32 only. None: they are not.
             pull: the same for values that are pulled, as in `pull=ps.BFloat16()`: they come
                 rounded. What is read otherwise (`snapshots`, results, checkpoints) does not.
+            dtype: "bfloat16" or "float16": in which gradients and pulled values lie in clients'
+                memory and travel; None: that of the values. The servers keep float32, which may
+                be given here. numpy has no bfloat16: `pull` and `gradient` give its bits as uint16.
         Returns:
             The block that holds the tensors.
         Raises:
@@ -169,6 +174,7 @@ class Client:
             aliases=aliases,
             push=push,
             pull=pull,
+            dtype=dtype,
             timeout_s=timeout_s,
         )
 

@@ -30,7 +30,7 @@ from paramserve.client.step_parts import (
     StepParts,
     check_weight,
 )
-from paramserve.client.steps import Steps, fail_staged, offset_of
+from paramserve.client.steps import Steps, fail_staged, kept_offset
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket, finish
 from paramserve.compiling import load_kernels
@@ -66,6 +66,7 @@ class Dense:
 
     def gradient_slot(self, block: Block) -> Array:
         """[block.size] of the block's dtype in shared memory, contents undefined, 64-byte aligned.
+        Of a 16-bit block it holds the bits: bfloat16 as uint16, float16 as int16.
 
         It is the caller's until it goes into a `step`; until then this gives the same one again.
         """
@@ -163,13 +164,13 @@ class Dense:
         self._connection.check()
         _check_tensors(block)
         with self._lock:
-            slot = self._exchange.take(block.nbytes)
+            slot = self._exchange.take(block.kept_bytes)
             requests = [
-                Fetch(0, block.id, field, slot.arena, offset_of(block, slot, shard), cut)
+                Fetch(0, block.id, field, slot.arena, kept_offset(block, slot, shard), cut)
                 for shard in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
-            return slot.array(block).copy(), done(operation)[0].counts
+            return slot.kept(block).copy(), done(operation)[0].counts
 
     @contextmanager
     def cut(self, blocks: Iterable[Block] = (), *, timeout_s: float | None = None) -> Iterator[int]:
@@ -206,17 +207,17 @@ class Dense:
             raise ShapeMismatch(
                 f"store takes [{block.size}], got {list(array.shape)}", fix="flatten the block"
             )
-        if not np.can_cast(array.dtype, block.dtype, "same_kind"):
+        if not np.can_cast(array.dtype, block.kept, "same_kind"):
             raise DtypeMismatch(
-                f"block {block.id} is {block.dtype}, got {array.dtype}",
-                fix=f"convert it with .astype({block.dtype.name!r})",
+                f"block {block.id} is {block.kept}, got {array.dtype}",
+                fix=f"convert it with .astype({block.kept.name!r})",
             )
         with self._lock:
-            slot = self._exchange.take(block.nbytes)
-            np.copyto(slot.array(block), array)
+            slot = self._exchange.take(block.kept_bytes)
+            np.copyto(slot.kept(block), array)
             requests = []
             for shard in range(len(self._exchange.shards)):
-                offset = offset_of(block, slot, shard)
+                offset = kept_offset(block, slot, shard)
                 requests.append(Assign(0, block.id, field, slot.arena, offset, active, counts))
             self._steps.finish("assign", requests, timeout_s, [slot])
 
@@ -411,9 +412,12 @@ class Dense:
         with self._lock:
             pairs = as_pairs(name, value)
             selection = self._one_group(pairs)
-            arrays = selection.arrays(pairs)
+            arrays = [
+                piece.checked_to_keep(value)
+                for piece, value in zip(selection.pieces, pairs.values(), strict=True)
+            ]
             for part in selection.parts:
-                flat = np.empty(part.block.size, part.block.dtype)
+                flat = np.empty(part.block.size, part.block.kept)
                 for piece, array in zip(part.pieces, part.pick(arrays), strict=True):
                     piece.view(flat)[...] = array
                 self.store(part.block, 0, flat, active=part.indices, timeout_s=timeout_s)
@@ -461,7 +465,7 @@ class Dense:
         if selection is None or not selection.pushable:
             selection = self._one_group(as_pairs(pairs, None))
             for block in selection.blocks:  # a client that only reads does without
-                load_kernels(block.dtype)
+                load_kernels(block.kept, half=block.spec.half)
             selection.pushable = True
         return selection, selection.arrays(pairs)
 

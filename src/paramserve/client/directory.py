@@ -14,7 +14,7 @@ from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
-from paramserve.client.steps import Steps, offset_of
+from paramserve.client.steps import Steps, kept_offset
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import as_codec, own_classes
 from paramserve.codecs.registry import spec as codec_spec
@@ -87,6 +87,7 @@ class Directory:
         aliases: Mapping[str, str] | None,
         push: Codec | None,
         pull: Codec | None,
+        dtype: str | None,
         timeout_s: float | None,
     ) -> Block:
         """See `Client.define`."""
@@ -95,11 +96,11 @@ class Directory:
         rule = None if rule is None else as_rule(rule)
         described = _spec(rule, group)
         policy = self.policy_spec(consistency)
-        values = as_tensors(name, value)
-        dtype = values[0].array.dtype
+        values = as_tensors(name, value, dtype)
+        kept, half = values[0].array.dtype, values[0].half
         if rule is not None:
-            check_ruled(dtype)
-            load_kernels(dtype, rule)
+            check_ruled(kept)
+            load_kernels(kept, rule, half)
             for tensor in values:
                 if not np.isfinite(tensor.array).all():
                     raise NonFinite(
@@ -112,7 +113,7 @@ class Directory:
         call = PlaceBlock(
             0,
             group,
-            dtype.name,
+            kept.name,
             described,
             pieces,
             True,
@@ -123,6 +124,7 @@ class Directory:
             aliases=dict(aliases or {}),
             push=codecs[0],
             pull=codecs[1],
+            half=half,
         )
         block, attempt = self._place(call)
         if attempt:
@@ -182,12 +184,12 @@ class Directory:
     def _send_values(
         self, block: Block, values: Sequence[Tensor], attempt: int, limit: float
     ) -> None:
-        slot = self._exchange.take(block.nbytes)
-        flat = slot.array(block)
+        slot = self._exchange.take(block.kept_bytes)
+        flat = slot.kept(block)
         for tensor, start in zip(values, block.starts, strict=False):
             flat[start : start + tensor.array.size] = tensor.array.reshape(-1)
         requests = [
-            Define(0, block.spec, attempt, slot.arena, offset_of(block, slot, shard))
+            Define(0, block.spec, attempt, slot.arena, kept_offset(block, slot, shard))
             for shard in range(len(self._exchange.shards))
         ]
         self._steps.finish("define", requests, limit, [slot])
@@ -203,11 +205,14 @@ class Directory:
         nth: int = -1,
         push: Codec | None = None,
         pull: Codec | None = None,
+        half: str | None = None,
         timeout_s: float | None = None,
     ) -> Block:
         """Wait until another client has defined exactly these tensors.
 
         Args:
+            dtype: in which the servers keep them.
+            half: as `BlockSpec.half`.
             timeout_s: None: as long as for a step of rank 0 (`Deadlines.busy_s` while it lives).
         Raises:
             DefineTimeout: none did in that time.
@@ -219,7 +224,7 @@ class Directory:
         policy = self.policy_spec(consistency)
         kind: np.dtype[Any] = np.dtype(dtype)
         if rule is not None:
-            load_kernels(kind, rule)
+            load_kernels(kind, rule, half)
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())
         limit = self._connection.limit(timeout_s)
         whole = _needs_whole(rule, push)
@@ -237,6 +242,7 @@ class Directory:
             nth=nth,
             push=codecs[0],
             pull=codecs[1],
+            half=half,
         )
         if timeout_s is not None or self._connection.rank < 1:
             return self._place(call)[0]
@@ -294,6 +300,8 @@ class Directory:
     def _know(self, block: Block) -> Block:
         if block.spec.push is not None or block.spec.pull is not None:
             load_codecs()
+        if block.spec.half is not None:
+            load_kernels(block.kept, half=block.spec.half)
         with self._lock:
             self._exchange.check_whole()
             self._exchange.unfinished = "a define"

@@ -111,6 +111,9 @@ class Encoder:
         assert codec is not None
         check_push(push)
         gradient: Floats = slot.array(block)
+        if block.spec.half is not None:
+            gradient = np.empty(block.size, np.float32)
+            compiled().scaled_into(gradient, 1.0, slot.array(block))
         inactive = _inactive(push)
         for start, stop in inactive:
             gradient[start:stop] = 0.0

@@ -172,8 +172,8 @@ class Gradients:
                 most = filling.largest
                 for piece, gradient in zip(part.pieces, given, strict=True):
                     if piece.index in filling.staged:
-                        found = 0.0 if np.isfinite(gradient).all() else math.inf
-                        sums.append((piece.view(filling.flat), gradient))
+                        found = 0.0 if piece.is_finite(gradient) else math.inf
+                        sums.append((piece, filling.flat, gradient))
                         most = -1.0
                     else:
                         found = piece.fill(filling.flat, gradient, False)
@@ -188,8 +188,8 @@ class Gradients:
             raise
         self._exchange.unfinished = "a push"
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
-            for total, gradient in sums:
-                total += gradient
+            for piece, flat, gradient in sums:
+                piece.add(flat, gradient)
         for part in selection.parts:
             filling = fillings[part.block.id]
             filling.staged |= frozenset(part.indices)
@@ -321,4 +321,7 @@ def clip(pushes: Pushes, clip_norm: float) -> None:
     factor = clip_norm / (norm + CLIP_EPSILON)
     if factor < 1.0:
         for part in parts:
-            part *= part.dtype.type(factor)
+            if part.dtype.kind == "f":
+                part *= part.dtype.type(factor)
+            else:
+                kernels.multiply(part, factor)

@@ -135,13 +135,17 @@ class Slot:
         given out, since a shape can be changed."""
         kept = self._tensors
         if kept is None or kept[0] is not block:
-            flat, starts = self.array(block), block.starts
+            flat, starts = self.array(block).view(block.shown), block.starts
             tensors = [
                 flat[starts[index] : starts[index + 1]].reshape(piece.shape)
                 for index, piece in enumerate(block.pieces)
             ]
             kept = self._tensors = block, tensors
         return kept[1]
+
+    def kept(self, block: Block) -> Array:
+        """The slot as [block.size] of what the servers keep."""
+        return np.frombuffer(self.bytes, block.kept, block.size)
 
     def array(self, block: Block) -> Array:
         """The slot as [block.size] of the block's dtype."""

@@ -3,7 +3,9 @@ keys and rows of tables as the kernels take them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.string_keys import TEXT, hashed, is_text
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, Block
+from paramserve.core.partition import DTYPES, HALVES, PLAIN_DTYPES, Block
 from paramserve.errors import DtypeMismatch, ShapeMismatch, UnknownName
 from paramserve.rules.compiled import compiled
 
@@ -30,10 +32,12 @@ that does both in one pass costs as much as the copy of this."""
 
 
 class Tensor(NamedTuple):
-    """A name and what the caller gave for it, as an array."""
+    """A name and what the caller gave for it, as an array; of 16 bits widened to float32."""
 
     name: str
     array: Array
+    half: str | None = None
+    """As `BlockSpec.half`."""
 
 
 def as_pairs(
@@ -60,29 +64,72 @@ def as_pairs(
 
 
 def as_tensors(
-    name: str | Mapping[str, npt.ArrayLike], value: npt.ArrayLike | None
+    name: str | Mapping[str, npt.ArrayLike],
+    value: npt.ArrayLike | None,
+    dtype: str | None = None,
 ) -> list[Tensor]:
     """Tensors that a block can hold together.
 
+    Args:
+        dtype: as `Client.define` takes it.
     Raises:
         TypeError: several dtypes, or one that a block cannot hold.
-        ValueError: nothing is named.
+        ValueError: nothing is named, or the dtype is not of 16 bits.
     """
+    if dtype is not None and dtype not in HALVES:
+        raise ValueError(
+            f"dtype of define is {' or '.join(map(repr, HALVES))}, not {dtype!r}; others are those "
+            "of the values"
+        )
     pairs = as_pairs(name, value)
-    tensors = [Tensor(each, as_array(pairs[each])) for each in pairs]
-    dtypes = {tensor.array.dtype.name for tensor in tensors}
-    if len(dtypes) > 1:
+    tensors = [(each, as_array(pairs[each])) for each in pairs]
+    halves = [_half_of(pairs[each]) for each in pairs]
+    dtypes = {h or array.dtype.name for h, (_, array) in zip(halves, tensors, strict=True)}
+    if dtype is not None:
+        wrong = dtypes - {"float32", dtype, "uint16" if dtype == "bfloat16" else dtype}
+        if wrong:
+            raise TypeError(f"values of a {dtype} block are float32 or {dtype}, got {wrong.pop()}")
+    elif len(dtypes) > 1:
         raise TypeError(f"tensors of one define have one dtype, got {', '.join(sorted(dtypes))}")
-    if not dtypes <= set(PLAIN_DTYPES):
-        raise TypeError(f"values are {' or '.join(PLAIN_DTYPES)}, got {dtypes.pop()}")
-    return tensors
+    elif not dtypes <= {*PLAIN_DTYPES, *HALVES}:
+        raise TypeError(f"values are {' or '.join((*PLAIN_DTYPES, *HALVES))}, got {dtypes.pop()}")
+    half = dtype if dtype is not None else halves[0]
+    if half is None:
+        return [Tensor(*each) for each in tensors]
+    return [Tensor(each, _floats(array), half) for each, array in tensors]
+
+
+def _half_of(value: object) -> str | None:
+    """Which of 16 bits a caller gave, if either."""
+    name = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    return name if name in HALVES else None
+
+
+def _floats(array: Array) -> Array:
+    """Values as float32, exactly; of uint16, the bits of bfloat16."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def _bits_of(value: object) -> Array | None:
+    """The bits of bfloat16 values; None: the caller gave others."""
+    if _half_of(value) != "bfloat16":
+        return None
+    given: Any = value
+    if not hasattr(given, "detach"):  # an array of a package that adds the dtype to numpy
+        return np.asarray(given).view(np.uint16)
+    tensor = given.detach().cpu().contiguous()
+    bits: Array = tensor.view(import_module("torch").int16).numpy().view(np.uint16)
+    return bits
 
 
 def check_ruled(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` unless rules can update values of this dtype."""
     if dtype.name not in DTYPES:
+        known = " or ".join((*DTYPES, *HALVES))
         raise TypeError(
-            f"values with a rule are {' or '.join(DTYPES)}, got {dtype.name}: convert them with "
+            f"values with a rule are {known}, got {dtype.name}: convert them with "
             ".astype('float32'), or leave the rule out and assign them"
         )
 
@@ -91,7 +138,13 @@ def as_array(value: npt.ArrayLike) -> Array:
     """What a caller gave for a tensor, as numpy sees it: of a tensor of torch its present values,
     wherever they are and whether or not they are trained."""
     detach = getattr(value, "detach", None)
-    return np.asarray(value if detach is None else detach().cpu())
+    if detach is None:
+        return np.asarray(value)
+    tensor = detach().cpu()
+    try:
+        return np.asarray(tensor)
+    except TypeError:  # numpy has no bfloat16
+        return np.asarray(tensor.float())
 
 
 def _name(name: object) -> str:
@@ -110,12 +163,31 @@ class NamedPiece:
         self.shape = tuple(piece.shape)
         self.start = block.starts[index]
         self.stop = block.starts[index + 1]
-        self.dtype = block.dtype
+        self.dtype = block.shown
+        self.half = block.spec.half
         self.size = prod(piece.shape)
 
     def view(self, flat: Array) -> Array:
         """This tensor within a block's flat array, [*shape]."""
         return flat[self.start : self.stop].reshape(self.shape)
+
+    def is_finite(self, gradient: Array) -> bool:
+        """Whether a gradient, as `checked` gives it, has neither NaN nor Inf."""
+        if self.half is None:
+            return bool(np.isfinite(gradient).all())
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(gradient, self.dtype)
+        bits = _writable(values).reshape(-1).view(HALVES[self.half])
+        return float(compiled().largest(bits)) < math.inf
+
+    def add(self, flat: Array, gradient: Array) -> None:
+        """Add a gradient to what lies at its place."""
+        target = self.view(flat)
+        if self.half == "bfloat16":
+            target[...] = self._rounded(_floats(target) + _floats(gradient))
+        else:
+            target = target.view(self.dtype)
+            target += gradient
 
     def fill(self, flat: Array, gradient: Array, in_place: bool) -> float:
         """Write a gradient [*shape] to its place; the largest size of an element there, and inf if
@@ -128,9 +200,15 @@ class NamedPiece:
         target, flags = flat[self.start : self.stop], gradient.flags
         if not in_place:
             if gradient.dtype == self.dtype and flags.c_contiguous and flags.writeable:
-                return float(kernels.copy_largest(target, gradient.reshape(-1)))
+                source = gradient.reshape(-1)
+                if self.half is not None:
+                    source = source.view(target.dtype)
+                return float(kernels.copy_largest(target, source))
+            into = target.reshape(self.shape)
+            if self.half is not None:
+                into = into.view(self.dtype)
             with np.errstate(over="ignore"):  # what overflows is found right after
-                np.copyto(target.reshape(self.shape), gradient, casting="same_kind")
+                np.copyto(into, gradient, casting="same_kind")
         return float(kernels.largest(target))
 
     def checked(self, value: npt.ArrayLike) -> Array:
@@ -139,21 +217,46 @@ class NamedPiece:
         Raises:
             ShapeMismatch, DtypeMismatch: nothing was sent.
         """
-        array = value if type(value) is np.ndarray else as_array(value)
+        array = value if type(value) is np.ndarray else None
+        if self.half == "bfloat16":
+            array = _bits_of(value)
+        if array is None:
+            array = as_array(value)
         if array.shape != self.shape:
             raise ShapeMismatch(
                 f"{self.name!r} has shape {list(self.shape)}, got {list(array.shape)}",
                 fix="send a gradient or value of the parameter's shape",
             )
+        if self.half == "bfloat16" and array.dtype.kind == "f":
+            return self._rounded(array)
         if array.dtype != self.dtype and not (
             array.dtype.kind == self.dtype.kind
             and np.can_cast(array.dtype, self.dtype, "same_kind")
         ):
             raise DtypeMismatch(
-                f"{self.name!r} is {self.dtype}, got {array.dtype}",
-                fix=f"convert it with .astype({self.dtype.name!r})",
+                f"{self.name!r} is {self.half or self.dtype}, got {array.dtype}",
+                fix=f"convert it with .astype({self.half or self.dtype.name!r})",
             )
         return array
+
+    def checked_to_keep(self, value: npt.ArrayLike) -> Array:
+        """The value as the servers keep it; of a 16-bit parameter, float32 values stay whole.
+
+        Raises:
+            As `checked`.
+        """
+        if self.half is not None and type(value) is np.ndarray and value.dtype == np.float32:
+            return value if value.shape == self.shape else self.checked(value)
+        array = self.checked(value)
+        return array if self.half is None else _floats(array)
+
+    def _rounded(self, floats: Array) -> Array:
+        """The bits of bfloat16 of floating point values."""
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(floats, np.float32)
+        bits = np.empty(values.shape, np.uint16)
+        compiled().round_into(bits.reshape(-1), _writable(values).reshape(-1))
+        return bits
 
     def check_target(self, target: object) -> None:
         """Refuse an array that the values cannot be read into.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from paramserve.codecs.base import Codec
 from paramserve.codecs.keys import order_of
 from paramserve.core.client_session import Sent
 from paramserve.core.partition import Block
@@ -30,6 +31,7 @@ from paramserve.messages import (
     Step,
     TakeSnapshot,
 )
+from paramserve.rules.compiled import compiled
 from paramserve.transport.arena import Arena
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,9 +90,9 @@ class Payloads:
             if message.spec.table is not None:
                 return message
             number = message.spec.block
-            offset = payload.add(self._part(shard, number, message.arena, message.offset))
+            offset = payload.add(self._kept(shard, number, message.arena, message.offset))
         elif isinstance(message, Assign):
-            offset = payload.add(self._part(shard, message.block, message.arena, message.offset))
+            offset = payload.add(self._kept(shard, message.block, message.arena, message.offset))
         elif isinstance(message, Put):
             offset = payload.add(self._records(message))
         elif isinstance(message, Fetch | Scan):
@@ -113,7 +115,7 @@ class Payloads:
         """Reads whose values come in the answer's frame, in this order; keys go along.
 
         Args:
-            exact: whether values come as they are where a block has a codec of pulls, too.
+            exact: whether values come as they are kept.
         """
         pull: list[ReadTarget] = []
         end = 0
@@ -121,7 +123,7 @@ class Payloads:
             block, keys = self._blocks[place.block], place.keys
             if keys is None:
                 low, high = block.range(shard)
-                nbytes = (high - low) * block.dtype.itemsize
+                nbytes = (high - low) * (block.kept if exact else block.dtype).itemsize
                 if block.pull_codec is not None and not exact:
                     nbytes = block.pull_codec.size(high - low)
             else:
@@ -162,6 +164,12 @@ class Payloads:
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
 
+    def _kept(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
+        """The same of what the servers keep."""
+        block = self._blocks[number]
+        low, high = block.range(shard)
+        return self._arenas[arena].memory[offset : offset + (high - low) * block.kept.itemsize]
+
     def read(self, shard: int, link: GivesPayload, sent: Sent) -> None:
         """Read the payload of an answer to where its request wants it."""
         message = sent.message
@@ -170,16 +178,17 @@ class Payloads:
             landings = [self._landing(shard, place, exact) for place in message.pull]
             link.read_payload(landings)
             for place, landed in zip(message.pull, landings, strict=True):
-                codec = self._blocks[place.block].pull_codec
+                block = self._blocks[place.block]
                 if place.keys is not None:
                     self._spread(place, place.keys, landed)
-                elif codec is not None and not exact:
+                elif block.pull_codec is not None and not exact:
                     part = self._part(shard, place.block, place.arena, place.offset)
                     try:
-                        codec.decode(landed, part.view(np.float32))
+                        _decode(block.pull_codec, block, landed, part)
                     except ValueError as wrong:
+                        called = block.pull_codec.called
                         raise ProtocolError(
-                            f"shard {shard} sent values that {codec.called} cannot decode: {wrong}",
+                            f"shard {shard} sent values that {called} cannot decode: {wrong}",
                             fix="run the same version of paramserve everywhere",
                         ) from None
         elif isinstance(message, Scan):
@@ -187,7 +196,7 @@ class Payloads:
         else:
             assert isinstance(message, Fetch)
             number, arena, offset = message.block, message.arena, message.offset
-            link.read_payload([self._part(shard, number, arena, offset)])
+            link.read_payload([self._kept(shard, number, arena, offset)])
 
     def _landing(self, shard: int, place: ReadTarget, exact: bool) -> Bytes:
         """Where the values of a place are read to."""
@@ -196,7 +205,8 @@ class Payloads:
             low, high = block.range(shard)
             return aligned(block.pull_codec.size(high - low))
         if place.keys is None:
-            return self._part(shard, place.block, place.arena, place.offset)
+            of = self._kept if exact else self._part
+            return of(shard, place.block, place.arena, place.offset)
         codecs, table = block.row_codecs, block.table
         if codecs is not None:
             exact = type(place.keys) is ExactKeys
@@ -241,3 +251,13 @@ def _decoded(table: str, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:
             fix="run the same version of paramserve everywhere",
         ) from error
     return rows.view(np.uint8)
+
+
+def _decode(codec: Codec, block: Block, landed: Bytes, part: Bytes) -> None:
+    """Values that came encoded, to where a step reads them."""
+    if block.spec.half is None:
+        codec.decode(landed, part.view(np.float32))
+        return
+    values = np.empty(part.size // block.dtype.itemsize, np.float32)
+    codec.decode(landed, values)
+    compiled().round_into(part.view(block.dtype), values)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from paramserve.client.client import Client
 from paramserve.client.exchange import done
-from paramserve.messages import TakeSnapshot, Watch
+from paramserve.client.steps import kept_offset
+from paramserve.messages import ReadTarget, TakeSnapshot, Watch
 
 Array = npt.NDArray[Any]
 
@@ -58,12 +59,14 @@ class Snapshots:
                 return None
             blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
             while True:
-                slots = [self._exchange.take(block.nbytes) for block in blocks]
-                places = [self._steps.places(b, s) for b, s in zip(blocks, slots, strict=True)]
-                requests = [
-                    TakeSnapshot(0, known.group, after, tuple(p[shard] for p in places))
-                    for shard in range(len(self._exchange.shards))
-                ]
+                slots = [self._exchange.take(block.kept_bytes) for block in blocks]
+                requests = []
+                for shard in range(len(self._exchange.shards)):
+                    pull = tuple(
+                        ReadTarget(block.id, slot.arena, kept_offset(block, slot, shard))
+                        for block, slot in zip(blocks, slots, strict=True)
+                    )
+                    requests.append(TakeSnapshot(0, known.group, after, pull))
                 replies = done(
                     self._steps.finish("snapshot", requests, self._steps.waits.timeout_s, slots)
                 )
@@ -75,7 +78,7 @@ class Snapshots:
                 after = max(taken) - 1  # A shard has dropped the older ones.
             values = {}
             for block, slot in zip(blocks, slots, strict=True):
-                flat = slot.array(block)
+                flat = slot.kept(block)
                 for piece in self._directory.names.pieces(block):
                     values[piece.name] = piece.view(flat).copy()
             return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))

@@ -787,5 +787,11 @@ def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> No
 
 
 def offset_of(block: Block, slot: Slot, shard: int) -> int:
-    """Where a shard's part of a block begins in the slot's arena, in bytes."""
+    """Where a shard's part of a gradient, or of values that a step reads, begins in the slot's
+    arena, in bytes."""
     return slot.offset + block.spec.cuts[shard] * block.dtype.itemsize
+
+
+def kept_offset(block: Block, slot: Slot, shard: int) -> int:
+    """The same of a slot with what the servers keep."""
+    return slot.offset + block.spec.cuts[shard] * block.kept.itemsize

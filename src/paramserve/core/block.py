@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import NONE
-from paramserve.core.partition import DTYPES, PLAIN_DTYPES, borders, bound, size_of
+from paramserve.core.partition import DTYPES, HALVES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
@@ -44,8 +44,13 @@ def check_spec(spec: BlockSpec, shards: int) -> None:
             fix="define with the cuts that the coordinator gave",
         )
     allowed: Sequence[str] = DTYPES if spec.rule is not None else PLAIN_DTYPES
-    if spec.push is not None or spec.pull is not None:
+    if spec.push is not None or spec.pull is not None or spec.half is not None:
         allowed = DTYPES[:1]
+    if spec.half is not None and spec.half not in HALVES:
+        raise DtypeMismatch(
+            f"gradients of block {spec.block} are {spec.half!r}, allowed are {', '.join(HALVES)}",
+            fix="convert them first",
+        )
     if spec.dtype not in allowed:
         raise DtypeMismatch(
             f"block {spec.block} has dtype {spec.dtype!r}, allowed are {', '.join(allowed)}",
@@ -93,6 +98,25 @@ def _codecs(
     return push, pull
 
 
+class InSixteenBits:
+    """A shard's part of a 16-bit block as it lies in clients' memory, and travels.
+
+    Attributes:
+        dtype: of the bits, as in `HALVES`.
+        nbytes: of the part.
+    """
+
+    def __init__(self, block: ShardBlock, half: str) -> None:
+        self._block = block
+        self.dtype = HALVES[half]
+        self.nbytes = block.size * self.dtype.itemsize
+        self.mark = object()
+
+    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+        """As `Placed.lying`, [elements on this shard]."""
+        return self._block.part(self.dtype, whole, arena, offset)
+
+
 @final
 class ShardBlock(ShardStorage):
     """The part of a block that one shard holds.
@@ -128,8 +152,12 @@ class ShardBlock(ShardStorage):
         whole = self._whole or (self.push_codec is not None and self.push_codec.whole_tensors)
         self.alignment = self.dtype.itemsize if whole else ALIGN
         """Bytes to whose multiples its part of a client's memory is aligned."""
-        self.rounds = self.pull_codec is not None and self.pull_codec.even_local
-        """Whether clients on this host get the values that others decode."""
+        self.half = None if spec.half is None else InSixteenBits(self, spec.half)
+        self.sent: ShardBlock | InSixteenBits = self.half if self.half is not None else self
+        """What of it lies in clients' memory as a gradient, or as values that a step reads."""
+        even_local = self.pull_codec is not None and self.pull_codec.even_local
+        self.rounds = even_local or self.half is not None
+        """Whether clients on this host get other values than it has."""
         self._copies: Copies | None = None
         self._scratch: Array | None = None
         if whole:
@@ -197,16 +225,21 @@ class ShardBlock(ShardStorage):
 
     def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
         """Its part of an arena, [elements on this shard]; as `Placed.lying`."""
+        return self.part(self.dtype, whole, arena, offset)
+
+    def part(self, dtype: np.dtype[Any], whole: Bytes | None, arena: int, offset: int) -> Array:
+        """As `lying`, of this dtype."""
         if self.size == 0:
-            return np.empty(0, self.dtype)
-        wrong = offset < 0 or offset % self.alignment
-        if whole is None or wrong or offset + self.nbytes > whole.size:
+            return np.empty(0, dtype)
+        nbytes = self.size * dtype.itemsize
+        wrong = offset < 0 or offset % (dtype.itemsize if self._whole else ALIGN)
+        if whole is None or wrong or offset + nbytes > whole.size:
             raise ShapeMismatch(
-                f"{self.nbytes} bytes at offset {offset} of arena {arena} for block "
+                f"{nbytes} bytes at offset {offset} of arena {arena} for block "
                 f"{self.spec.block}, but there are {0 if whole is None else whole.size} bytes",
                 fix="send exactly the elements that this shard holds, at aligned offsets",
             )
-        return np.frombuffer(whole, self.dtype, self.size, offset)
+        return np.frombuffer(whole, dtype, self.size, offset)
 
     def decoded(self, memory: Memory, header: Gradient) -> Array:
         """A gradient that was encoded, [elements on this shard].
@@ -245,21 +278,43 @@ class ShardBlock(ShardStorage):
         Raises:
             CodecFailed: the codec is not one of ours, and failed.
         """
-        if self.pull_codec is None:
+        if self.pull_codec is not None:
+            out = aligned(self.pull_codec.size(self.size))
+            self.pull_codec.encode(self.value, out, 0)
+            return out
+        if self.half is None:
             return self.value
-        out = aligned(self.pull_codec.size(self.size))
-        self.pull_codec.encode(self.value, out, 0)
-        return out
+        rounded: Array = np.empty(self.size, self.half.dtype)
+        self._round(self.value, rounded)
+        return rounded
 
     @property
     def answer_bytes(self) -> int:
         """Of `as_read`."""
-        return self.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
+        return self.sent.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
 
     def write_rounded(self, out: Array) -> None:
-        """The values as a client on another host decodes them; raises as `as_read`."""
-        assert self.pull_codec is not None
-        self.pull_codec.decode(self.as_read(), out)
+        """The values as clients get them, where these are others than it has: in 16 bits, or as one
+        on another host decodes them; raises as `as_read`."""
+        codec = self.pull_codec
+        if codec is None or not codec.even_local:
+            self._round(self.value, out)
+        elif self.half is None:
+            codec.decode(self.as_read(), out)
+        else:
+            decoded = np.empty(self.size, self.dtype)
+            codec.decode(self.as_read(), decoded)
+            self._round(decoded, out)
+
+    def _round(self, values: Array, out: Array) -> None:
+        compiled().round_into(out, values)
+
+    def widened(self, gradient: Array) -> Array:
+        """A gradient of 16 bits in `scratch`; any other one as it is."""
+        if gradient.dtype == self.dtype:
+            return gradient
+        compiled().scaled_into(self.scratch, 1.0, gradient)
+        return self.scratch
 
     def largest(self, gradient: Array, active: Sequence[int] | None) -> float:
         """The largest size of an active element; inf if one is NaN or Inf."""
@@ -321,6 +376,8 @@ class ShardBlock(ShardStorage):
         if self.size:
             runs = self._pieces.runs(active)
             fused = out if active is None else None
+            if self.half is not None and gradient.dtype != self.half.dtype:
+                fused = None  # a kernel has one dtype for what is sent
             chosen = hyper if hyper is not None else self.hyper
             try:
                 self.rule.apply(self.value, gradient, self.state, chosen, runs, push, fused)
@@ -328,8 +385,15 @@ class ShardBlock(ShardStorage):
                 partly = "what lies before them was applied, the rest was not"
                 raise self._changed_since(push.worker, partly, "unknown") from error
             if out is not None and fused is None:
-                np.copyto(out, self.value)
+                self._leave(out)
         self._pieces.count(active)
+
+    def _leave(self, out: Array) -> None:
+        """Leave the values where a client reads them."""
+        if self.half is None:
+            np.copyto(out, self.value)
+        else:
+            self._round(self.value, out)
 
     def _changed_since(self, rank: int, what: str, applied: Applied = "no") -> NonFinite:
         whose = f"the gradient of rank {rank}" if rank >= 0 else "a gradient"
@@ -362,6 +426,8 @@ class ShardBlock(ShardStorage):
             if self._copies is None:
                 self._copies = Copies(self.value, self.state)
             copies = self._copies
+            if self.half is not None:
+                gradient = self.widened(gradient)
             finite = copies.compute(self.rule, gradient, chosen, runs, push)
         if not finite:
             raise self._changed_since(push.worker, "the rule's update was left out")
@@ -371,7 +437,7 @@ class ShardBlock(ShardStorage):
                 self.save()
             copies.keep(runs)
             if out is not None:
-                np.copyto(out, self.value)
+                self._leave(out)
             self._pieces.count(active)
 
         return keep

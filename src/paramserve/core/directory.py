@@ -19,7 +19,7 @@ from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
-from paramserve.core.partition import DTYPES, METADATA, PLAIN_DTYPES, borders, cut, size_of
+from paramserve.core.partition import DTYPES, HALVES, METADATA, PLAIN_DTYPES, borders, cut, size_of
 from paramserve.core.user_codecs import codec_of, why_not_pulled
 from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError, UnknownCodec
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
@@ -92,7 +92,7 @@ class Directory:
         for each in records:
             spec, stage = each.spec, Stage(each.stage)
             if spec.table is None and len(spec.cuts) != shards + 1:
-                cuts = made._cuts(spec.pieces, spec.dtype, each.whole_tensors)
+                cuts = made._cuts(spec, each.whole_tensors)
                 spec = structs.replace(spec, cuts=cuts)
             saved = stage is Stage.DEFINED
             entry = Entry(spec, each.attempt, 0, stage, each.nth, each.whole_tensors, saved)
@@ -211,8 +211,8 @@ class Directory:
             found.append(differences.of_pieces(spec.pieces, call.pieces))
         if spec.table != call.table:
             found.append(differences.of_tables(spec.table, call.table))
-        if spec.dtype != call.dtype:
-            found.append(Difference("dtype", spec.dtype, call.dtype))
+        if (spec.dtype, spec.half) != (call.dtype, call.half):
+            found.append(Difference("dtype", spec.half or spec.dtype, call.half or call.dtype))
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
             # A client that waits sends its hyper-parameters with each push.
@@ -272,7 +272,7 @@ class Directory:
         _check(call)
         cuts: tuple[int, ...] = ()
         if call.table is None:
-            cuts = self._cuts(call.pieces, call.dtype, call.whole_tensors)
+            cuts = self._cuts(call, call.whole_tensors)
         group = self._groups.setdefault(call.group, len(self._groups))
         policy = call.consistency
         if policy is None and call.table is not None:
@@ -291,16 +291,19 @@ class Directory:
             call.aliases,
             call.push,
             call.pull,
+            call.half,
         )
         entry = Entry(spec, 1, client, Stage.DEFINING, call.nth, call.whole_tensors)
         self._entries.append(entry)
         self._enter(entry)
         return entry
 
-    def _cuts(self, pieces: Sequence[Piece], dtype: str, whole_tensors: bool) -> tuple[int, ...]:
+    def _cuts(self, asked: PlaceBlock | BlockSpec, whole_tensors: bool) -> tuple[int, ...]:
         """Where a new block is cut."""
+        pieces = asked.pieces
         at = borders(pieces) if whole_tensors else None
-        return cut(size_of(pieces), np.dtype(dtype).itemsize, self._loads, at)
+        sent = HALVES.get(asked.half or "", np.dtype(asked.dtype))
+        return cut(size_of(pieces), sent.itemsize, self._loads, at)
 
     def _enter(self, entry: Entry) -> None:
         """Let a block's names be known."""
@@ -395,6 +398,10 @@ def _check(call: PlaceBlock) -> None:
         wrong = "a name stands twice in one define"
     elif call.dtype not in allowed:
         wrong = f"dtype {call.dtype!r}, allowed are {', '.join(allowed)}"
+    elif call.half is not None and (
+        call.half not in HALVES or call.dtype != DTYPES[0] or call.table is not None
+    ):
+        wrong = f"{call.half!r} for {call.dtype}: tensors of float32 may be {' or '.join(HALVES)}"
     elif len(call.aliases) > PIECES_MAX:
         wrong = f"{len(call.aliases)} further names of tied tensors, allowed are {PIECES_MAX}"
     elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, call.group)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ SPLIT_BYTES_MIN = 64 << 10
 
 DTYPES = ("float32", "float64")
 """What rules update."""
+HALVES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.int16)}
+)
+"""What gradients and values of float32 blocks may be in clients' memory (`BlockSpec.half`), and the
+dtype of their bits there, by which kernels tell the two apart."""
 PLAIN_DTYPES = (*DTYPES, "int64")
 """What blocks without a rule (model buffers) may hold."""
 METADATA = "__metadata__"
@@ -111,8 +117,20 @@ class Block:
         return self.spec.group_name
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
+    def kept(self) -> np.dtype[Any]:
+        """In which the servers keep its values and its rule's state."""
         return np.dtype(self.spec.dtype)
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """In which gradients, and values that steps read, lie in a client's memory; of 16 bits,
+        that of the bits (`HALVES`)."""
+        return self.kept if self.spec.half is None else HALVES[self.spec.half]
+
+    @cached_property
+    def shown(self) -> np.dtype[Any]:
+        """The same as users see it: float16 as such. Of bfloat16, which numpy has not, the bits."""
+        return np.dtype(np.float16) if self.spec.half == "float16" else self.dtype
 
     @cached_property
     def rule(self) -> RuleSpec | None:
@@ -169,7 +187,13 @@ class Block:
 
     @cached_property
     def nbytes(self) -> int:
+        """Of a gradient, or of values that a step reads."""
         return self.size * self.dtype.itemsize
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of its values on all servers."""
+        return self.size * self.kept.itemsize
 
     def range(self, shard: int) -> tuple[int, int]:
         """Elements [low, high) that this shard holds; low == high where it holds none."""

@@ -137,7 +137,8 @@ class Replies:
                 elif not place.arena:
                     inline.append((place.offset, block.as_read()))
                 elif block.rounds:
-                    block.write_rounded(memory.at(place.arena, place.offset, block))
+                    if block.pull_codec is not None or place.block not in written:
+                        block.write_rounded(memory.at(place.arena, place.offset, block.sent))
                 elif place.block not in written:
                     np.copyto(memory.at(place.arena, place.offset, block), block.value)
             return Answer(done, laid(inline, self._allocate) if inline else None, exact)

@@ -66,7 +66,7 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
             if header.extent:
                 gradient = block.decoded(memory, header)
             else:
-                gradient = memory.at(header.arena, header.offset, block)
+                gradient = memory.at(header.arena, header.offset, block.sent)
             parts.append((block, header, gradient))
         else:
             parts.append((block, header, block.gradient(memory, header)))
@@ -78,7 +78,7 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
             if not place.arena:
                 answered.append((place.offset, block.read_bytes(memory, place)))
         elif place.arena:
-            memory.at(place.arena, place.offset, block)
+            memory.at(place.arena, place.offset, block.sent)
         else:
             answered.append((place.offset, block.answer_bytes))
     if answered:
@@ -252,7 +252,7 @@ def apply_parts(
     for block, header, _ in parts:
         if type(block) is ShardBlock and header.block in places:
             place = places[header.block]
-            written[header.block] = memory.at(place.arena, place.offset, block)
+            written[header.block] = memory.at(place.arena, place.offset, block.sent)
     keep: dict[int, Keep] = {}
     if step.push[1:]:  # none is changed before all that may fail are prepared
         for block, header, gradient in parts:
@@ -287,7 +287,10 @@ def _compensated(read: Mapping[int, Array], parts: list[Part], lam: float) -> li
         before = read.get(block.spec.block)
         if before is not None and isinstance(block, ShardBlock) and block.size:
             corrected = block.scratch
-            np.copyto(corrected, gradient)
+            if gradient.dtype == corrected.dtype:
+                np.copyto(corrected, gradient)
+            else:
+                block.widened(gradient)
             compensate(corrected, block.value, before, lam)
             found.append((block, header, corrected))
         else:

@@ -107,11 +107,13 @@ def total(
         if not rest and weight == 1.0:
             return first, None
         target = block.scratch
-        if rest and weight == rest[0][0] == 1.0:  # the two of them in one pass
+        if block.half is None and rest and weight == rest[0][0] == 1.0:  # both in one pass
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(first, rest.pop(0)[2], out=target)
-        else:
+        elif first.dtype == target.dtype:
             np.multiply(first, target.dtype.type(weight), out=target)
+        else:
+            kernels.scaled_into(target, weight, first)
         for weight, _, gradient in rest:
             kernels.add_scaled_into(target, weight, gradient)
         return target, None
@@ -119,7 +121,7 @@ def total(
     target.fill(0.0)
     for weight, header, gradient in parts:
         for start, stop in block.ranges(header.active):
-            target[start:stop] += target.dtype.type(weight) * gradient[start:stop]
+            kernels.add_scaled_into(target[start:stop], weight, gradient[start:stop])
     if None in actives:
         return target, tuple(range(len(block.spec.pieces)))
     return target, tuple(sorted(set[int]().union(*(active or () for active in actives))))
@@ -155,7 +157,7 @@ class Sum:
             compiled().add_scaled_into(self.array, weight, gradient)
             return
         for start, stop in block.ranges(header.active):
-            self.array[start:stop] += self.array.dtype.type(weight) * gradient[start:stop]
+            compiled().add_scaled_into(self.array[start:stop], weight, gradient[start:stop])
         if self.active is not None:
             self.active.update(header.active)
 

@@ -54,3 +54,7 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     """How gradients of it are encoded between hosts; None: they are not."""
     pull: CodecSpec | None = None
     """The same of values that a step reads."""
+    half: str | None = None
+    """Of 16-bit models, "bfloat16" or "float16": in which gradients, and values that a step reads,
+    lie in clients' memory and travel. Values and state are kept in `dtype`, float32. None: in
+    `dtype`, too."""

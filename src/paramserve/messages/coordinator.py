@@ -115,8 +115,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     `define` False: wait until another client defines it. `whole_tensors`: the rule or a codec needs
     each tensor whole on one shard. `table`: what is placed is a table; its name is the group's and
     the only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in
-    this order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push`
-    and `pull`: as of `BlockSpec`.
+    this order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push`,
+    `pull` and `half`: as of `BlockSpec`.
     """
 
     call: int
@@ -133,6 +133,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     aliases: dict[str, str] = {}
     push: CodecSpec | None = None
     pull: CodecSpec | None = None
+    half: str | None = None
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -1,0 +1,433 @@
+"""Models of 16 bits: gradients and values in bfloat16 or float16, and float32 on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.contract.conftest import MakeCluster
+from torch import Tensor, nn
+
+import paramserve as ps
+from paramserve.client import Client
+from paramserve.client.snapshots import Snapshots
+from paramserve.codecs import BFloat16, Codec, Float16, Int8
+from paramserve.compiling import load_codecs, load_kernels
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Buffered, DelayCompensated, Sync
+from paramserve.core.partition import Block
+from paramserve.errors import DefineMismatch, DtypeMismatch, NonFinite
+from paramserve.rules import SGD, Adam, Add
+from paramserve.rules.custom import CustomRule
+
+SIZE = 40_000
+"""Elements, which two shards share: 80 KB in 16 bits."""
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CODECS = {"bfloat16": BFloat16(), "float16": Float16()}
+FLOAT = np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    load_codecs()
+    for half in HALVES:
+        for rule in (SGD(0.1), SGD(0.1, momentum=0.9), Adam(), Add()):
+            load_kernels(FLOAT, rule, half)
+
+
+@pytest.fixture(params=HALVES)
+def half(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def normal(seed: int, half: str, size: int = SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator).to(HALVES[half])
+
+
+def given(tensor: Tensor) -> Any:
+    """A tensor of 16 bits as users of the names give it: numpy has no bfloat16."""
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def read(array: Any) -> Tensor:
+    """What they get, as a tensor."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    assert array.dtype == np.float16
+    return torch.from_numpy(array)
+
+
+def masters(client: Client, block: Block) -> Tensor:
+    return torch.from_numpy(client.dense.fetch(block, 0)[0])
+
+
+def trained(options: Any, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Float32 values after torch's own steps with these gradients."""
+    master = nn.Parameter(start.float())
+    optimizer = options([master])
+    for gradient in gradients:
+        master.grad = gradient.float()
+        optimizer.step()
+    return master.detach()
+
+
+class Twins:
+    """The same tensors twice: "w" of 16 bits, and "plain", of float32 in a group of its own."""
+
+    def __init__(self, clients: Sequence[Client], half: str, rule: Any, **options: Any) -> None:
+        self.clients, self.half = clients, HALVES[half]
+        names = {"w": normal(0, half), "b": normal(1, half, 100)}
+        for client in clients:
+            self.block = client.define(
+                {name: given(each) for name, each in names.items()}, rule=rule, **options
+            )
+            self.plain = client.define(
+                {f"plain {name}": each.float().numpy() for name, each in names.items()},
+                rule=rule,
+                group="plain",
+                **options,
+            )
+
+    def push(self, rank: int, gradients: dict[str, Tensor], **options: Any) -> None:
+        client = self.clients[rank]
+        client.push({name: given(each) for name, each in gradients.items()}, **options)
+        client.push({f"plain {n}": g.float().numpy() for n, g in gradients.items()}, **options)
+
+    def tick(self) -> None:
+        tickets = [each.tick(group) for each in self.clients for group in ("default", "plain")]
+        for ticket in tickets:
+            ticket.result()
+
+    def pull(self, rank: int) -> None:
+        self.clients[rank].pull(["w", "b"])
+        self.clients[rank].pull(["plain w", "plain b"])
+
+    def check(self) -> None:
+        """The masters are equal bit by bit, and the values are these rounded."""
+        client = self.clients[0]
+        found = masters(client, self.block)
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, masters(client, self.plain))
+        values = torch.cat([read(each) for each in client.pull(["w", "b"]).values()])
+        assert torch.equal(values, found.to(self.half))
+
+
+RULES: dict[str, tuple[Any, Any]] = {
+    "sgd": (SGD(0.1), partial(torch.optim.SGD, lr=0.1)),
+    "momentum": (SGD(0.1, momentum=0.9), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "adam": (Adam(0.01), partial(torch.optim.Adam, lr=0.01)),
+    "rmsprop": (partial(torch.optim.RMSprop, lr=0.01), partial(torch.optim.RMSprop, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+def test_masters_are_those_of_float32_and_values_are_these_rounded_once(
+    make_cluster: MakeCluster, layout: Any, half: str, rule: str, policy: Policy
+) -> None:
+    cluster = make_cluster(layout[0], servers=layout[1], workers=1, policy=policy)
+    client = cluster.client(0)
+    start, gradients = normal(0, half), [normal(seed, half) for seed in range(1, 8)]
+    block = client.define("w", given(start), rule=RULES[rule][0])
+    twin = client.define("plain", start.float().numpy(), rule=RULES[rule][0], group="plain")
+    assert torch.equal(read(client.pull("w")), start)
+    for gradient in gradients:
+        found = client.push_pull({"w": given(gradient)}, tick=True)["w"]
+        client.push_pull({"plain": gradient.float().numpy()}, tick=True)
+    assert torch.equal(masters(client, block), masters(client, twin)), "bit by bit"
+    wanted = trained(RULES[rule][1], start, gradients)
+    torch.testing.assert_close(masters(client, block), wanted, rtol=2e-5, atol=2e-6)
+    assert torch.equal(read(found), masters(client, block).to(HALVES[half]))
+    assert torch.equal(read(client.pull("w")), read(found))
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+class Measured:
+    """The bytes that one step of a client takes.
+
+    Attributes:
+        taken: of its slots.
+        sent: payloads of its frames.
+        came: payloads that it reads.
+    """
+
+    def __init__(self, client: Client, step: Callable[[], object]) -> None:
+        self.taken = self.sent = self.came = 0
+        exchange = client.connection.exchange
+        self._take, self._inline = exchange.take_each, exchange.payloads.inline
+        self._landing = exchange.payloads._landing
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(exchange, "take_each", self._taking)
+            patched.setattr(exchange.payloads, "inline", self._sending)
+            patched.setattr(exchange.payloads, "_landing", self._coming)
+            step()
+
+    def _taking(self, sizes: Any) -> Any:
+        self.taken += sum(sizes)
+        return self._take(sizes)
+
+    def _sending(self, shard: int, message: Any, payload: Any) -> Any:
+        made = self._inline(shard, message, payload)
+        self.sent += payload.nbytes
+        return made
+
+    def _coming(self, *arguments: Any) -> Any:
+        into = self._landing(*arguments)
+        self.came += into.nbytes
+        return into
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_slots_and_payloads_have_half_the_bytes(
+    make_cluster: MakeCluster, kind: str, half: str
+) -> None:
+    client = make_cluster(kind, servers=2, workers=1).client(0)
+    value = normal(0, half)
+    block = client.define("w", given(value), rule=SGD(0.1))
+    client.define("plain", value.float().numpy(), rule=SGD(0.1))
+    for name, gradient, itemsize in (
+        ("w", given(value), 2),
+        ("plain", value.float().numpy(), 4),
+    ):
+        found = Measured(client, partial(client.push_pull, {name: gradient}))
+        assert found.taken == 2 * itemsize * SIZE, "a gradient, and values"
+        on_wire = itemsize * SIZE if kind == "tcp" else 0
+        assert (found.sent, found.came) == (on_wire, on_wire)
+    slot = client.dense.gradient_slot(block)
+    assert slot.nbytes == 2 * SIZE
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 3.0)])
+def test_sum_over_ranks_is_made_in_float32(
+    make_cluster: MakeCluster, half: str, shards: int, weights: tuple[float, float]
+) -> None:
+    cluster = make_cluster(servers=shards, workers=2, policy=Sync(reduce="sum"))
+    twins = Twins([cluster.client(rank) for rank in (0, 1)], half, Add())
+    start = masters(twins.clients[0], twins.block)
+    total = start.clone()
+    for seed in range(3):
+        for rank, weight in enumerate(weights):
+            gradient = normal(10 * seed + rank, half, SIZE + 100)
+            parts = {"w": gradient[:SIZE], "b": gradient[SIZE:]}
+            if seed == 2 and rank == 1:
+                del parts["b"]
+            twins.push(rank, parts, weight=weight)
+            total[: sum(map(len, parts.values()))] += weight * torch.cat([*parts.values()]).float()
+        twins.tick()
+        twins.check()
+    found = masters(twins.clients[0], twins.block)
+    torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-5)
+
+
+def test_two_pushes_to_one_clock_are_added(make_cluster: MakeCluster, half: str) -> None:
+    client = make_cluster(workers=1, policy=Sync()).client(0)
+    block = client.define("w", given(normal(0, half)), rule=Add())
+    first, second = normal(1, half), normal(2, half)
+    client.push("w", given(first))
+    client.push("w", given(second))
+    client.tick().result()
+    wanted = normal(0, half).float() + (first + second).float()
+    assert torch.equal(masters(client, block), wanted)
+    large = torch.full((SIZE,), 60_000.0).to(HALVES[half])
+    client.push("w", given(large))
+    client.push("w", given(large))
+    if half == "bfloat16":
+        client.tick().result()
+    else:
+        with pytest.raises(NonFinite, match="'w' on rank 0"):
+            client.tick()
+
+
+@dataclass(frozen=True)
+class MovesBy(CustomRule):
+    """A user's rule, which takes float32 only."""
+
+    lr: float = 0.1
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        assert value.dtype == gradient.dtype == np.float32
+        value -= self.lr * gradient
+
+
+POLICIES = {
+    "async": Async(),
+    "sync": Sync(),
+    "buffered": Buffered(3, damping=None),
+    "delay": DelayCompensated(),
+}
+
+
+@pytest.mark.parametrize("rule", [SGD(0.1), Adam(), MovesBy()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_and_rules_do_to_masters_what_they_do_to_float32(
+    make_cluster: MakeCluster, half: str, policy: str, rule: Any
+) -> None:
+    cluster = make_cluster(servers=2, workers=2, policy=POLICIES[policy], registers=[MovesBy])
+    twins = Twins([cluster.client(rank) for rank in (0, 1)], half, rule)
+    for rank in (0, 1):
+        twins.pull(rank)
+    for seed in range(6):
+        for rank in (0, 1):
+            gradient = normal(10 * seed + rank, half, SIZE + 100)
+            parts = {"w": gradient[:SIZE], "b": gradient[SIZE:]}
+            if seed % 3 == 1:
+                del parts["wb"[rank]]
+            twins.push(rank, parts)
+        twins.tick()
+    twins.check()
+
+
+# --- NaN, Inf and clipping ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_gradient_that_is_not_finite_is_refused_or_skipped(
+    make_cluster: MakeCluster, half: str, bad: float, kind: str
+) -> None:
+    for policy in (Async(), Async(on_nonfinite="skip")):
+        client = make_cluster(kind, workers=1, policy=policy).client(0)
+        names = {"a": normal(0, half, 8), "w": normal(1, half)}
+        block = client.define({name: given(each) for name, each in names.items()}, rule=Add())
+        before = masters(client, block)
+        gradients = {"a": normal(2, half, 8), "w": normal(3, half)}
+        gradients["w"][-1] = bad
+        wrong = {name: given(each) for name, each in gradients.items()}
+        if policy.on_nonfinite == "refuse":
+            with pytest.raises(NonFinite, match="'w' on rank 0"):
+                client.push(wrong)
+        else:
+            assert client.push(wrong).result().skipped
+        assert torch.equal(masters(client, block), before)
+
+
+def test_float32_beyond_the_range_of_float16_is_refused(make_cluster: MakeCluster) -> None:
+    client = make_cluster(workers=1).client(0)
+    client.define("w", np.zeros(4, np.float16), rule=Add())
+    client.push("w", np.full(4, 65504.0, np.float32)).result()
+    with pytest.raises(NonFinite):
+        client.push("w", np.full(4, 65520.0, np.float32))
+    client.push("w", np.full(4, 65504.0, np.float32)).result()
+    assert (client.pull("w") == 65504.0).all(), "what is larger becomes the largest, and not Inf"
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+def test_clip_norm_is_that_of_float32(make_cluster: MakeCluster, half: str, policy: Policy) -> None:
+    client = make_cluster(servers=2, workers=1, policy=policy).client(0)
+    twins = Twins([client], half, Add())
+    gradient = normal(3, half, SIZE + 100)
+    before = masters(client, twins.block)
+    for block, group in ((twins.block, "default"), (twins.plain, "plain")):
+        slot = client.dense.gradient_slot(block)
+        own = gradient.view(torch.int16) if group == "default" else gradient.float()
+        slot[:] = own.numpy().view(slot.dtype)
+        push = [ps.client.BlockPush(block, slot)]
+        client.dense.step(group, push, clip_norm=5.0).result()
+    found, plain = (masters(client, each) for each in (twins.block, twins.plain))
+    torch.testing.assert_close((found - before).norm(), torch.tensor(5.0), rtol=1e-3, atol=0.0)
+    if policy == Sync():
+        assert torch.equal(found, plain)
+    else:  # one worker's gradient is clipped where it lies
+        torch.testing.assert_close(found, plain, rtol=2**-7, atol=2**-10)
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+def test_gradient_that_was_lent_is_pushed_from_its_place(
+    make_cluster: MakeCluster, half: str
+) -> None:
+    client = make_cluster(workers=1).client(0)
+    block = client.define("w", given(torch.zeros(6, 8, dtype=HALVES[half])), rule=Add())
+    lent, gradient = client.gradient("w"), normal(1, half, 48).reshape(6, 8)
+    assert (lent.shape, lent.nbytes) == ((6, 8), 96)
+    read(lent)[...] = gradient
+    found = client.push_pull({"w": lent})["w"]
+    assert torch.equal(read(found), gradient)
+    assert torch.equal(masters(client, block).view(6, 8), gradient.float())
+    into = np.zeros_like(found)
+    client.pull("w", out=into)
+    assert torch.equal(read(into), gradient)
+
+
+def test_float32_values_stay_whole_on_the_servers(make_cluster: MakeCluster, half: str) -> None:
+    client = make_cluster(servers=2, workers=1).client(0)
+    first = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
+    block = client.define("w", first, rule=Add(), dtype=half)
+    assert (client.dense.fetch(block, 0)[0] == first).all()
+    assert torch.equal(read(client.pull("w")), torch.from_numpy(first).to(HALVES[half]))
+    client.assign("w", 2 * first)
+    assert (client.dense.fetch(block, 0)[0] == 2 * first).all()
+    own = normal(2, half)
+    client.assign("w", given(own))
+    assert torch.equal(masters(client, block), own.float())
+    client.push("w", first).result()  # rounded on the way
+    pushed = torch.from_numpy(first).to(HALVES[half]).float()
+    assert torch.equal(masters(client, block), own.float() + pushed)
+    with pytest.raises(DtypeMismatch, match=f"'w' is {half}, got int64"):
+        client.push("w", np.ones(SIZE, np.int64))
+
+
+def test_ranks_have_to_give_the_same_dtype(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(workers=2)
+    one, other = (cluster.client(rank) for rank in (0, 1))
+    one.define("w", np.zeros(4, np.float16), rule=Add())
+    for dtype, value in (
+        ("float32", np.zeros(4, np.float32)),
+        ("bfloat16", torch.zeros(4, dtype=torch.bfloat16)),
+    ):
+        with pytest.raises(DefineMismatch, match=f"with dtype float16, now {dtype} came"):
+            other.define("w", value, rule=Add())
+    other.define("w", np.ones(4, np.float16), rule=Add())
+    assert (other.pull("w") == 0.0).all()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_snapshots_have_the_masters(make_cluster: MakeCluster, half: str, kind: str) -> None:
+    client = make_cluster(kind, servers=2, workers=1, policy=Sync()).client(0)
+    block = client.define("w", given(normal(0, half)), rule=SGD(0.01))
+    snapshots = Snapshots(client)
+    snapshots.watch("default", every=1)
+    client.push_pull({"w": given(normal(1, half))}, tick=True)
+    found = snapshots.take("default", 0)
+    assert found is not None
+    assert torch.equal(torch.from_numpy(found.values["w"]), masters(client, block))
+
+
+# --- codecs on top --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("codec", [Int8(), Int8(even_local=True)], ids=["far", "even local"])
+def test_codecs_encode_what_float32_would_be(
+    make_cluster: MakeCluster, half: str, kind: str, codec: Codec
+) -> None:
+    client = make_cluster(kind, servers=2, workers=1).client(0)
+    start = normal(0, half)
+    options: dict[str, Any] = {"rule": SGD(0.1), "push": codec, "pull": codec}
+    block = client.define("w", given(start), **options)
+    plain = client.define("plain", start.float().numpy(), group="plain", **options)
+    for seed in range(1, 4):
+        gradient = normal(seed, half)
+        found = client.push_pull({"w": given(gradient)})["w"]
+        wanted = client.push_pull({"plain": gradient.float().numpy()})["plain"]
+    assert torch.equal(read(found), torch.from_numpy(wanted).to(HALVES[half]))
+    if kind == "tcp" or codec.even_local:
+        assert client.steps.encoder is not None
+        left = [client.steps.encoder.residual(each) for each in (block, plain)]
+        assert left[0] is not None
+        assert np.linalg.norm(left[0]) > 0.01
+    # The residuals, of which each draws its own blocks, are the same: so are the masters.
+    torch.testing.assert_close(masters(client, block), masters(client, plain), rtol=0, atol=0)
