@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
+from tests.contract.ranks import Ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import paramserve as ps
 from paramserve.client import Client
@@ -22,6 +25,8 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Buffered, DelayCompensated, Sync
 from paramserve.core.partition import Block
 from paramserve.errors import DefineMismatch, DtypeMismatch, NonFinite
+from paramserve.launch.reading import Reader
+from paramserve.pytorch import Embedding
 from paramserve.rules import SGD, Adam, Add
 from paramserve.rules.custom import CustomRule
 
@@ -431,3 +436,189 @@ def test_codecs_encode_what_float32_would_be(
         assert np.linalg.norm(left[0]) > 0.01
     # The residuals, of which each draws its own blocks, are the same: so are the masters.
     torch.testing.assert_close(masters(client, block), masters(client, plain), rtol=0, atol=0)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def make_model(half: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1)).to(HALVES[half])
+
+
+def batch(half: str, rank: int = 0) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(128, 20, generator=torch.Generator().manual_seed(7 + rank))
+    wanted = torch.tanh(inputs.sum(1, keepdim=True))
+    return inputs.to(HALVES[half]), wanted.to(HALVES[half])
+
+
+def alone(
+    half: str, build: Any, steps: int, batches: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[nn.Module, list[Tensor]]:
+    """Training with float32 masters as torch does it: the model, and the masters."""
+    model = make_model(half)
+    kept = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    optimizer = build(kept)
+    for _ in range(steps):
+        sums = [torch.zeros_like(each) for each in kept]
+        for inputs, wanted in batches:
+            model.zero_grad()
+            F.mse_loss(model(inputs), wanted).backward()
+            for total, param in zip(sums, model.parameters(), strict=True):
+                assert param.grad is not None
+                total += param.grad.float() / len(batches)
+        for master, gradient in zip(kept, sums, strict=True):
+            master.grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), kept, strict=True):
+                param.copy_(master)
+    return model, [each.detach() for each in kept]
+
+
+BUILDS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.003),
+    "radam": partial(torch.optim.RAdam, lr=0.03),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("kind", "ranks"), [("unix", 1), ("unix", 2), ("tcp", 2)])
+def test_model_is_trained_as_torch_does_it_with_masters(
+    make_cluster: MakeCluster, half: str, build: str, kind: str, ranks: int
+) -> None:
+    models = [make_model(half) for _ in range(ranks)]
+    steps = 30
+
+    def train(worker: ps.Worker) -> float:
+        model = models[worker.rank]
+        optimizer = worker.optimizer(model, BUILDS[build](model.parameters()))
+        inputs, wanted = batch(half, worker.rank)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), wanted)
+            loss.backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    cluster = make_cluster(kind, servers=2, workers=ranks, policy=Sync())
+    losses = Ranks(cluster, train).start(*range(ranks)).end()
+    assert max(losses.values()) < 0.4, "1.0 before"
+    wanted, kept = alone(half, BUILDS[build], steps, [batch(half, rank) for rank in range(ranks)])
+    state = Reader(cluster.client()).read("model")
+    ulp = 2.0**-7 if half == "bfloat16" else 2.0**-10
+    for (name, param), master in zip(wanted.named_parameters(), kept, strict=True):
+        found = torch.from_numpy(state[name])
+        assert found.dtype == torch.float32
+        # A value that rounds to the other neighbour changes what follows by that much.
+        torch.testing.assert_close(found, master, rtol=4 * ulp, atol=2 * ulp)
+        for model in models:
+            assert torch.equal(model.get_parameter(name), found.to(param.dtype))
+    fresh = make_model(half)
+    fresh.load_state_dict({name: torch.from_numpy(each) for name, each in state.items()})
+    for name, param in fresh.named_parameters():
+        assert param.dtype == HALVES[half]
+        assert torch.equal(param, models[0].get_parameter(name)), name
+
+
+def test_small_updates_add_up_where_16_bits_alone_lose_them(make_cluster: MakeCluster) -> None:
+    worker = ps.Worker(make_cluster(workers=1).client(0), 1)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    lone = copy.deepcopy(model)
+    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    own = torch.optim.SGD(lone.parameters(), lr=1.0)
+    for _ in range(512):
+        for each in (model, lone):
+            each.weight.grad = torch.full((1, 1), 2.0**-10, dtype=torch.bfloat16)
+        optimizer.step()
+        own.step()
+    assert model.weight.item() == 0.5
+    assert lone.weight.item() > 0.9
+
+
+def test_parameters_of_several_dtypes_are_trained_together(make_cluster: MakeCluster) -> None:
+    worker = ps.Worker(make_cluster(servers=2, workers=1).client(0), 1)
+    model = nn.ModuleDict(
+        {
+            f"of {str(dtype)[6:]}": nn.Linear(4, 4, dtype=dtype)
+            for dtype in (torch.float32, *HALVES.values())
+        }
+    )
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = worker.optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), overlap=True, clip_norm=1e6
+    )
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25)
+        optimizer.step()
+    for finish in worker.finishers:
+        finish()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, (before[name].float() - 0.75).to(param.dtype)), name
+
+
+def test_state_dict_of_the_optimizer_has_float32(make_cluster: MakeCluster, half: str) -> None:
+    worker = ps.Worker(make_cluster(workers=1).client(0), 1)
+    model = make_model(half)
+    optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    inputs, wanted = batch(half)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), wanted).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        assert {each.dtype for each in entry.values()} == {torch.float32}
+    optimizer.load_state_dict(saved)
+    again = optimizer.state_dict()
+    for index, entry in saved["state"].items():
+        for name, each in entry.items():
+            # torch converts what it loads to the dtype of the parameter.
+            loaded = each if name == "step" else each.to(HALVES[half]).float()
+            assert torch.equal(again["state"][index][name], loaded)
+
+
+def test_what_is_not_for_16_bits_is_refused(make_cluster: MakeCluster) -> None:
+    for policy in (ps.LocalSteps(every=2), ps.ElasticAverage(every=2, rho=0.1)):
+        worker = ps.Worker(make_cluster(workers=1, policy=policy).client(0), 1)
+        model = make_model("bfloat16")
+        with pytest.raises(TypeError, match=f"with {type(policy).__name__} the worker makes the"):
+            worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for param in model[0].parameters():
+            param.requires_grad_(False)
+        model[2].float()
+        worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    worker = ps.Worker(make_cluster(workers=1).client(0), 1)
+    model = make_model("float16")
+    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inputs, wanted = batch("float16")
+    scaler.scale(F.mse_loss(model(inputs), wanted)).backward()
+    with pytest.raises(TypeError, match=r"'0\.weight' is float16, and GradScaler does not unscale"):
+        scaler.step(optimizer)
+
+
+def test_rows_of_tables_and_16_bit_layers_are_clipped_by_one_norm(
+    make_cluster: MakeCluster, half: str
+) -> None:
+    worker = ps.Worker(make_cluster(servers=2, workers=1).client(0), 1)
+    table = worker.client.table("users", dim=4, rule=SGD(1.0), init=ps.Zeros())
+    model = nn.ModuleDict(
+        {"users": Embedding(table), "head": nn.Linear(4, 1, bias=False, dtype=HALVES[half])}
+    )
+    nn.init.zeros_(model["head"].weight)
+    optimizer = torch.optim.SGD(model["head"].parameters(), lr=1.0)
+    optimizer = worker.optimizer(model, optimizer, clip_norm=1.0)
+    rows = model["users"](torch.tensor([3]))
+    # Gradients of 2 in each of the row's 4 values and of the layer's: their norm is 32**0.5.
+    ((rows * 2.0).sum() + (model["head"].weight.float() * 2.0).sum()).backward()
+    optimizer.step()
+    clipped = torch.full((1, 4), -2.0 / 32**0.5)
+    ulp = 2.0**-7 if half == "bfloat16" else 2.0**-10
+    found = model["head"].weight.detach().float()
+    torch.testing.assert_close(found, clipped, rtol=ulp, atol=0.0)
+    rows = torch.from_numpy(table.pull(np.array([3])))
+    torch.testing.assert_close(rows, clipped, rtol=1e-5, atol=0.0)

@@ -522,6 +522,7 @@ class Adopted(ABC, Generic[B]):
                     nth=nth,
                     push=layout.push,
                     pull=layout.pull,
+                    half=layout.half,
                 )
             parts.append(part(block))
         self._parts += parts

@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-TRAINED = (torch.float32, torch.float64)
-"""What the rules update."""
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""Dtypes of parameters for which the servers keep float32, in their words (`BlockSpec.half`)."""
+TRAINED = (torch.float32, torch.float64, *HALVES)
+"""What the servers train."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element."""
 _SHARES_WORK_MAX = 100_000
 """Candidates that numpy tries before views that are hard to tell apart count as overlapping."""
 
@@ -48,9 +52,19 @@ class Layout(NamedTuple):
     """The same of its values."""
 
     @property
+    def half(self) -> str | None:
+        """As `BlockSpec.half`."""
+        return HALVES.get(self.dtype)
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """In which the servers keep values and state."""
+        return kept_dtype(self.dtype)
+
+    @property
     def array_dtype(self) -> np.dtype[Any]:
-        """The dtype in numpy's words."""
-        return torch.empty(0, dtype=self.dtype).numpy().dtype
+        """The same in numpy's words."""
+        return torch.empty(0, dtype=self.kept_dtype).numpy().dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor by name, in order."""
@@ -58,16 +72,31 @@ class Layout(NamedTuple):
             name: tuple(param.shape) for name, param in zip(self.names, self.params, strict=True)
         }
 
-    def values(self) -> dict[str, Array]:
+    def values(self) -> dict[str, Any]:
         """Present value of each tensor by name, in order, on the CPU."""
-        return {
-            name: param.detach().cpu().contiguous().numpy()
+        values = {
+            name: param.detach().cpu().contiguous()
             for name, param in zip(self.names, self.params, strict=True)
         }
+        if self.half is not None:
+            return values  # numpy has no bfloat16
+        return {name: value.numpy() for name, value in values.items()}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor [size of the block] as one tensor of each parameter's shape."""
         return split(flat, [tuple(param.shape) for param in self.params])
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which the servers keep what a model has in this dtype."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """An array of this dtype as a tensor in its memory; of 16 bits, one of the bits."""
+    if dtype in HALVES:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array)
 
 
 def split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -171,11 +200,17 @@ def _meet(first: Tensor, second: Tensor) -> bool:
     if first.device.type != "cpu":
         return True
     try:
-        arrays = first.detach().numpy(), second.detach().numpy()
+        arrays = _bits(first).numpy(), _bits(second).numpy()
         limit: Any = _SHARES_WORK_MAX  # numpy's types know of two special ones only
         return bool(np.shares_memory(*arrays, max_work=limit))
     except np.exceptions.TooHardError:
         return True
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor, of 16 bits as integers, which numpy has."""
+    tensor = tensor.detach()
+    return tensor.view(torch.int16) if tensor.dtype in HALVES else tensor
 
 
 def _check(name: str, param: Tensor) -> None:
@@ -191,9 +226,9 @@ def _check(name: str, param: Tensor) -> None:
         )
     if param.dtype not in TRAINED:
         raise TypeError(
-            f"parameter {name!r} is {param.dtype}; the servers update float32 and float64. "
-            "Keep what is trained in float32 (model.float()) and use torch.autocast for lower "
-            "precision; what is frozen (requires_grad=False) may be of any dtype"
+            f"parameter {name!r} is {param.dtype}; the servers train float32 and float64, and "
+            "bfloat16 and float16 with float32 masters. Keep what is trained in one of these; what "
+            "is frozen (requires_grad=False) may be of any dtype"
         )
 
 
@@ -217,7 +252,7 @@ class Views:
         if found is None:
             if len(self._kept) >= self._KEPT_MAX:
                 self._kept.clear()
-            flat = torch.from_numpy(array)
+            flat = as_tensor(array, self._layout.dtype)
             found = self._kept[id(array)] = (array, flat, self._layout.views(flat))
         return found[1], found[2]
 
@@ -292,7 +327,7 @@ class Sample:
             self._apart = len({view.device for view in self._views}) > 1
         views = [view.cpu() for view in self._views] if self._apart else self._views
         found = torch.cat(views)
-        return found.view(torch.int64 if found.dtype == torch.float64 else torch.int32)
+        return found.view(_INTEGERS[found.itemsize])
 
 
 def _in_memory_order(param: Tensor) -> Tensor:
@@ -329,10 +364,16 @@ class ServedBlock(AdoptedBlock):
             groups: the optimizer's parameter groups.
             unscale: what each gradient is multiplied by; None: they are copied as they are.
         Raises:
-            TypeError: a gradient is not dense. Nothing was sent.
+            TypeError: a gradient is not dense, or is float16 and to be unscaled. Nothing was sent.
             ValueError: a hyper-parameter is out of its range. Nothing was sent.
         """
         hyper = self.hyper.read(groups[self.group] if self.group is not None else None)
+        if unscale is not None and self.layout.dtype == torch.float16:
+            raise TypeError(
+                f"parameter {self.layout.names[0]!r} is float16, and GradScaler does not unscale "
+                "gradients of float16: small ones would be lost, and torch refuses it too. Train "
+                "in bfloat16, which needs no scaling, or in float32 with torch.autocast"
+            )
         slot = client.dense.gradient_slot(self.block)
         flat, views = self._views.of(slot)
         gradients = [param.grad for param in self._params]

@@ -43,7 +43,7 @@ def optimizer_state(group: str, blocks: Sequence[SavedBlock], note: bytes) -> di
             parameter groups are not known.
     """
     numbers = msgspec.msgpack.decode(note, type=Note).numbers if note else ()
-    if len({each.spec.dtype for each in blocks}) > 1:
+    if len({(each.spec.dtype, each.spec.half) for each in blocks}) > 1:
         raise _unknown(group, "it has parameters of two dtypes, and their order is not known")
     if numbers and len(numbers) != len(blocks):
         why = f"it has {len(numbers)} parameter groups, and {len(blocks)} of them on the servers"

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from paramserve.consistency.built_in import OWN_STEPS, ElasticAverage
 from paramserve.pytorch.adopted import Adopted, Settings
+from paramserve.pytorch.block import HALVES
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options
@@ -339,6 +340,14 @@ def _started(
         raise ValueError(
             f"push and pull encode gradients, or what own steps have changed, and the values that "
             f"come back; with {who} no such thing is sent: leave them out"
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    halves = [each.dtype for each in params if each.requires_grad and each.dtype in HALVES]
+    if isinstance(policy, LocalSteps | ElasticAverage) and dense != "local" and halves:
+        raise TypeError(
+            f"with {type(policy).__name__} the worker makes the steps, and in {halves[0]} it would "
+            "lose small updates: the servers keep float32, the worker does not. Keep what is "
+            "trained in float32 (model.float()), and use torch.autocast"
         )
     if steps_itself and isinstance(optimizer, RuleOptimizer):
         who = 'dense="local"' if dense == "local" else type(policy).__name__

@@ -16,7 +16,7 @@ from paramserve.client.gradients import active_parts
 from paramserve.errors import warn_user
 from paramserve.pytorch import state as torch_state
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
-from paramserve.pytorch.block import ServedBlock
+from paramserve.pytorch.block import ServedBlock, as_tensor
 from paramserve.pytorch.hyper import HyperReader
 from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import Kind, ParamGroup
@@ -157,7 +157,11 @@ class Served(Adopted[ServedBlock]):
         if push and self._client.steps.terms(self._settings.name).collects:
             clip(tensors(rows), norm)
             return norm
-        dense = [torch.from_numpy(part) for each in push for _, part in active_parts(each)]
+        dense = [
+            as_tensor(array, part.layout.dtype)
+            for part, each in zip(self._parts, push, strict=True)
+            for _, array in active_parts(each)
+        ]
         clip([*dense, *tensors(rows)], norm)
         return 0.0
 

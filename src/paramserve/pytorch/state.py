@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paramserve.messages import VALUE
-from paramserve.pytorch.block import Layout
+from paramserve.pytorch.block import Layout, kept_dtype
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_rule import Kept, TorchRule
 
@@ -67,7 +67,7 @@ def fetch(read: Fetch, layout: Layout, rule: Rule) -> State:
                         continue
                     entry[name] = value if value is not None else first(rule, param)[name]
         elif isinstance(rule, TorchRule):
-            entry = rule.first(param)
+            entry = rule.first(param.to(layout.kept_dtype))
         if entry:
             state[param] = entry
     return state
@@ -86,25 +86,27 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
     it: some of its numbers do not begin at zero.
     """
     if isinstance(rule, TorchRule):
-        made = torch.zeros_like(param)
+        made = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
         made.grad = torch.zeros_like(made)
         optimizer = rule.optimizer([made], rule.hyper())
         optimizer.step()
         return dict(optimizer.state[made])
+    zeros = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
     return {
-        name: torch.zeros(kept.shape, dtype=kept.dtype) if name == STEP else torch.zeros_like(param)
+        name: torch.zeros(kept.shape, dtype=kept.dtype) if name == STEP else zeros.clone()
         for name, kept in _kept(rule, param).items()
     }
 
 
 def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor | None:
     """A state of a parameter from the elements that lie beside it on the servers, if any do."""
+    dtype = kept.dtype if kept.dtype is not None else kept_dtype(param.dtype)
     if kept.shape == tuple(param.shape):
-        return torch.empty_like(param, dtype=kept.dtype).copy_(view)
+        return torch.empty_like(param, dtype=dtype).copy_(view)
     if not view.numel():
         return None  # a number, and there is no element that it could lie beside
     leading = view.reshape(-1)[: prod(kept.shape)].view(kept.shape)
-    return leading.to(kept.dtype if kept.dtype is not None else param.dtype, copy=True)
+    return leading.to(dtype, copy=True)
 
 
 class Field(NamedTuple):

@@ -344,6 +344,7 @@ class FakeClient:
         nth=-1,
         push=None,
         pull=None,
+        half=None,
         timeout_s=None,
     ):
         pieces = tuple(Piece(name, tuple(shape)) for name, shape in shapes.items())

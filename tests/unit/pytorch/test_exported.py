@@ -87,9 +87,12 @@ def test_what_torch_has_not_is_refused() -> None:
     adopt(cluster.worker(), model, torch.optim.Adam(model.parameters()))
     block = cluster.block("model")
     other = FakeBlock(9, "model", np.dtype("float64"), Adam(), block.pieces, block.values)
+    in_16_bits = saved(block)
+    in_16_bits = in_16_bits._replace(spec=structs.replace(in_16_bits.spec, half="bfloat16"))
     for blocks, told in (
         ([saved(block, Add())], "'model' cannot be exported to torch: Add is a rule that"),
         ([saved(block), saved(other)], "parameters of two dtypes"),
+        ([saved(block), in_16_bits], "parameters of two dtypes"),
     ):
         with pytest.raises(CheckpointError, match=told):
             optimizer_state("model", blocks, b"")
