@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import overload
 
 from paramserve.rules.base import Array
-from paramserve.rules.intrinsics import reinterpreted
+from paramserve.rules.intrinsics import inlined, reinterpreted
 
 TILE = 2048
 """Elements that a kernel goes through at a time, in memory that stays in the first-level cache.
@@ -33,6 +33,8 @@ SIGN, SIZE = U(0x8000), U(0x7FFFFFFF)
 INF = U(0x7F800000)
 BFLOAT_INF, BFLOAT_MAX, BFLOAT_QUIET = U(0x7F80), U(0x7F7F), U(0x0040)
 BFLOAT_BELOW_HALF = U(0x7FFF)
+BFLOAT_OVER, FLOAT_OVER = np.int32(0x7F7F8000), np.int32(0x477FF000)
+"""In float32: the smallest numbers that would be rounded to Inf."""
 FLOAT_SIZE, FLOAT_INF, FLOAT_MAX, FLOAT_NAN = U(0x7FFF), U(0x7C00), U(0x7BFF), U(0x7E00)
 FLOAT_NORMAL = U(0x0400)
 """The bits of 2**-14: below it, float16 has steps of 2**-24."""
@@ -44,6 +46,9 @@ HALF, HALF_BITS = np.float32(0.5), U(0x3F000000)
 BIAS, BIAS_OF_INF = U(112 << 23), U(224 << 23)
 REBIAS_BELOW_HALF = U(0xC8000FFF)
 """-112 << 23, and a bit less than half of what is dropped."""
+
+HALF_SIZE = np.uint16(0x7FFF)
+"""All but the sign of 16 bits."""
 
 Body = Callable[..., Any]
 _OPTIONS = {"nogil": True, "error_model": "numpy", "forceinline": True}
@@ -64,13 +69,38 @@ def floats_of(tile: Array, memory: Array) -> Any:
     raise NotImplementedError
 
 
+def spoiled(tile: Array) -> Any:
+    """Whether a tile holds NaN or Inf."""
+    raise NotImplementedError
+
+
+@inlined
+def greatest(x: Array, most: Any) -> Any:
+    """The greater of `most` and the largest size in a tile, both as integers: the bits of numbers
+    without a sign have their order, with Inf and then NaN above all, and the greatest of integers
+    is found with vectors without fastmath."""
+    for i in range(x.size):
+        most = max(most, reinterpreted(abs(x[i])))
+    return most
+
+
 def _copy(out: Any, value: Any) -> None:
     for i in range(out.size):
         out[i] = value[i]
 
 
+# What is rounded is mostly finite and below the largest of 16 bits: a first loop takes all for
+# such, and looks whether that was right. A second one, which is rare, takes longer.
+
+
 def _to_bfloat16(out: Any, value: Any) -> None:
-    bits = value.view(np.uint32)
+    bits, most = value.view(np.uint32), np.int32(0)
+    for i in range(out.size):
+        b = bits[i]
+        most = max(most, np.int32(b & SIZE))
+        out[i] = np.uint16(U(b + BFLOAT_BELOW_HALF + U(U(b >> U16) & U1)) >> U16)
+    if most < BFLOAT_OVER:
+        return
     for i in range(out.size):
         b = bits[i]
         size = U(b & SIZE)
@@ -88,7 +118,18 @@ def _from_bfloat16(out: Any, value: Any) -> None:
 
 
 def _to_float16(out: Any, value: Any) -> None:
-    bits, halves = value.view(np.uint32), out.view(np.uint16)
+    bits, halves, most = value.view(np.uint32), out.view(np.uint16), np.int32(0)
+    for i in range(halves.size):
+        b = bits[i]
+        size = U(b & SIZE)
+        most = max(most, np.int32(size))
+        shifted = np.float32(reinterpreted(np.int32(size)) + HALF)
+        small = U(U(reinterpreted(shifted)) - HALF_BITS)
+        near = U(U(size + REBIAS_BELOW_HALF + U(U(size >> U13) & U1)) >> U13)
+        r = near if size >= NORMAL else small
+        halves[i] = np.uint16(U(U(b >> U16) & SIGN) | r)
+    if most < FLOAT_OVER:
+        return
     for i in range(halves.size):
         b = bits[i]
         size = U(b & SIZE)
@@ -150,11 +191,43 @@ def _floats_of(tile: Any, memory: Any) -> Body:
     return _widened if tile.dtype in _WIDENS else _itself
 
 
+def _spoiled_floats(tile: Any) -> Any:
+    none = reinterpreted(tile.dtype.type(0.0))
+    return greatest(tile, none) >= reinterpreted(tile.dtype.type(np.inf))
+
+
+def _most_bits(tile: Any) -> Any:
+    bits, most = tile.view(np.uint16), np.uint16(0)
+    for i in range(bits.size):
+        size = np.uint16(bits[i] & HALF_SIZE)
+        most = size if size > most else most
+    return most
+
+
+_greatest_bits: Any = inlined(_most_bits)
+
+
+def _spoiled_bfloats(tile: Any) -> Any:
+    return _greatest_bits(tile) >= BFLOAT_INF
+
+
+def _spoiled_halves(tile: Any) -> Any:
+    return _greatest_bits(tile) >= FLOAT_INF
+
+
+_SPOILED: dict[Any, Body] = {types.uint16: _spoiled_bfloats, types.int16: _spoiled_halves}
+
+
+def _spoiled(tile: Any) -> Body:
+    return _SPOILED.get(tile.dtype, _spoiled_floats)
+
+
 _decorator: Any = overload
 """Numba goes by the names and annotations of the arguments: those of a choice are its bodies'."""
 for _function, _choice in (
     (publish, _publish),
     (tile_memory, _tile_memory),
     (floats_of, _floats_of),
+    (spoiled, _spoiled),
 ):
     _decorator(_function, jit_options=_OPTIONS)(_choice)

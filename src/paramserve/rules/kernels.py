@@ -27,7 +27,14 @@ import numpy as np
 from paramserve import kernel_cache
 from paramserve.kernel_cache import Kernels
 from paramserve.rules.base import Array
-from paramserve.rules.conversions import TILE, floats_of, publish, tile_memory
+from paramserve.rules.conversions import (
+    TILE,
+    floats_of,
+    greatest,
+    publish,
+    spoiled,
+    tile_memory,
+)
 from paramserve.rules.intrinsics import inlined, reinterpreted
 
 if TYPE_CHECKING:
@@ -78,16 +85,6 @@ def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
         annotations = cast(Any, each).py_func.__annotations__
         found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
     return found
-
-
-@inlined
-def greatest(x: Array, most: Any) -> Any:
-    """The greater of `most` and the largest size in a tile, both as integers: the bits of numbers
-    without a sign have their order, with Inf and then NaN above all, and the greatest of integers
-    is found with vectors without fastmath."""
-    for i in range(x.size):
-        most = max(most, reinterpreted(abs(x[i])))
-    return most
 
 
 @inlined
@@ -236,14 +233,12 @@ def block_kernel(rule: type[BuiltIn], states: int) -> Any:
         count: int,
     ) -> int:
         numbers, memory = coefficients(hyper, scale, count), tile_memory(gradient)
-        none = reinterpreted(value.dtype.type(0.0))
-        bad = reinterpreted(value.dtype.type(np.inf))
         for at in range(start, stop, TILE):
             end = min(at + TILE, stop)
-            tile, pushed = value[at:end], floats_of(gradient[at:end], memory)
-            if greatest(pushed, none) >= bad:
+            tile, pushed = value[at:end], gradient[at:end]
+            if spoiled(pushed):
                 return at
-            update(tile, pushed, cut(state, at, end), numbers)
+            update(tile, floats_of(pushed, memory), cut(state, at, end), numbers)
             publish(out[at:end], tile)
         return stop
 
