@@ -294,6 +294,27 @@ def test_policies_and_rules_do_to_masters_what_they_do_to_float32(
     twins.check()
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_values_that_a_corrected_gradient_leaves_are_rounded(
+    make_cluster: MakeCluster, half: str, shards: int
+) -> None:
+    """What is applied then is float32, and what is read is of 16 bits."""
+    cluster = make_cluster(servers=shards, workers=2, policy=DelayCompensated(lam=0.5))
+    clients = [cluster.client(rank) for rank in (0, 1)]
+    for client in clients:
+        block = client.define("w", given(normal(0, half)), rule=SGD(0.1))
+        plain = client.define("plain", normal(0, half).float().numpy(), rule=SGD(0.1), group="p")
+        client.pull("w")
+        client.pull("plain")
+    for seed in range(1, 5):
+        client, gradient = clients[seed % 2], normal(seed, half)
+        found = client.push_pull({"w": given(gradient)}, tick=True)["w"]
+        client.push_pull({"plain": gradient.float().numpy()}, tick=True)
+        kept = masters(client, block)
+        assert torch.equal(kept, masters(client, plain))
+        assert torch.equal(read(found), kept.to(HALVES[half]))
+
+
 # --- NaN, Inf and clipping ------------------------------------------------------------------------
 
 
@@ -409,6 +430,8 @@ def test_snapshots_have_the_masters(make_cluster: MakeCluster, half: str, kind: 
     found = snapshots.take("default", 0)
     assert found is not None
     assert torch.equal(torch.from_numpy(found.values["w"]), masters(client, block))
+    wanted = trained(partial(torch.optim.SGD, lr=0.01), normal(0, half), [normal(1, half)])
+    torch.testing.assert_close(masters(client, block), wanted, rtol=1e-6, atol=1e-7)
 
 
 # --- codecs on top --------------------------------------------------------------------------------
