@@ -343,7 +343,7 @@ def _started(
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     halves = [each.dtype for each in params if each.requires_grad and each.dtype in HALVES]
-    if isinstance(policy, LocalSteps | ElasticAverage) and dense != "local" and halves:
+    if isinstance(policy, OWN_STEPS) and dense != "local" and halves:
         raise TypeError(
             f"with {type(policy).__name__} the worker makes the steps, and in {halves[0]} it would "
             "lose small updates: the servers keep float32, the worker does not. Keep what is "
