@@ -150,8 +150,8 @@ class ShardBlock(ShardStorage):
         )
         self.push_codec, self.pull_codec = _codecs(spec, codecs)
         whole = self._whole or (self.push_codec is not None and self.push_codec.whole_tensors)
-        self.alignment = self.dtype.itemsize if whole else ALIGN
-        """Bytes to whose multiples its part of a client's memory is aligned."""
+        self._aligned = not whole
+        """Whether its part of a client's memory is aligned to `ALIGN`, not to its dtype's size."""
         self.half = None if spec.half is None else InSixteenBits(self, spec.half)
         self.sent: ShardBlock | InSixteenBits = self.half if self.half is not None else self
         """What of it lies in clients' memory as a gradient, or as values that a step reads."""
@@ -232,7 +232,7 @@ class ShardBlock(ShardStorage):
         if self.size == 0:
             return np.empty(0, dtype)
         nbytes = self.size * dtype.itemsize
-        wrong = offset < 0 or offset % (dtype.itemsize if self._whole else ALIGN)
+        wrong = offset < 0 or offset % (ALIGN if self._aligned else dtype.itemsize)
         if whole is None or wrong or offset + nbytes > whole.size:
             raise ShapeMismatch(
                 f"{nbytes} bytes at offset {offset} of arena {arena} for block "
