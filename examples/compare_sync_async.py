@@ -70,6 +70,15 @@ def entrants() -> tuple[Entrant, ...]:
             every=1,
         ),
         Entrant(
+            "own pace",
+            f"AsyncLocalSteps(every={EVERY_LOCAL})",
+            lambda lr, workers: ps.AsyncLocalSteps(
+                EVERY_LOCAL, ps.DelayedNesterov(lr=1.0, momentum=0.0, pushes=workers)
+            ),
+            means=True,
+            steps_per_clock=EVERY_LOCAL,
+        ),
+        Entrant(
             "elastic",
             "ElasticAverage(rho)",
             lambda lr, workers: ps.ElasticAverage(rho=0.9 / workers / lr),

@@ -107,6 +107,7 @@ HUES = {
     "compensated": "#8250c4",
     "buffered": "#c43c84",
     "local": "#5c5c5c",
+    "own pace": "#7a7a7a",
     "elastic": "#9a9a9a",
 }
 """Blue waits for a clock, orange for nobody; the bars' colours are the lines'."""

@@ -57,6 +57,7 @@ class HoldsValues:
     def __init__(self, *blocks: Block, versions: tuple[int, ...] = ()) -> None:
         self.held = list(blocks)
         self.dense = self
+        self.reads = SimpleNamespace(exact=False)
         self.versions = list(versions)
         self.watched: list[tuple[str, int, int]] = []
         self.held_tables: list[WritesItsName] = []
