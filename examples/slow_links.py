@@ -1,8 +1,8 @@
 """Train a small transformer on text over slow links, in several ways, and draw what each costs.
 
 Each worker and the server is a host of its own: a network namespace whose link is shaped to a rate.
-All ways train the same model on the same text; the curves show the loss of the servers' values on
-text that no worker sees, over seconds and over bytes.
+All ways train the same model on the same text; the curves show the loss of rank 0's model on text
+that no worker sees, over seconds and over bytes.
 
     sudo .venv/bin/python examples/slow_links.py --mbit 100 --seconds 120
 
