@@ -172,6 +172,27 @@ def test_what_was_left_out_while_a_link_was_down_goes_with_the_next_whole_gradie
         np.testing.assert_allclose(client.pull(name), sum_of([g[name] for g in wanted]), atol=1e-5)
 
 
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_what_was_left_out_goes_with_the_next_whole_gradient_of_16_bits(
+    make_cluster: MakeCluster, half: str
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=1, policy=Async())
+    client = cluster.client(rank=0)
+    zeros = np.zeros(SIZE, np.float32)
+    block = client.define("w", zeros, rule=Add(), push=TopK(0.1), dtype=half)
+    exchange = client.connection.exchange
+    exchange.shared = False
+    client.push("w", normal(1)).result()
+    exchange.shared = True
+    left = residual(client, block)
+    assert np.linalg.norm(left) > 1.0
+    client.push("w", normal(2)).result()
+    assert residual(client, block) is None
+    whole = client.dense.fetch(block, 0)[0]
+    np.testing.assert_allclose(whole, sum_of([normal(1), normal(2)]), atol=0.05)
+    assert np.abs(whole - sum_of([normal(1), normal(2)]) + left).max() > 0.5, "it has what was left"
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_values_come_rounded_where_they_are_pulled(make_cluster: MakeCluster, servers: int) -> None:
     cluster = make_cluster("tcp", servers=servers, workers=1)

@@ -110,10 +110,7 @@ class Encoder:
         codec = block.push_codec
         assert codec is not None
         check_push(push)
-        gradient: Floats = slot.array(block)
-        if block.spec.half is not None:
-            gradient = np.empty(block.size, np.float32)
-            compiled().scaled_into(gradient, 1.0, slot.array(block))
+        gradient = _widened(block, slot.array(block))
         inactive = _inactive(push)
         for start, stop in inactive:
             gradient[start:stop] = 0.0
@@ -166,14 +163,19 @@ class Encoder:
         with self._lock:
             residual, change = self._residual_of(block), self._memory(block)
             np.negative(residual, out=change)
-            given: Floats = into.array(block)
+            halves = block.spec.half is not None
+            given: Floats = self._memory(block) if halves else into.array(block)
+            gradient = _widened(block, push.gradient)
             with np.errstate(over="ignore"):
-                np.subtract(push.gradient, change, out=given)
+                np.subtract(gradient, change, out=given)
             for start, stop in inactive:
                 given[start:stop] = change[start:stop] = 0.0
             if self._is_too_large(block, given):
-                np.copyto(given, push.gradient)
+                np.copyto(given, gradient)
                 change.fill(0.0)
+            if halves:
+                compiled().round_into(into.array(block), given)
+                self._free[block.id].append(given)
             encoded = Encoded(block, (), into, change, inactive)
             self._about_to_send(encoded)
         return encoded
@@ -320,6 +322,15 @@ def _applied(reply: Any) -> bool:
     if isinstance(reply, Refused):
         return reply.applied == "yes"
     return isinstance(reply, Done) and not reply.skipped
+
+
+def _widened(block: Block, gradient: npt.NDArray[Any]) -> Floats:
+    """A gradient of 16 bits in new memory; any other one as it is."""
+    if block.spec.half is None:
+        return gradient
+    found = np.empty(block.size, np.float32)
+    compiled().scaled_into(found, 1.0, gradient)
+    return found
 
 
 def _inactive(push: BlockPush) -> list[tuple[int, int]]:
