@@ -216,9 +216,9 @@ class Loader:
             before = worker.steps_before
             done = min(before // steps, max(epochs - start, 0))
             if done and before == done * steps and not worker.returned_before:
-                group = worker.groups[0]
+                group, left = worker.groups[0], epochs - start - done
                 clock = worker.client.steps.resumed.get(group, 0)
-                if all_have_stopped(worker.client, group, clock):
+                if left and all_have_stopped(worker.client, group, clock):
                     worker.notices.others_have_stopped(start + done - 1)
                     return iter(())
                 worker.notices.behind_epoch(start + done - 1)
