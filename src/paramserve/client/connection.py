@@ -344,7 +344,7 @@ class Connection:
 
     def tell_sent(self, asked: Callable[[], tuple[SentGradients, ...]]) -> None:
         """Let each heartbeat tell what this method says of the gradients that were sent encoded."""
-        method = WeakMethod(asked)  # the thread of a client that nobody closes keeps none of it
+        method = WeakMethod(asked)  # the thread keeps alive no client that is left unclosed
 
         def told() -> tuple[SentGradients, ...]:
             found = method()

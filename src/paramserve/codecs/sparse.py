@@ -240,8 +240,8 @@ class Chain(Codec):
             )
         if not second.fixed:
             raise TypeError(
-                f"{second.called} takes more or fewer bytes by what it encodes, so that nobody "
-                "could tell where the places begin: end the chain with a codec that is `fixed`"
+                f"{second.called} takes more or fewer bytes by what it encodes, so that a server "
+                "could not tell where the places begin: end the chain with a codec that is `fixed`"
             )
         object.__setattr__(self, "fixed", first.fixed)
 

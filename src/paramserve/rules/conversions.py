@@ -54,6 +54,10 @@ Body = Callable[..., Any]
 _OPTIONS = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 
+# Four names that kernels call, for which the compiler puts in what an array's dtype needs: Python
+# never runs these bodies.
+
+
 def publish(out: Array, value: Array) -> None:
     """out[:] = value, in the dtype of `out`; an empty `out` is left alone."""
     raise NotImplementedError
